@@ -1,0 +1,20 @@
+"""tightfit: train transformer language models in the memory you have.
+
+The public names are loaded when first used, so that `import tightfit` costs next to nothing and the command line
+can show its help without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES: dict[str, str] = {}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tightfit' has no attribute {name!r}")

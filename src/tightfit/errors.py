@@ -1,0 +1,81 @@
+"""Every error that tightfit raises on purpose.
+
+    TightfitError                    exit code 2 unless a subclass says otherwise
+    ├── InputError                   the user's input is wrong: what, where, what to do
+    │   ├── ConfigError              a key, a value or a section of the configuration
+    │   ├── DataError                a corpus, a line of it, a tokenizer
+    │   ├── ModelError               a model that cannot be loaded, built or run
+    │   ├── DeviceError              an unknown or absent device
+    │   ├── BudgetError              a budget that cannot be read
+    │   └── OutputError              a folder that cannot be written
+    ├── LeverError                   a lever that cannot be applied here
+    │   └── RecomputeError           a block whose recompute would not be exact, by name
+    ├── TraceError                   a training step that cannot be run dry
+    ├── CannotFit                    exit code 3: no plan fits the budget; carries the least that does
+    └── VerificationFailed           exit code 4: a plan changed what the step computes
+"""
+
+
+class TightfitError(Exception):
+    """Base of every error raised on purpose; its text is one clear line."""
+
+    exit_code = 2
+
+
+class InputError(TightfitError):
+    """The user's input is wrong."""
+
+
+class ConfigError(InputError):
+    """A key, a value or a section of the configuration is wrong."""
+
+
+class DataError(InputError):
+    """A corpus, a line of it or a tokenizer is wrong."""
+
+
+class ModelError(InputError):
+    """A model cannot be loaded, built or run."""
+
+
+class DeviceError(InputError):
+    """A device is unknown or absent."""
+
+
+class BudgetError(InputError):
+    """A budget cannot be read, or is not one."""
+
+
+class OutputError(InputError):
+    """An output folder cannot be written."""
+
+
+class LeverError(TightfitError):
+    """A lever cannot be applied here."""
+
+
+class RecomputeError(LeverError):
+    """Recomputing this block would not be exact; the message names the operator or state."""
+
+
+class TraceError(TightfitError):
+    """A training step cannot be run dry."""
+
+
+class CannotFit(TightfitError):
+    """No plan fits the budget.
+
+    `least_bytes` is the smallest peak that any combination of the allowed levers reaches.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, least_bytes: int):
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class VerificationFailed(TightfitError):
+    """A plan changed what the step computes."""
+
+    exit_code = 4

@@ -1,0 +1,70 @@
+"""Bytes, seconds and rates, between what people write and what programs count."""
+
+import re
+
+from tightfit.errors import BudgetError
+
+BYTE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
+
+
+def parse_bytes(text: int | str) -> int:
+    """`"22GiB"`, `"24GB"`, `"512 MB"` or an int, as a count of bytes. Raises `BudgetError`."""
+    if isinstance(text, bool):
+        raise BudgetError(f"{text!r} is not an amount of memory: write for example 22GiB or 24GB")
+    if isinstance(text, int):
+        return text
+    match = _AMOUNT.fullmatch(text)
+    unit = match.group(2).lower() if match else None
+    if match is None or unit not in BYTE_UNITS:
+        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise BudgetError(f"{text!r} is not an amount of memory: write a number and one of {units}, for example 22GiB")
+    return int(float(match.group(1)) * BYTE_UNITS[unit])
+
+
+def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak_bytes: int | None = None) -> int:
+    """A budget in bytes from `"22GiB"`, an int, `"80%"` (of the device) or `"0.5x"` (of the plain peak).
+
+    Raises `BudgetError` where the text is not a budget, or is relative to something that is not known.
+    """
+    match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
+    unit = match.group(2).lower() if match else None
+    if match is not None and unit == "%":
+        if device_bytes is None:
+            raise BudgetError(f"{text!r} is a share of the device's memory, which is not known here: give bytes")
+        budget = int(float(match.group(1)) / 100 * device_bytes)
+    elif match is not None and unit == "x":
+        if plain_peak_bytes is None:
+            raise BudgetError(f"{text!r} is a share of the plain peak, which is not known here: give bytes")
+        budget = int(float(match.group(1)) * plain_peak_bytes)
+    else:
+        try:
+            budget = parse_bytes(text)
+        except BudgetError as error:
+            raise BudgetError(f"budget {error}, 80% (of the device) or 0.5x (of the plain peak)") from None
+    if budget <= 0:
+        raise BudgetError(f"budget {text!r} is not above zero")
+    return budget
+
+
+def format_bytes(count: int | float) -> str:
+    """`23622320128` -> `"22.00 GiB"`, in the binary unit that leaves one to four digits before the point."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `"12.3 ms"`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
