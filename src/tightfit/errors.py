@@ -1,18 +1,18 @@
 """Every error that tightfit raises on purpose.
 
-    TightfitError                    exit code 2 unless a subclass says otherwise
-    ├── InputError                   the user's input is wrong: what, where, what to do
-    │   ├── ConfigError              a key, a value or a section of the configuration
-    │   ├── DataError                a corpus, a line of it, a tokenizer
-    │   ├── ModelError               a model that cannot be loaded, built or run
-    │   ├── DeviceError              an unknown or absent device
-    │   ├── BudgetError              a budget that cannot be read
-    │   └── OutputError              a folder that cannot be written
-    ├── LeverError                   a lever that cannot be applied here
-    │   └── RecomputeError           a block whose recompute would not be exact, by name
-    ├── TraceError                   a training step that cannot be run dry
-    ├── CannotFit                    exit code 3: no plan fits the budget; carries the least that does
-    └── VerificationFailed           exit code 4: a plan changed what the step computes
+TightfitError                    exit code 2 unless a subclass says otherwise
+├── InputError                   the user's input is wrong: what, where, what to do
+│   ├── ConfigError              a key, a value or a section of the configuration
+│   ├── DataError                a corpus, a line of it, a tokenizer
+│   ├── ModelError               a model that cannot be loaded, built or run
+│   ├── DeviceError              an unknown or absent device
+│   ├── BudgetError              a budget that cannot be read
+│   └── OutputError              a folder that cannot be written
+├── LeverError                   a lever that cannot be applied here
+│   └── RecomputeError           a block whose recompute would not be exact, by name
+├── TraceError                   a training step that cannot be run dry
+├── CannotFit                    exit code 3: no plan fits the budget; carries the least that does
+└── VerificationFailed           exit code 4: a plan changed what the step computes
 """
 
 

@@ -1,0 +1,31 @@
+"""What the levers are doing right now, for whoever watches the operators go by.
+
+The levers write it, the trace and the monitor read it: neither has to know the other. Autograd may run backward in
+another thread, but the thread that called it waits, so one plain object serves.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Activity:
+    """Mutable, one instance: `now`."""
+
+    recomputing: int = 0  # depth of recomputations under way
+    region: str | None = None  # module path of the innermost block that a lever watches
+    occurrence: int = -1  # how many operators of this name that block has run before this one
+
+
+now = Activity()
+
+
+@contextmanager
+def recomputation() -> Iterator[None]:
+    """The operators inside are a recomputation of earlier ones."""
+    now.recomputing += 1
+    try:
+        yield
+    finally:
+        now.recomputing -= 1

@@ -1,0 +1,28 @@
+"""What an applied lever hands back: the way to take it off."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class Applied:
+    """Levers in force on a model. `undo()`, or leaving the `with` block, restores the model exactly."""
+
+    def __init__(self, parts: Iterable[Removable]):
+        self._parts = list(parts)
+
+    def undo(self) -> None:
+        """Take every lever off, last applied first. Calling it again does nothing."""
+        while self._parts:
+            self._parts.pop().remove()
+
+    remove = undo
+
+    def __enter__(self) -> "Applied":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.undo()

@@ -1,0 +1,83 @@
+"""The lever by hand: `recompute(model, "layers.*")`."""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from tightfit.errors import LeverError
+from tightfit.levers.handle import Applied
+from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward
+
+__all__ = ["Applied", "apply_policies", "matching_modules", "recompute"]
+
+
+def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, use_reentrant: bool = False) -> Applied:
+    """Recompute the activations of every module whose path matches a glob.
+
+    `pattern` is a glob over module paths in which `*` stays within one part of the path: `"layers.*"` takes whole
+    blocks, `"layers.*.mlp"` a part of each. `segments=k` joins the n matching modules, in order, to k runs of
+    neighbours; only what enters a run is held. `use_reentrant=True` uses PyTorch's reentrant checkpoint, which
+    cannot give gradients to tensors that a block leaves on itself.
+
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
+    match lies inside another, or where `segments` is out of range.
+    """
+    paths = matching_modules(model, pattern)
+    if segments is not None and not 1 <= segments <= len(paths):
+        raise LeverError(f"segments={segments} is out of range: {pattern!r} matches {len(paths)} modules")
+    if segments is not None and use_reentrant:
+        raise LeverError("segments cannot be joined by a reentrant recompute: leave out use_reentrant=True")
+    if use_reentrant:
+        return install(ReentrantForward(model.get_submodule(path), path) for path in paths)
+    ends = segment_ends(len(paths), len(paths) if segments is None else segments)
+    return apply_policies(
+        model, dict.fromkeys(paths, RECOMPUTE_ALL), joined={path for i, path in enumerate(paths) if i not in ends}
+    )
+
+
+def apply_policies(model: nn.Module, policies: Mapping[str, Policy], *, joined: Iterable[str] = ()) -> Applied:
+    """Give each named block its policy. Blocks in `joined` do not hold their output for the block that follows."""
+    joined = set(joined)
+    return install(
+        RecordedForward(model.get_submodule(path), path, policy, holds_output=path not in joined)
+        for path, policy in policies.items()
+    )
+
+
+def install(forwards: Iterable[FrugalForward]) -> Applied:
+    installed = []
+    for forward in forwards:
+        if isinstance(forward.previous, FrugalForward):
+            Applied(installed).undo()
+            raise LeverError(f"{forward.path} is already recomputed: undo that first")
+        forward.install()
+        installed.append(forward)
+    return Applied(installed)
+
+
+def segment_ends(count: int, segments: int) -> set[int]:
+    """The index of the last block of each of `segments` runs whose lengths differ by at most one."""
+    return {(k + 1) * count // segments - 1 for k in range(segments)}
+
+
+def matches(path: list[str], pattern: list[str]) -> bool:
+    return len(path) == len(pattern) and all(fnmatch.fnmatchcase(*pair) for pair in zip(path, pattern, strict=True))
+
+
+def matching_modules(model: nn.Module, pattern: str) -> list[str]:
+    """Paths of the modules that match the glob, in the model's order. Raises `LeverError` if none does, or if
+    matches are nested.
+    """
+    parts = pattern.split(".")
+    paths = [path for path, _ in model.named_modules() if path and matches(path.split("."), parts)]
+    if not paths:
+        known = sorted({re.sub(r"\d+", "*", path) for path, _ in model.named_modules() if path})
+        raise LeverError(f"no module matches {pattern!r}: the paths of this model are {', '.join(known[:12])}")
+    for path in paths:
+        inside = next((p for p in paths if p.startswith(f"{path}.")), None)
+        if inside is not None:
+            raise LeverError(f"{pattern!r} matches {path} and {inside} inside it: name one level of blocks")
+    return paths

@@ -1,0 +1,126 @@
+"""Puts the executor around a block of a model, on the instance, and takes it off again."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tightfit.errors import RecomputeError
+from tightfit.levers.recompute.policy import Policy
+from tightfit.levers.recompute.recorder import Recorder, hold
+
+
+class FrugalForward:
+    """Stands in for the `forward` of one module instance. Copies and pickles with its module."""
+
+    def __init__(self, module: nn.Module, path: str):
+        self.path = path
+        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._module = weakref.ref(module)  # the module holds this object: a strong reference would be a cycle
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a module's forward outlives the module"
+        return module
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that this one stands in for."""
+        if self.previous is not None:
+            return self.previous
+        return type(self.module).forward.__get__(self.module)
+
+    def install(self) -> None:
+        self.module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Put back exactly what was there before."""
+        if self.previous is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.previous
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
+
+
+class RecordedForward(FrugalForward):
+    """Runs a block so that each operator's output is kept or recomputed as the policy says.
+
+    `holds_output` says whether the block's results are held for the next one (yes, unless both belong to one
+    segment).
+    """
+
+    def __init__(self, module: nn.Module, path: str, policy: Policy, *, holds_output: bool = True):
+        super().__init__(module, path)
+        self.policy = policy
+        self.holds_output = holds_output
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        with Recorder(self.path, self.policy):
+            outputs = self.original(*args, **kwargs)
+        if self.holds_output:
+            hold(outputs)
+        return outputs
+
+
+class ReentrantForward(FrugalForward):
+    """Runs a block under PyTorch's reentrant checkpoint, for those who ask for it.
+
+    It runs the block's Python code twice and sees only what the block returns; a block for which that gives other
+    gradients or other buffers is refused by name.
+    """
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        attributes, versions = attributes_with_tensors(self.module), buffer_versions(self.module)
+        outputs = checkpoint(self.original, *args, use_reentrant=True, **kwargs)
+        left = changed(attributes, attributes_with_tensors(self.module))
+        if left:
+            raise RecomputeError(
+                f"{self.path}: the block leaves tensors on {left}, whose gradients a reentrant recompute drops: "
+                "use use_reentrant=False"
+            )
+        moved = changed(versions, buffer_versions(self.module))
+        if moved:
+            raise RecomputeError(
+                f"{self.path}: the block updates its buffers {moved}, which a reentrant recompute moves twice: "
+                "use use_reentrant=False"
+            )
+        return outputs
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The names whose entry is new or different, for an error message."""
+    return ", ".join(sorted(name for name, entry in after.items() if entry != before.get(name)))
+
+
+def buffer_versions(block: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identity and version counter of each buffer: a write in place or a new tensor changes one of them."""
+    return {name: (id(buffer), buffer._version) for name, buffer in block.named_buffers()}
+
+
+def attributes_with_tensors(block: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names of plain attributes that hold tensors, with the identity of what they hold."""
+    found = {}
+    for path, module in block.named_modules():
+        for name, value in module.__dict__.items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+            if tensors:
+                found[f"{path}.{name}".lstrip(".")] = tuple(id(t) for t in tensors)
+    return found
