@@ -159,8 +159,9 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict) -> Operation:
         if not has_plain_storage(tensor):
             return tensor
         product = product_of(tensor.untyped_storage())
-        held = product is None or (product.blank and not traits.written)
-        return Reference(root_of(tensor) if held else product, Geometry.of(tensor))
+        if product is None or (product.blank and not traits.written):
+            return Reference(root_of(tensor), Geometry.of(tensor))
+        return Reference(product, Geometry.of(tensor))
 
     state = GeneratorState.of(generator_of(args, kwargs)) if traits.is_random else None
     held_args, held_kwargs = tree_map_only(torch.Tensor, refer, (args, kwargs))

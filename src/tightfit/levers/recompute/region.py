@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # loads dynamo when first called, not when imported
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,7 @@ class RecordedForward(FrugalForward):
         self.policy = policy
         self.holds_output = holds_output
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
@@ -82,7 +83,7 @@ class ReentrantForward(FrugalForward):
     gradients or other buffers is refused by name.
     """
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
