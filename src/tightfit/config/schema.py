@@ -1,0 +1,223 @@
+"""The configuration: every section and key, its type, its default and what it does.
+
+The descriptions under the keys are also what `docs/configuration.md` prints. Nothing here imports torch.
+"""
+
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from tightfit.errors import BudgetError
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.units import parse_budget
+
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+OpenShare = Annotated[float, Field(ge=0, lt=1)]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch", "chunked_attention", "low_memory_mlp"]
+
+
+class Section(BaseModel):
+    """A mapping of the YAML file: unknown keys and wrong types are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _readable_budget(budget: int | str | None) -> int | str | None:
+    """The budget as written. Shares are checked against a stand-in, since the device and the peak come later."""
+    if budget is not None:
+        try:
+            parse_budget(budget, device_bytes=2**40, plain_peak_bytes=2**40)
+        except BudgetError as error:
+            raise ValueError(str(error)) from error
+    return budget
+
+
+def _as_tuple(value: Any) -> Any:
+    """YAML has lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class PretrainedModel(Section):
+    """A causal language model from `transformers`."""
+
+    path: str
+    """A local Hugging Face folder, or a config.json."""
+    random_init: bool = False
+    """Build the model from its config with new weights instead of loading the weights."""
+    gguf_file: str | None = None
+    """Name of a GGUF file inside the folder that holds the weights."""
+
+
+class DataConfig(Section):
+    """What is trained on."""
+
+    source: str = "default"
+    """`default` (the Python standard library's own sources and help topics), a .jsonl file of {"text": ...} lines,
+    a .txt file, or a folder of text files."""
+    sequence_length: Count = 256
+    """Tokens in one sample."""
+    tokenizer: str = "train"
+    """`train` (a byte-level BPE on the source), `model` (the one in the folder of model.path), a tokenizer.json,
+    or a folder that holds one."""
+    vocab_size: Annotated[int, Field(ge=257)] = 6400
+    """Vocabulary of a tokenizer that is trained: 256 bytes, the end of text, and the merges."""
+    max_documents: Count | None = None
+    """Read at most so many documents, from the start of the source; null: all."""
+    validation_fraction: OpenShare = 0.01
+    """Share of the samples held out for evaluation."""
+    shuffle: bool = True
+    """Shuffle documents before packing and samples in every epoch."""
+    seed: CountOrZero = 0
+    """Seed of the shuffling."""
+
+
+class TrainingConfig(Section):
+    """How it is trained."""
+
+    max_steps: Count = 100
+    """Optimizer steps."""
+    batch_size: Count = 8
+    """Sequences in one optimizer step, all micro-batches together."""
+    gradient_accumulation_steps: Count = 1
+    """Equal micro-batches the batch is split in; the plan may split further where it may use `micro_batch`."""
+    learning_rate: Positive = 1e-3
+    """The highest learning rate, reached after the warm-up."""
+    min_lr_ratio: Share = 0.1
+    """The last learning rate, as a share of `learning_rate`."""
+    warmup_steps: CountOrZero = 0
+    """Steps in which the learning rate rises from zero."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine decay, stable and then linear decay, or constant."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay, on matrices."""
+    betas: Annotated[tuple[OpenShare, OpenShare], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: Positive = 1e-8
+    """AdamW's term in the denominator."""
+    grad_clip: Positive | None = 1.0
+    """Largest norm of all gradients together; null: no clipping."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """fp32, or autocast to bf16, or to fp16 with a gradient scaler."""
+    seed: CountOrZero = 0
+    """Seed of the initial weights and of dropout."""
+    log_every: Count = 1
+    """Steps between two lines of metrics."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where it is present."""
+    num_threads: Count | None = None
+    """Threads of the CPU's operators; null: PyTorch's own choice."""
+
+    @model_validator(mode="after")
+    def _steps_go_together(self) -> Self:
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not split in {self.gradient_accumulation_steps} equal "
+                "micro-batches: make it a multiple of gradient_accumulation_steps"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} are more than max_steps {self.max_steps}: lower them")
+        return self
+
+
+class RecomputeConfig(Section):
+    """Recompute set by hand instead of planned."""
+
+    blocks: str | None = None
+    """Glob over module paths, for example `layers.*` or `layers.*.mlp`; null: the blocks found by themselves."""
+    segments: Count | None = None
+    """Join the blocks to so many segments; null: every block is one."""
+    use_reentrant: bool = False
+    """PyTorch's older, reentrant way; it loses gradients of tensors that a block leaves on modules."""
+
+
+class MemoryConfig(Section):
+    """The memory budget and what may be done to meet it."""
+
+    budget: Annotated[int | str | None, AfterValidator(_readable_budget)] = None
+    """Peak memory of a step: bytes, `22GiB`, `24GB`, `80%` (of the device) or `0.5x` (of the plain peak); null: train
+    without a plan."""
+    levers: Annotated[Literal["exact", "rounding"] | tuple[LeverName, ...] | None, BeforeValidator(_as_tuple)] = (
+        "rounding"
+    )
+    """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
+    recompute, chunked_loss, micro_batch, chunked_attention, low_memory_mlp."""
+    recompute: RecomputeConfig | None = None
+    """Recompute set by hand, as a mapping; null: left to the plan."""
+    verify: bool = False
+    """Before training, prove that the plan changes no gradient."""
+
+    @model_validator(mode="after")
+    def _one_hand_on_recompute(self) -> Self:
+        if self.budget is not None and self.recompute is not None:
+            raise ValueError("budget and recompute are both set: the plan chooses what to recompute, remove one")
+        return self
+
+
+class OutputConfig(Section):
+    """Where results go."""
+
+    folder: str = "runs/run"
+    """The run's folder, relative to where the command runs."""
+    overwrite: bool = False
+    """Replace what an earlier run left in the folder."""
+
+
+def _model_kind(raw: Any) -> str:
+    """`model:` is a pretrained model where it has a path, else the reference decoder."""
+    pretrained = isinstance(raw, PretrainedModel) or (isinstance(raw, dict) and "path" in raw)
+    return "pretrained" if pretrained else "decoder"
+
+
+ModelConfig = Annotated[
+    Annotated[DecoderConfig, Tag("decoder")] | Annotated[PretrainedModel, Tag("pretrained")],
+    Discriminator(_model_kind),
+]
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    model: ModelConfig = DecoderConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    memory: MemoryConfig = MemoryConfig()
+    output: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _sequence_within_positions(self) -> Self:
+        if isinstance(self.model, DecoderConfig) and self.data.sequence_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"data.sequence_length {self.data.sequence_length} is longer than model.max_position_embeddings "
+                f"{self.model.max_position_embeddings}: lower the one or raise the other"
+            )
+        return self
+
+
+def field_names(section: type) -> tuple[str, ...]:
+    """The keys of a section, in the order in which they are documented."""
+    return tuple(field.name for field in fields(section)) if is_dataclass(section) else tuple(section.model_fields)
+
+
+# The keys of every section; `preset` names a table of the decoder's other keys and is gone once it is read.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("preset", *field_names(DecoderConfig), *field_names(PretrainedModel)),
+    "data": field_names(DataConfig),
+    "training": field_names(TrainingConfig),
+    "memory": field_names(MemoryConfig),
+    "output": field_names(OutputConfig),
+}
