@@ -47,13 +47,20 @@ def _by_key(error: ValidationError, raw: Mapping[str, Any]) -> dict[tuple, list]
 
 def _path_in(raw: Any, location: Sequence[int | str], missing: bool) -> tuple:
     """The parts of pydantic's location that are keys or positions in `raw`; the others name types."""
-    path, place = [], raw
+    path: list[int | str] = []
+    place = raw
     for part in location:
-        index = isinstance(part, int) and isinstance(place, list | tuple) and part < len(place)
-        if index or (isinstance(place, Mapping) and part in place):
-            place = place[part]
-            path.append(part)
+        if not _holds(place, part):
+            continue
+        place = place[part]
+        path.append(part)
     return (*path, location[-1]) if missing and not isinstance(location[-1], int) else tuple(path)
+
+
+def _holds(place: Any, part: int | str) -> bool:
+    if isinstance(part, int):
+        return isinstance(place, (list, tuple)) and part < len(place)
+    return isinstance(place, Mapping) and part in place
 
 
 def _wrong_value(key: tuple, details: list) -> str:

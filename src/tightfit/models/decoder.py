@@ -1,0 +1,195 @@
+"""The reference decoder: plain PyTorch, to be read from top to bottom.
+
+Pre-norm blocks (RMSNorm, rotary positions, grouped-query attention with optional QK-norm, gated MLP), embeddings tied
+to the head. It saves no memory by itself: that is the levers' work, on this model as on anybody's. Only where the
+configuration asks for it are the operators of `tightfit.ops` used directly.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.models.decoder_config import PRESETS, DecoderConfig
+
+__all__ = ["PRESETS", "Decoder", "DecoderConfig", "DecoderOutput", "next_token_loss"]
+
+IGNORE_INDEX = -100
+# Standard deviation of initial weights (Radford et al. 2019, GPT-2).
+INITIAL_DEVIATION = 0.02
+
+
+class DecoderOutput(NamedTuple):
+    """`loss` is a scalar, or None without labels; `logits` (B, T, vocab_size)."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019), computed in fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of the rotary embedding (Su et al. 2021): position t turns pair i by t * theta^(-2i / D)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)
+        frequencies = config.rope_theta ** (-pairs / config.head_width)
+        angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequencies)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """Both (length, D), for positions 0 to length - 1."""
+        return self.cos[:length], self.sin[:length]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns x (B, H, T, D): the pairs are elements i and i + D/2 of each head."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos + turned * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each key and value head serves an equal group of query heads (Ainslie et al. 2023)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        queries, keys = config.num_heads * config.head_width, config.kv_heads * config.head_width
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
+        v = self._heads(self.v_proj(x))
+        mixed = self._attend(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, H * D) -> (B, H, T, D)."""
+        return x.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.config.attention == "chunked":
+            from tightfit.ops import attention
+
+            return attention(q, k, v, causal=True, chunk_size=self.config.attention_chunk_size)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        grouped = self.config.kv_heads != self.config.num_heads
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
+        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        approximate = "tanh" if self.config.activation == "geglu_tanh" else "none"
+        if self.config.mlp == "low_memory":
+            from tightfit.ops import geglu, swiglu
+
+            return swiglu(gate, up) if self.config.activation == "swiglu" else geglu(gate, up, approximate=approximate)
+        if self.config.activation == "swiglu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate=approximate) * up
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what each half adds."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """A causal language model of the shape that `config` gives.
+
+    `forward(input_ids, labels=None, num_items_in_batch=None)`: input_ids and labels (B, T) int64, labels equal to the
+    ids (the shift is made here) with -100 where nothing is to be learnt. The loss is the mean over the labels that
+    count; `num_items_in_batch` divides the sum by that number instead, as the causal models of `transformers` do, so
+    that the losses of several micro-batches add up to the loss of the whole batch.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.rotary = RotaryTable(config)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: int | Tensor | None = None
+    ) -> DecoderOutput:
+        x = self.dropout(self.embedding(input_ids))
+        cos, sin = self.rotary(input_ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.head(self.norm(x))
+        loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
+        return DecoderOutput(loss, logits)
+
+    def _initialise(self) -> None:
+        """GPT-2's: what a block adds to the stream is scaled down by the number of additions, 2 per block."""
+        scaled = INITIAL_DEVIATION / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                adds_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=scaled if adds_to_stream else INITIAL_DEVIATION)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None = None) -> Tensor:
+    """Cross entropy of logits (B, T, V) at t against the label at t + 1; the last position of a row has none.
+
+    The labels are shifted and padded, not the logits: slicing those would copy the largest tensor of the step.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    scores = logits.view(-1, logits.shape[-1])
+    if num_items_in_batch is None:
+        return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX)
+    return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum") / num_items_in_batch
