@@ -4,9 +4,10 @@ The levers write it, the trace and the monitor read it: neither has to know the 
 another thread, but the thread that called it waits, so one plain object serves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class Activity:
     recomputing: int = 0  # depth of recomputations under way
     region: str | None = None  # module path of the innermost block that a lever watches
     occurrence: int = -1  # how many operators of this name that block has run before this one
+    on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
 
 
 now = Activity()

@@ -65,6 +65,8 @@ class Held(NamedTuple):
 
 def pack(tensor: torch.Tensor) -> Promise | Held:
     """Saved-tensor hook: hold what is held anyway, promise the rest."""
+    if now.on_save is not None:
+        now.on_save(tensor)
     product = product_of(tensor.untyped_storage()) if has_plain_storage(tensor) else None
     if product is None or product.blank:
         return Held(tensor, tensor._version)

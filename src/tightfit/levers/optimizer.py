@@ -1,0 +1,47 @@
+"""Optimizers by name, as PyTorch's own defaults build them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from tightfit.errors import InputError
+
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+_KINDS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def build_optimizer(
+    kind: str | OptimizerFactory | torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
+    """An optimizer over the parameters that are trained.
+
+    `kind` is a name (`adamw`, `adam`, `sgd`, `adafactor`), a callable that takes parameters, or an optimizer whose
+    class and settings are taken over, group by group, but not its state. Raises `InputError` for an unknown name.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if isinstance(kind, torch.optim.Optimizer):
+        return _twin(kind)
+    if callable(kind):
+        return kind(trained)
+    if kind not in _KINDS:
+        raise InputError(f"optimizer {kind!r} is not known: choose one of {', '.join(_KINDS)}, or pass an optimizer")
+    return _KINDS[kind](trained, **options)
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    groups = [dict(group) for group in optimizer.param_groups]
+    twin = type(optimizer)(groups, **{k: v for k, v in optimizer.defaults.items() if k != "differentiable"})
+    return twin
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every tensor of the optimizer's state."""
+    return [t for t in tree_iter(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]

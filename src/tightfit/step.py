@@ -1,0 +1,132 @@
+"""One training step, defined once: the dry run, the verification, the benchmarks and the trainer all run this.
+
+A step is: for each micro-batch forward, loss and backward, then clipping and the optimizer, then gradients set to
+None.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Batch = Any  # a dict (passed as keywords), a tuple (positional) or a TokenBatch
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TokenBatch(NamedTuple):
+    """The shape of a batch of token ids, where there is no batch at hand."""
+
+    size: int
+    length: int
+    vocab_size: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels`, int64 (size, length), all ids below the vocabulary size."""
+        ids = (torch.arange(self.size * self.length) * 7919 % self.vocab_size).view(self.size, self.length)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss that the model computes itself: `model(**batch).loss`, or the first of the results that is a scalar."""
+    outputs = model(**batch) if isinstance(batch, dict) else model(*batch)
+    loss = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, tuple | list):
+        loss = next((o for o in reversed(outputs) if isinstance(o, torch.Tensor) and o.dim() == 0), None)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        from tightfit.errors import ModelError
+
+        raise ModelError(
+            f"{type(model).__name__} returned no scalar loss: put labels in the batch, or pass loss=callable(model, batch)"
+        )
+    return loss
+
+
+class Observer(Protocol):
+    """Told which part of the step runs."""
+
+    def phase(self, name: str) -> AbstractContextManager[Any]: ...
+
+
+class NoObserver:
+    """Nobody is watching."""
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is computed, apart from model and data."""
+
+    precision: Precision = "fp32"
+    grad_clip: float | None = None
+
+
+class Part(NamedTuple):
+    """A micro-batch and the factor of its loss in the loss of the whole batch."""
+
+    batch: Batch
+    weight: float
+
+
+@contextmanager
+def autocast(precision: Precision, device_type: str) -> Iterator[None]:
+    """The autocast context of a precision; none for fp32."""
+    dtype = AUTOCAST_DTYPES.get(precision)
+    with nullcontext() if dtype is None else torch.autocast(device_type, dtype):
+        yield
+
+
+def forward_backward(
+    model: nn.Module,
+    parts: list[Part],
+    loss: Loss,
+    precision: Precision = "fp32",
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """Accumulate the gradients of all micro-batches. Returns the loss of the whole batch, detached."""
+    observer = observer or NoObserver()
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    total: torch.Tensor | None = None
+    for part in parts:
+        with observer.phase("forward"), autocast(precision, device_type):
+            value = loss(model, part.batch)
+            if part.weight != 1.0:
+                value = value * part.weight
+        with observer.phase("backward"):
+            (value if scaler is None else scaler.scale(value)).backward()
+        total = value.detach() if total is None else total + value.detach()
+        del value
+    assert total is not None, "a step has at least one micro-batch"
+    return total
+
+
+def update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: StepSettings,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor | None:
+    """Clip, step and set the gradients to None. Returns the gradients' norm before clipping, if it was asked for."""
+    norm = None
+    with (observer or NoObserver()).phase("optimizer"):
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if settings.grad_clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+    return norm

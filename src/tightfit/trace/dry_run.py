@@ -1,0 +1,267 @@
+"""Runs a training step dry: the user's own code on plain tensors, every large computation left out.
+
+Floating-point operators on large or unknown tensors are replaced by their shapes, and their results are ordinary
+CPU tensors whose memory nobody touches. Views run for real; so does everything small or integer whose inputs are
+known, so that masks, positions, routing and branches that look at data get true answers.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from tightfit.activity import now
+from tightfit.errors import TraceError
+from tightfit.operators import Traits, traits_of, written_arguments
+from tightfit.trace.ledger import Cell, Ledger
+from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.questions import Questions
+from tightfit.trace.record import OperatorRecord, Phase
+from tightfit.trace.rules import CHOOSING, INDEXING, balanced_choice, choice_bound
+from tightfit.trace.shapes import TensorShape, is_hollow, result_shapes, set_hollow, signature
+from tightfit.trace.workspace import workspace_bytes
+
+aten = torch.ops.aten
+KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
+
+OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], float]
+
+
+def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
+    """The cost of an operator where nobody asked for seconds."""
+    return 0.0
+
+
+class DryRun(TorchDispatchMode):
+    """The mode under which a step runs dry; fills a `Ledger` and a list of operators."""
+
+    def __init__(self, ledger: Ledger, modules: ModuleTracker, cost: OperatorCost = no_cost):
+        super().__init__()
+        self.ledger = ledger
+        self.modules = modules
+        self.cost = cost
+        self.phase = Phase.FORWARD
+        self.questions = Questions(modules)
+        self.operators: list[OperatorRecord] = []
+        self.levels: list[int] = []
+        self.starts: list[int] = []
+        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and what it held
+        self._costs: dict[Any, tuple[float, int]] = {}
+        self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
+
+    # What the dispatcher calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        traits = traits_of(func)
+        if traits.is_view:
+            return self.view(func, args, kwargs)
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        cells = [self.see(t) for t in inputs]
+        unknown = not all(cell.known for cell in cells)
+        if unknown and (answered := self.questions.ask(func, args)) is not None:
+            return answered.value
+        index = self.begin(inputs)
+        reads = tuple(cell.value for cell in cells)
+        if func in INDEXING:
+            args = self.without_masks(args)
+        key = (func, signature(args), signature(kwargs) if kwargs else None)
+        is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
+        out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
+        makes = self.account(traits, args, kwargs, out, index, known=is_real)
+        self.finish(traits, inputs, args, out, key, reads, makes)
+        return out
+
+    def begin_again(self) -> None:
+        """Forget the operators so far: what is recorded starts here."""
+        self.settle_sum()
+        for recorded in (self.operators, self.levels, self.starts):
+            recorded.clear()
+        self.ledger.begin_again()
+
+    # The steps of one operator
+
+    def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = func(*args, **kwargs)
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return out
+
+    def see(self, tensor: torch.Tensor) -> Cell:
+        """The cell of a tensor's storage; one that nobody announced holds real data."""
+        return self.ledger.track(
+            tensor, known=not is_hollow(tensor), operator=None, forward=self.phase is Phase.FORWARD
+        )
+
+    def begin(self, inputs: Sequence[torch.Tensor]) -> int:
+        self.settle_sum()
+        index = self.ledger.now = len(self.operators)
+        self.starts.append(self.ledger.live_bytes)
+        return index
+
+    def is_cheap(
+        self, func: Any, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, kwargs: dict, key: Any
+    ) -> bool:
+        """Whether a call with known inputs is computed for real: all integer, or small."""
+        if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
+            return True
+        if any(t.numel() > KNOWN_LIMIT for t in inputs):
+            return False
+        if traits.is_random and not inputs:
+            return False
+        shapes = self.shapes(func, args, kwargs, key)
+        return all(
+            shape.numel <= KNOWN_LIMIT or not (shape.dtype.is_floating_point or shape.dtype.is_complex)
+            for shape in tree_iter(shapes, is_leaf=_is_shape)
+            if _is_shape(shape)
+        )
+
+    def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run the operator for real, keeping what it overwrites of memory that is not ours."""
+        for target in tree_iter(written_arguments(traits, args, kwargs)):
+            if isinstance(target, torch.Tensor):
+                self.keep_original(target)
+        return func(*args, **kwargs)
+
+    def keep_original(self, target: torch.Tensor) -> None:
+        cell = self.see(target)
+        if self.ledger.entries[cell.index].operator is None and cell.index not in self.originals:
+            with torch.no_grad():
+                alias = target.detach()
+                self.originals[cell.index] = (alias, alias.clone())
+
+    def imagine(self, traits: Traits, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
+        """Return what the operator would return, with nothing in it."""
+        targets = written_arguments(traits, args, kwargs)
+        if traits.returns_written:
+            for target in tree_iter(targets):
+                if isinstance(target, torch.Tensor):
+                    self.see(target).known = False
+            returns = len(func._schema.returns)
+            return None if returns == 0 else targets[0] if returns == 1 else tuple(targets[:returns])
+        shapes = self.shapes(func, args, kwargs, key)
+        out = tree_map_only(TensorShape, TensorShape.hollow, shapes, is_leaf=_is_shape)
+        if func in CHOOSING:
+            self.choose(func, args, out)
+        return out
+
+    def without_masks(self, args: tuple) -> tuple:
+        """Indexing by a mask, as indexing by the places where it is true; an unknown mask is presumed true
+        everywhere.
+        """
+
+        def places(index: Any) -> list[Any]:
+            if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+                return [index]
+            if not self.see(index).known:
+                self.questions.note("where a computed mask is true", "everywhere", moves_peak=True)
+                index = torch.ones(index.shape, dtype=torch.bool)
+            return list(index.nonzero().unbind(1))
+
+        return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
+
+    def shapes(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
+        try:
+            return result_shapes(func, args, kwargs, key, self.is_known_number)
+        except (NotImplementedError, RuntimeError) as error:
+            raise TraceError(
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: its meta kernel says "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def is_known_number(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 0 and self.see(tensor).known
+
+    def choose(self, func: Any, args: tuple, out: Any) -> None:
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
+                tensor.copy_(balanced_choice(tensor.numel(), choice_bound(func, args)).view(tensor.shape))
+                set_hollow(tensor, hollow=False)
+        self.questions.note(str(func), "a balanced choice", moves_peak=True)
+
+    def account(
+        self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
+    ) -> tuple[int, ...]:
+        """Enter fresh storages and new values. Returns the values that this operator made."""
+        made = []
+        for target in tree_iter(written_arguments(traits, args, kwargs)):
+            if isinstance(target, torch.Tensor):
+                made.append(self.ledger.new_value(self.see(target), index))
+        forward = self.phase is Phase.FORWARD or now.recomputing > 0
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and self.ledger.cell_of(tensor) is None:
+                cell = self.ledger.track(tensor, known=known or not is_hollow(tensor), operator=index, forward=forward)
+                made.append(cell.value)
+        return tuple(made)
+
+    def finish(
+        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
+    ) -> None:
+        seconds, workspace = self.priced(traits, inputs, args, out, key)
+        phase = Phase.RECOMPUTE if now.recomputing or self.modules.recomputing(self.phase) else self.phase
+        watched = phase is Phase.FORWARD
+        self.levels.append(self.ledger.live_bytes + workspace)
+        self.operators.append(
+            OperatorRecord(
+                traits.name, phase, self.modules.attribute(phase), seconds, workspace,
+                now.region if watched else None, now.occurrence, reads, makes,
+            )
+        )  # fmt: skip
+        self.note_sum(traits, inputs)
+
+    def priced(
+        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+    ) -> tuple[float, int]:
+        price = self._costs.get(key)
+        if price is None:
+            shapes = [TensorShape.of(t) for t in inputs]
+            outputs = [TensorShape.of(t) for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+            constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
+            price = self._costs[key] = (
+                self.cost(traits.name, shapes, outputs, constants),
+                workspace_bytes(traits.name, shapes),
+            )
+        return price
+
+    # Sums of two gradients: autograd adds in place when nobody else holds the left one, but not under a dispatch mode
+
+    def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
+        if traits.name == "aten.add.Tensor" and self.phase is Phase.BACKWARD and _called_by_engine():
+            if _is_dense(inputs[0]):
+                self._sum = (self.see(inputs[0]).index, self.ledger.now)
+
+    def settle_sum(self) -> None:
+        """If the left operand was released right after the sum, the real step adds in place: no second buffer."""
+        if self._sum is None:
+            return
+        left, when = self._sum
+        self._sum = None
+        entry = self.ledger.entries[left]
+        if entry.died == when + 1:
+            entry.died = when
+            self.levels[when] -= entry.bytes
+
+    def restore(self) -> None:
+        """Put back what was overwritten for real."""
+        with torch.no_grad():
+            for alias, content in self.originals.values():
+                alias.copy_(content)
+
+
+def _is_shape(item: Any) -> bool:
+    return isinstance(item, TensorShape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch._prims_common.is_non_overlapping_and_dense(tensor)
+
+
+def _called_by_engine() -> bool:
+    """Whether the operator was issued by autograd's engine itself, not by Python code that runs in backward."""
+    frame = sys._getframe(4)
+    return frame.f_code is _engine_run_backward.__code__

@@ -1,0 +1,136 @@
+"""Counts the bytes of live storages, operator by operator, while a step runs dry."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tightfit.trace.record import Category, StorageRecord, ValueRecord
+
+_CELL = "_tightfit_dry"
+
+
+class Cell:
+    """Lies on a storage, knows its contents' state, and tells the ledger when the storage is freed."""
+
+    __slots__ = ("category", "index", "known", "ledger", "value")
+
+    def __init__(self, ledger: "Ledger", index: int, known: bool):
+        self.ledger = ledger
+        self.index = index
+        self.known = known  # whether the memory holds real data
+        self.value = -1  # the value it holds now
+
+    def __del__(self) -> None:
+        self.ledger.release(self.index)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A storage in the making of its `StorageRecord`."""
+
+    bytes: int
+    operator: int | None
+    born: int
+    forward: bool  # born in forward or in recomputation
+    category: Category | None = None
+    died: int | None = None
+
+
+@dataclass(slots=True)
+class ValueEntry:
+    storage: int
+    operator: int | None
+    saved: bool = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Mutable: the storages of one traced step, alive and dead."""
+
+    entries: list[Entry] = field(default_factory=list)
+    values: list[ValueEntry] = field(default_factory=list)
+    live_bytes: int = 0
+    now: int = 0  # the operator that is running
+    rounding: int = 1  # the allocator hands out multiples of this
+    holders: list[Any] = field(default_factory=list)  # storages that outlive the trace and carry a cell
+    closed: bool = False
+
+    def cell_of(self, tensor: torch.Tensor) -> Cell | None:
+        """The cell that this ledger laid on the tensor's storage."""
+        cell = tensor.untyped_storage().__dict__.get(_CELL)
+        return cell if cell is not None and cell.ledger is self else None
+
+    def track(self, tensor: torch.Tensor, *, known: bool, operator: int | None, forward: bool = False) -> Cell:
+        """The cell of the tensor's storage, made at first sight."""
+        storage = tensor.untyped_storage()
+        cell = self.cell_of(tensor)
+        if cell is None:
+            size = -(-storage.nbytes() // self.rounding) * self.rounding
+            cell = storage.__dict__[_CELL] = Cell(self, len(self.entries), known)
+            self.entries.append(Entry(size, operator, self.now, forward))
+            self.live_bytes += size
+            self.new_value(cell, operator)
+        return cell
+
+    def announce(self, tensor: torch.Tensor, category: Category, *, known: bool) -> None:
+        """Enter a tensor that is there before the step begins and after it ends."""
+        self.track(tensor, known=known, operator=None)
+        self.holders.append(tensor.untyped_storage())
+        self.label(tensor, category)
+
+    def new_value(self, cell: Cell, operator: int | None) -> int:
+        """The storage holds something new from now on."""
+        cell.value = len(self.values)
+        self.values.append(ValueEntry(cell.index, operator))
+        return cell.value
+
+    def release(self, index: int) -> None:
+        if not self.closed:
+            entry = self.entries[index]
+            entry.died = self.now + 1
+            self.live_bytes -= entry.bytes
+
+    def label(self, tensor: torch.Tensor, category: Category) -> None:
+        """Say what a storage is for, whenever that becomes clear."""
+        cell = self.cell_of(tensor)
+        if cell is not None and self.entries[cell.index].category is None:
+            self.entries[cell.index].category = category
+
+    def begin_again(self) -> None:
+        """Count from here: what is alive now was there before."""
+        self.now = 0
+        for entry in self.entries:
+            entry.born = 0
+            if entry.died is None:
+                entry.operator = None
+            else:
+                entry.died = 0
+
+    def close(self) -> None:
+        """Take the cells off the storages that live on."""
+        self.closed = True
+        for storage in self.holders:
+            storage.__dict__.pop(_CELL, None)
+        self.holders.clear()
+
+    def storage_records(self, backward_start: int) -> tuple[StorageRecord, ...]:
+        """What came out of forward (or recomputation) and was still there for backward is an activation."""
+        return tuple(
+            StorageRecord(
+                entry.bytes,
+                entry.category or self._guess(entry, backward_start),
+                entry.operator,
+                entry.born,
+                entry.died,
+            )
+            for entry in self.entries
+        )
+
+    @staticmethod
+    def _guess(entry: Entry, backward_start: int) -> Category:
+        outlives = entry.died is None or entry.died > max(backward_start, entry.born + 1)
+        return Category.ACTIVATION if entry.forward and outlives else Category.WORKSPACE
+
+    def value_records(self) -> tuple[ValueRecord, ...]:
+        return tuple(ValueRecord(v.storage, v.operator, v.saved) for v in self.values)

@@ -1,0 +1,172 @@
+"""What a dry step leaves behind: operators, storages and the level of memory over time, as plain data.
+
+Time is counted in operators: operator i runs at time i. A storage born at i takes part in operator i and in all later
+ones before `died`.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+class Phase(enum.StrEnum):
+    """The parts of a training step."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Category(enum.StrEnum):
+    """What a storage is for."""
+
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    OPTIMIZER_STATE = "optimizer states"
+    ACTIVATION = "activations"
+    INPUT = "inputs"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorRecord:
+    """One operator call.
+
+    `module` is the path of the innermost module, in backward that of the forward operator whose gradient this is.
+    `region` and `occurrence` are those of a watched block (see `tightfit.activity`). `reads` and `makes` are
+    indexes of values, so that a block's operators form a graph.
+    """
+
+    name: str
+    phase: Phase
+    module: str
+    seconds: float
+    workspace_bytes: int
+    region: str | None
+    occurrence: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """One block of memory, from its allocation to its release. `died` is None for what outlives the step."""
+
+    bytes: int
+    category: Category
+    operator: int | None  # the operator that made it; None for what was there before
+    born: int
+    died: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRecord:
+    """The content of a storage between two writes; `saved` tells that autograd holds it for backward."""
+
+    storage: int
+    operator: int | None
+    saved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A question the step asked of data that a dry run does not have, and the answer it was given."""
+
+    question: str
+    module: str
+    where: str
+    answer: str
+    moves_peak: bool
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One training step, run dry."""
+
+    operators: tuple[OperatorRecord, ...]
+    storages: tuple[StorageRecord, ...]
+    values: tuple[ValueRecord, ...]
+    levels: tuple[int, ...]  # bytes in use while operator i runs, its workspace included
+    starts: tuple[int, ...]  # bytes in use when operator i starts, before it allocates anything
+    assumptions: tuple[Assumption, ...]
+    loop_repeats: int = 1  # how often the traced micro-batch stands for more of the same (accumulation)
+    repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the part that repeats
+
+    @cached_property
+    def peak_index(self) -> int:
+        """The operator that is running at the peak."""
+        return max(range(len(self.levels)), key=self.levels.__getitem__)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.levels[self.peak_index]
+
+    @property
+    def peak_operator(self) -> OperatorRecord:
+        return self.operators[self.peak_index]
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        first, last = self.repeated
+        once = sum(operator.seconds for operator in self.operators)
+        again = sum(operator.seconds for operator in self.operators[first:last])
+        return once + (self.loop_repeats - 1) * again
+
+    def seconds_by_phase(self) -> dict[Phase, float]:
+        totals = dict.fromkeys(Phase, 0.0)
+        first, last = self.repeated
+        for index, operator in enumerate(self.operators):
+            times = self.loop_repeats if first <= index < last else 1
+            totals[operator.phase] += times * operator.seconds
+        return totals
+
+    def by_category(self, index: int | None = None) -> dict[Category, int]:
+        """Bytes by category while an operator runs (by default the one at the peak)."""
+        index = self.peak_index if index is None else index
+        totals = dict.fromkeys(Category, 0)
+        for storage in self.alive_at(index):
+            totals[storage.category] += storage.bytes
+        totals[Category.WORKSPACE] += self.levels[index] - sum(totals.values())
+        return totals
+
+    def alive_at(self, index: int) -> list[StorageRecord]:
+        return [s for s in self.storages if s.born <= index and (s.died is None or s.died > index)]
+
+    def timeline(self) -> dict[Category, list[int]]:
+        """Bytes of each category while each operator runs."""
+        count = len(self.operators)
+        return {category: _levels(count, self._of(category)) for category in Category} | {
+            Category.WORKSPACE: self._workspace_timeline()
+        }
+
+    def _of(self, category: Category) -> Iterable[StorageRecord]:
+        return (storage for storage in self.storages if storage.category is category)
+
+    def _workspace_timeline(self) -> list[int]:
+        others = _levels(len(self.operators), (s for s in self.storages if s.category is not Category.WORKSPACE))
+        return [level - other for level, other in zip(self.levels, others, strict=True)]
+
+    def phase_peaks(self) -> dict[Phase, int]:
+        """The highest level within each phase."""
+        peaks = dict.fromkeys(Phase, 0)
+        for operator, level in zip(self.operators, self.levels, strict=True):
+            peaks[operator.phase] = max(peaks[operator.phase], level)
+        return peaks
+
+
+def _levels(count: int, storages: Iterable[StorageRecord]) -> list[int]:
+    changes = [0] * (count + 1)
+    for storage in storages:
+        changes[min(storage.born, count)] += storage.bytes
+        if storage.died is not None:
+            changes[min(storage.died, count)] -= storage.bytes
+    return list(itertools.accumulate(changes))[:count]
+
+
+def highest(levels: Sequence[int], first: int, last: int) -> int:
+    """The highest level from operator `first` up to, not including, `last`."""
+    return max(levels[first:last])

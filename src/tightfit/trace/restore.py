@@ -1,0 +1,90 @@
+"""Puts everything back that a dry step moved: gradients, attributes, containers, random states, version counters."""
+
+import random
+import types
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+_MUTABLE = (dict, list, set, deque)
+_DEPTH = 4  # how deep below a module's attribute plain containers and objects are remembered
+
+
+@contextmanager
+def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
+    """Inside, the model may be run; afterwards it is as it was, and so are the random generators.
+
+    The data of tensors is not covered: the dry run restores what it writes.
+    """
+    attributes = Attributes(model)
+    watched = [*model.parameters(), *model.buffers(), *tensors]
+    versions = [t._version for t in watched]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        attributes.restore()
+        with torch.no_grad():
+            torch._C._autograd._unsafe_set_version_counter(tuple(watched), tuple(versions))
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+class Attributes:
+    """The attributes of every module of a model, with the contents of the containers and objects they hold."""
+
+    def __init__(self, model: nn.Module):
+        self.contents: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        for module in model.modules():
+            self._remember(module.__dict__, depth=0)
+
+    def _remember(self, item: Any, depth: int) -> None:
+        if id(item) in self._seen or depth > _DEPTH:
+            return
+        self._seen.add(id(item))
+        if isinstance(item, _MUTABLE):
+            self.contents.append((item, item.copy()))
+            for child in item.values() if isinstance(item, dict) else item:
+                self._remember(child, depth + 1)
+        elif isinstance(item, tuple):
+            for child in item:
+                self._remember(child, depth + 1)
+        elif _has_state(item):
+            self._remember(item.__dict__, depth + 1)
+
+    def restore(self) -> None:
+        for item, content in self.contents:
+            if isinstance(item, dict):
+                if not _same(item, content):
+                    item.clear()
+                    item.update(content)
+            elif isinstance(item, list | deque):
+                if len(item) != len(content) or any(a is not b for a, b in zip(item, content, strict=True)):
+                    item.clear()
+                    item.extend(content)
+            elif item != content:
+                item.clear()
+                item.update(content)
+
+
+def _has_state(item: Any) -> bool:
+    """A plain object whose attributes may change: no tensor, no module (these are visited on their own), no class."""
+    return hasattr(item, "__dict__") and not isinstance(
+        item, torch.Tensor | nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType
+    )
+
+
+def _same(item: dict, content: dict) -> bool:
+    return item.keys() == content.keys() and all(item[key] is content[key] for key in content)

@@ -1,0 +1,76 @@
+"""The operators for which a dry run needs more than their meta kernel: short, and each with its reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# An index with a boolean mask has as many rows as the mask has true entries: the mask is known data, so it is asked.
+INDEXING = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+     aten._unsafe_index.Tensor}
+)  # fmt: skip
+
+# Operators whose integer results come from the values of their input, and the argument whose size along `dim`
+# bounds them.
+CHOOSING = {
+    aten.topk.default: (2, -1),
+    aten.sort.default: (1, -1),
+    aten.sort.stable: (2, -1),
+    aten.argsort.default: (1, -1),
+    aten.argmax.default: (1, None),
+    aten.argmin.default: (1, None),
+    aten.max.dim: (1, None),
+    aten.min.dim: (1, None),
+    aten.multinomial.default: (None, -1),
+}
+
+
+def balanced_choice(count: int, bound: int) -> torch.Tensor:
+    """Indexes below `bound`, each about equally often and neighbours apart: what a balanced router would choose."""
+    return (torch.arange(count) * 7919) % max(bound, 1)
+
+
+def choice_bound(operator: Any, args: tuple) -> int:
+    """How many choices an operator of `CHOOSING` had."""
+    position, default = CHOOSING[operator]
+    dim = default if position is None or position >= len(args) else args[position]
+    source = args[0]
+    return source.numel() if dim is None else source.shape[dim]
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    # The meta kernel takes bf16 only; the real one pads rows to 16 bytes.
+    dtype = out_dtype or a.dtype
+    if offs is not None and a.dim() == 2 and b.dim() == 2:
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == 2:
+        shape = (a.shape[0], b.shape[-1])
+    elif b.dim() == 2:
+        shape = (a.shape[1], b.shape[1])
+    else:
+        shape = (a.shape[0], a.shape[1], b.shape[-1])
+    row = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
+    strides = [row * shape[-2], row, 1] if len(shape) == 3 else [row, 1]
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _nonzero(source: torch.Tensor) -> torch.Tensor:
+    # How many entries of an unknown tensor are not zero cannot be known: all of them.
+    return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device="meta")
+
+
+def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.empty(torch.broadcast_shapes(source.shape, mask.shape).numel(), dtype=source.dtype, device="meta")
+
+
+SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+}
+if hasattr(aten, "_grouped_mm"):
+    SHAPE_RULES[aten._grouped_mm.default] = _grouped_mm

@@ -1,0 +1,173 @@
+"""Runs a whole training step dry and returns its record."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from tightfit.activity import now
+from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, state_tensors
+from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
+from tightfit.trace.ledger import Ledger
+from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.restore import everything_restored
+from tightfit.trace.shapes import is_hollow
+
+TRACED_PARTS = 2  # the second micro-batch finds the gradients of the first; all later ones are like it
+
+
+class _Phases:
+    """Tells the dry run which part of the step runs."""
+
+    def __init__(self, dry: DryRun):
+        self.dry = dry
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.dry.phase = Phase(name)
+        yield
+
+
+def trace_step(
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    *,
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer = "adamw",
+    settings: StepSettings | None = None,
+    cost: OperatorCost = no_cost,
+    rounding: int = 1,
+) -> StepTrace:
+    """One training step, run dry: the second one, when the optimizer has its states.
+
+    `parts` are the micro-batches, all of one shape. Nothing of the model, its gradients, the batch, the optimizer
+    or the random generators is changed. Raises `TraceError` where an operator cannot be run dry.
+    """
+    settings = settings or StepSettings()
+    traced = list(parts[:TRACED_PARTS])
+    batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
+    ledger = Ledger(rounding=rounding)
+    with everything_restored(model, *batch), ModuleTracker(model) as modules, _quiet_collector():
+        dry = DryRun(ledger, modules, cost)
+        try:
+            announce(ledger, model, batch)
+            with dry, _filling_off(), _watching_saves(ledger):
+                twin = build_optimizer(optimizer, model.parameters())
+                boundaries = run_twice(dry, model, traced, loss, twin, settings)
+            return record(dry, boundaries, repeats=max(1, len(parts) - 1) if len(parts) > 1 else 1)
+        finally:
+            dry.restore()
+            ledger.close()
+
+
+def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
+    """Enter what is there before the step."""
+    for parameter in model.parameters():
+        ledger.announce(parameter, Category.PARAMETER, known=not parameter.requires_grad and not is_hollow(parameter))
+    for tensor in (*model.buffers(), *plain_tensors(model)):
+        ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor))
+    for tensor in batch:
+        ledger.announce(tensor, Category.INPUT, known=not is_hollow(tensor))
+
+
+def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes, in containers too."""
+    skipped = ("_parameters", "_buffers", "_modules")
+    return [
+        leaf
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if name not in skipped
+        for leaf in tree_iter(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def run_twice(
+    dry: DryRun,
+    model: nn.Module,
+    parts: list[Part],
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    settings: StepSettings,
+) -> list[int]:
+    """A step to make the states, and the step that is recorded. Returns where each micro-batch of it begins and
+    ends.
+    """
+    phases = _Phases(dry)
+    boundaries: list[int] = []
+    for recorded in (False, True):
+        if recorded:
+            dry.begin_again()
+        for part in parts:
+            boundaries.append(len(dry.operators))
+            forward_backward(model, [part], loss, settings.precision, observer=phases)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dry.ledger.label(parameter.grad, Category.GRADIENT)
+        boundaries.append(len(dry.operators))
+        update(model, optimizer, settings, observer=phases)
+        for state in state_tensors(optimizer):
+            dry.ledger.label(state, Category.OPTIMIZER_STATE)
+    return boundaries[-len(parts) - 1 :]
+
+
+def record(dry: DryRun, boundaries: list[int], repeats: int) -> StepTrace:
+    dry.settle_sum()
+    backward = next((i for i, o in enumerate(dry.operators) if o.phase is Phase.BACKWARD), len(dry.operators))
+    return StepTrace(
+        operators=tuple(dry.operators),
+        storages=dry.ledger.storage_records(backward),
+        values=dry.ledger.value_records(),
+        levels=tuple(dry.levels),
+        starts=tuple(dry.starts),
+        assumptions=tuple(dry.questions.asked.values()),
+        loop_repeats=repeats,
+        repeated=(boundaries[-2], boundaries[-1]),
+    )
+
+
+@contextmanager
+def _watching_saves(ledger: Ledger) -> Iterator[None]:
+    """Note which values autograd saves, inside watched blocks."""
+
+    def saved(tensor: Any) -> None:
+        cell = ledger.cell_of(tensor)
+        if cell is not None:
+            ledger.values[cell.value].saved = True
+
+    now.on_save = saved
+    try:
+        yield
+    finally:
+        now.on_save = None
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Garbage of earlier runs must not be freed inside the record, and hide what is allocated there."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _filling_off() -> Iterator[None]:
+    """Deterministic mode fills fresh memory, which would touch what a dry run must not."""
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
