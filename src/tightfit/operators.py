@@ -70,3 +70,10 @@ def _inspect(operator: Any) -> Traits:
 def written_arguments(traits: Traits, args: tuple, kwargs: dict) -> list[Any]:
     """The arguments of this call that the operator writes into (tensors or lists of tensors)."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.written]
+
+
+def is_index(result: Any) -> bool:
+    """Whether a result is a tensor of integers: what was chosen, not what was computed."""
+    return isinstance(result, torch.Tensor) and not (
+        result.is_floating_point() or result.is_complex() or result.dtype == torch.bool
+    )

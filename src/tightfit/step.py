@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from tightfit.errors import ModelError
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Batch = Any  # a dict (passed as keywords), a tuple (positional) or a TokenBatch
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
@@ -38,10 +40,9 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     if loss is None and isinstance(outputs, tuple | list):
         loss = next((o for o in reversed(outputs) if isinstance(o, torch.Tensor) and o.dim() == 0), None)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        from tightfit.errors import ModelError
-
         raise ModelError(
-            f"{type(model).__name__} returned no scalar loss: put labels in the batch, or pass loss=callable(model, batch)"
+            f"{type(model).__name__} returned no scalar loss: "
+            "put labels in the batch, or pass loss=callable(model, batch)"
         )
     return loss
 

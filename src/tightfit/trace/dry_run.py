@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from tightfit.activity import now
 from tightfit.errors import TraceError
-from tightfit.operators import Traits, traits_of, written_arguments
+from tightfit.internals import ENGINE_CODE, is_dense
+from tightfit.operators import Traits, is_index, traits_of, written_arguments
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import Questions
@@ -209,7 +209,7 @@ class DryRun(TorchDispatchMode):
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, self.modules.attribute(phase), seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes,
+                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tree_iter(out))),
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)
@@ -231,9 +231,9 @@ class DryRun(TorchDispatchMode):
     # Sums of two gradients: autograd adds in place when nobody else holds the left one, but not under a dispatch mode
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
-        if traits.name == "aten.add.Tensor" and self.phase is Phase.BACKWARD and _called_by_engine():
-            if _is_dense(inputs[0]):
-                self._sum = (self.see(inputs[0]).index, self.ledger.now)
+        is_sum = traits.name == "aten.add.Tensor" and self.phase is Phase.BACKWARD and _called_by_engine()
+        if is_sum and is_dense(inputs[0]):
+            self._sum = (self.see(inputs[0]).index, self.ledger.now)
 
     def settle_sum(self) -> None:
         """If the left operand was released right after the sum, the real step adds in place: no second buffer."""
@@ -257,11 +257,7 @@ def _is_shape(item: Any) -> bool:
     return isinstance(item, TensorShape)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense(tensor)
-
-
 def _called_by_engine() -> bool:
     """Whether the operator was issued by autograd's engine itself, not by Python code that runs in backward."""
     frame = sys._getframe(4)
-    return frame.f_code is _engine_run_backward.__code__
+    return frame.f_code is ENGINE_CODE

@@ -4,10 +4,10 @@ operator.
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from tightfit.internals import current_node, newest_sequence_number
 from tightfit.trace.record import Phase
 
 
@@ -47,14 +47,14 @@ class ModuleTracker:
 
     def attribute(self, phase: Phase) -> str:
         """The module of the operator that is running."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if phase is Phase.FORWARD or (self.stack and node is None):
             # The node of a differentiable operator is made before the operator runs, and numbered one below the next.
-            self.by_sequence[torch._C._autograd._get_sequence_nr() - 1] = self.current
+            self.by_sequence[newest_sequence_number()] = self.current
             return self.current
         if node is None:
             return ""
         if self.stack:
-            self.by_sequence[torch._C._autograd._get_sequence_nr() - 1] = self.current
+            self.by_sequence[newest_sequence_number()] = self.current
             return self.current
         return self.by_sequence.get(node._sequence_nr(), "")

@@ -49,6 +49,7 @@ class OperatorRecord:
     occurrence: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    chooses: bool  # its results are indexes: routing, sorting
 
 
 @dataclass(frozen=True, slots=True)

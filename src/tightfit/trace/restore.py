@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch import nn
 
+from tightfit.internals import set_version_counters
+
 _MUTABLE = (dict, list, set, deque)
 _DEPTH = 4  # how deep below a module's attribute plain containers and objects are remembered
 
@@ -35,7 +37,7 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
             parameter.grad = gradient
         attributes.restore()
         with torch.no_grad():
-            torch._C._autograd._unsafe_set_version_counter(tuple(watched), tuple(versions))
+            set_version_counters(watched, versions)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])

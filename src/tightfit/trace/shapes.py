@@ -89,4 +89,5 @@ def on_meta(operator: Any, args: tuple, kwargs: dict, is_number: Callable[[torch
     args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("meta")}
-    return SHAPE_RULES.get(operator, operator)(*args, **kwargs)
+    rule = SHAPE_RULES.get(operator) or operator
+    return rule(*args, **kwargs)

@@ -32,7 +32,7 @@ from tightfit.levers.recompute.values import (
     root_of,
     set_product,
 )
-from tightfit.operators import Traits, traits_of, written_arguments
+from tightfit.operators import Traits, is_index, traits_of, written_arguments
 
 aten = torch.ops.aten
 UNSUPPORTED = frozenset(
@@ -146,12 +146,6 @@ class Recorder(TorchDispatchMode):
         return traits.returns_written and all(
             not has_plain_storage(t) or product_of(t.untyped_storage()) is None for t in targets
         )
-
-
-def is_index(result: Any) -> bool:
-    return isinstance(result, torch.Tensor) and not (
-        result.is_floating_point() or result.is_complex() or result.dtype == torch.bool
-    )
 
 
 def record(func: Any, traits: Traits, args: tuple, kwargs: dict) -> Operation:

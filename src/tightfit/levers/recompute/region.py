@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo  # loads dynamo when first called, not when imported
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
+from tightfit.internals import without_dynamo
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, hold
 
@@ -65,7 +65,7 @@ class RecordedForward(FrugalForward):
         self.policy = policy
         self.holds_output = holds_output
 
-    @_disable_dynamo
+    @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
@@ -83,7 +83,7 @@ class ReentrantForward(FrugalForward):
     gradients or other buffers is refused by name.
     """
 
-    @_disable_dynamo
+    @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)

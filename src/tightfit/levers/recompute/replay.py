@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tightfit.activity import recomputation
+from tightfit.internals import NoAutocast
 from tightfit.levers.recompute.values import Operation, Product, Reference, copy_of_storage
 
 
@@ -19,7 +20,7 @@ def materialise(product: Product) -> None:
     if product.content is not None:
         return
     pending = needed_operations(product)
-    with torch.no_grad(), torch._C._DisableAutocast(), recomputation():
+    with torch.no_grad(), NoAutocast(), recomputation():
         while pending:
             rerun(pending.popleft())
 

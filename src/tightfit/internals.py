@@ -1,0 +1,47 @@
+"""What we use of PyTorch that is not its public interface, all in one place: what to look at when a release moves it.
+
+Each is there in torch 2.11 and 2.13.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import _engine_run_backward
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
+
+ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls operators of its own
+NoAutocast = torch._C._DisableAutocast
+without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
+
+__all__ = [
+    "ENGINE_CODE",
+    "NoAutocast",
+    "current_node",
+    "is_dense",
+    "newest_sequence_number",
+    "set_version_counters",
+    "without_dynamo",
+]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the memory they span, each once."""
+    return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def current_node() -> Any:
+    """The autograd node whose backward is running, or None."""
+    return torch._C._current_autograd_node()
+
+
+def newest_sequence_number() -> int:
+    """The sequence number of the node made last in this thread."""
+    return _autograd._get_sequence_nr() - 1
+
+
+def set_version_counters(tensors: Iterable[torch.Tensor], versions: Iterable[int]) -> None:
+    """Set the in-place counters of tensors."""
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
