@@ -1,13 +1,15 @@
 """The choice of one option per block, against enumeration and against its own promises."""
 
 import itertools
+import math
 import random
 import subprocess
 import sys
 
+import highspy
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.planner.solve import Chain, Option, Solution, added_seconds, least_peak, peak, solve
@@ -90,6 +92,18 @@ def test_solution_is_that_of_enumeration_on_fifty_random_chains(seed):
         assert_agrees_with_enumeration(chain, [low - 1, low, rng.randint(low, high), (low + high) // 2, high])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_solution_is_that_of_enumeration_where_sweeps_start_too_narrow(seed, monkeypatch):
+    monkeypatch.setattr("tightfit.planner.solve.FIRST_WIDTH", 2)
+    monkeypatch.setattr("tightfit.planner.solve.WIDENING", 2)
+    rng = random.Random(100 + seed)
+    for _ in range(20):
+        chain = random_chain(rng, 8, most_options=4, scale=rng.choice([100, 10**12]))
+        peaks = every_choice(chain)[1]
+        low, high = int(peaks.min()), int(peaks.max())
+        assert_agrees_with_enumeration(chain, [low, rng.randint(low, high), (low + high) // 2])
+
+
 def test_peak_is_the_highest_of_all_points_in_time():
     chain = Chain(
         options=((Option(5, 20, 0, 0.0),), (Option(7, 0, 30, 0.0),)),
@@ -149,6 +163,7 @@ def test_choices_equal_in_seconds_and_peak_resolve_to_the_lowest_indices():
     assert least_peak(uniform_chain(5, (twin, twin, twin))).choice == (0,) * 5
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 20))
 def test_peak_never_rises_and_seconds_never_fall_as_the_budget_falls(seed, blocks):
     rng = random.Random(seed)
@@ -156,14 +171,13 @@ def test_peak_never_rises_and_seconds_never_fall_as_the_budget_falls(seed, block
     low = least_peak(chain).peak_bytes
     budgets = sorted((rng.randint(low, low + 3000 * blocks) for _ in range(12)), reverse=True)
     solutions = [solve(chain, budget) for budget in budgets]
-    for budget, solution in zip(budgets, solutions, strict=True):
-        assert solution is not None
-        assert solution.peak_bytes <= budget
-    for looser, tighter in itertools.pairwise(solutions):
+    assert all(s is not None and s.peak_bytes <= budget for s, budget in zip(solutions, budgets, strict=True))
+    for looser, tighter in itertools.pairwise(s for s in solutions if s is not None):
         assert tighter.peak_bytes <= looser.peak_bytes
         assert tighter.seconds >= looser.seconds
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_choice_does_not_depend_on_budget_that_it_leaves_unused(seed):
     rng = random.Random(seed)
@@ -175,24 +189,27 @@ def test_the_choice_does_not_depend_on_budget_that_it_leaves_unused(seed):
 
 def seconds_by_milp(chain: Chain, budget: int) -> float:
     """Least seconds by a MILP solver, in units (GB, milliseconds) that suit its tolerances."""
-    import highspy
-
     model = highspy.Highs()
     model.silent()
     model.setOptionValue("mip_rel_gap", 0.0)
-    picks = [[model.addBinary() for _ in options] for options in chain.options]
-    kept, cost = 0.0, 0.0
-    for place, (options, pick) in enumerate(zip(chain.options, picks, strict=True)):
-        model.addConstr(sum(pick) == 1)
-        own = [
-            max(chain.forward_base[place] + o.forward_bytes, chain.backward_base[place] + o.backward_bytes)
-            for o in options
-        ]
-        model.addConstr(kept + sum(p * (point / 1e9) for p, point in zip(pick, own, strict=True)) <= budget / 1e9)
-        kept = kept + sum(p * (o.kept_bytes / 1e9) for p, o in zip(pick, options, strict=True))
-        cost = cost + sum(p * (o.seconds * 1e3) for p, o in zip(pick, options, strict=True))
-    model.addConstr(kept <= (budget - chain.middle_bytes) / 1e9)
-    model.minimize(cost)
+    kept: dict[int, float] = {}
+
+    def at_most(limit: float, row: dict[int, float]) -> None:
+        model.addRow(-math.inf, limit, len(row), np.array(list(row), dtype=np.int32), np.array(list(row.values())))
+
+    for place, options in enumerate(chain.options):
+        columns = range(model.getNumCol(), model.getNumCol() + len(options))
+        for column, option in zip(columns, options, strict=True):
+            model.addVar(0.0, 1.0)
+            model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
+            model.changeColCost(column, option.seconds * 1e3)
+        model.addRow(1.0, 1.0, len(options), np.array(columns, dtype=np.int32), np.ones(len(options)))
+        forward, backward = chain.forward_base[place], chain.backward_base[place]
+        own = [max(forward + o.forward_bytes, backward + o.backward_bytes) / 1e9 for o in options]
+        at_most(budget / 1e9, kept | dict(zip(columns, own, strict=True)))
+        kept |= {column: o.kept_bytes / 1e9 for column, o in zip(columns, options, strict=True)}
+    at_most((budget - chain.middle_bytes) / 1e9, kept)
+    model.run()
     return model.getObjectiveValue() / 1e3
 
 
