@@ -9,7 +9,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES: dict[str, str] = {}
+_HOMES: dict[str, str] = {
+    "Estimate": "tightfit.planner.estimate",
+    "Plan": "tightfit.planner.plan",
+    "TokenBatch": "tightfit.step",
+    "TrainResult": "tightfit.train",
+    "Verification": "tightfit.verify",
+    "build_dry": "tightfit.trace.build",
+    "estimate": "tightfit.planner.api",
+    "plan": "tightfit.planner.api",
+    "recompute": "tightfit.levers.recompute",
+    "train": "tightfit.train",
+    "verify": "tightfit.verify",
+}
 
 __all__ = [*_HOMES, "__version__"]
 

@@ -7,18 +7,19 @@ is available in backward (replayed or kept). Then a keep set is a solution of
     minimise    p * sum seconds_i r_i + q * sum bytes_i (a_i - r_i)
     subject to  a_i = 1 for saved i,  r_i <= a_i,  r_i <= a_j for every input j of i,  a and r 0 or 1.
 
-Each constraint compares two variables, so the matrix is totally unimodular and the programme is a minimum cut: project
-selection (Picard 1976, "Maximal closure of a graph"), the cut of AOTAutograd's partitioner
-(`torch/_functorch/partitioners.py`), but with replay priced in seconds. An operation is an edge from `in` to `out` with
-capacity q * bytes (cut: kept), its `in` hangs on the source with capacity p * seconds (cut: replayed), the `out` of an
-input leads to the `in` of its readers without limit, and the `out` of a saved operation to the sink.
+Each constraint compares two variables, so the matrix is totally unimodular and the programme is a minimum cut:
+project selection (Picard 1976, "Maximal closure of a graph"), the cut of AOTAutograd's partitioner
+(`torch/_functorch/partitioners.py`), but with replay priced in seconds. An operation is an edge from `in` to `out`
+with capacity q * bytes (cut: kept), its `in` hangs on the source with capacity p * seconds (cut: replayed), the
+`out` of an input leads to the `in` of its readers without limit, and the `out` of a saved operation to the sink.
 
-Every cut is optimal for one exchange rate p : q. Cuts at the rate at which two neighbours tie find whatever lies below
-the line between them, and so all corners of the lower convex hull (Eisner and Severance 1976, "Mathematical techniques
-for efficient record segmentation"). The best sets above the hull would need the 0/1 programme with a limit on the
-bytes, as in Checkmate (Jain et al. 2020). It is not solved: a chain mixes the sets of many blocks, for which the hull
-is what counts, and where corners lie far apart, sets that follow one corner up to some place and the other from there
-on are good enough, because few values cross a place. All cuts are in whole nanoseconds and bytes: exact, no tolerance.
+Every cut is optimal for one exchange rate p : q. Cuts at the rate at which two neighbours tie find whatever lies
+below the line between them, and so all corners of the lower convex hull (Eisner and Severance 1976, "Mathematical
+techniques for efficient record segmentation"). The best sets above the hull would need the 0/1 programme with a
+limit on the bytes, as in Checkmate (Jain et al. 2020). It is not solved: a chain mixes the sets of many blocks, for
+which the hull is what counts, and where corners lie far apart, sets that follow one corner up to some place and the
+other from there on are good enough, because few values cross a place. All cuts are in whole nanoseconds and bytes:
+exact, no tolerance.
 """
 
 import math
@@ -73,8 +74,8 @@ def frontier(operations: Sequence[Operation], *, limit: int = 12) -> tuple[KeepS
     """At most `limit` keep sets, from no replay (and the fewest bytes of that) to the fewest bytes (and the fastest).
 
     Bytes fall and seconds rise strictly (to the nanosecond) from one to the next. Every set lies on the lower convex
-    hull, optimal for an exchange rate of seconds for bytes, except those that fill wide gaps between corners. Both ends
-    are always there; where there are more sets than `limit` (at least 2), those that stay are spread evenly.
+    hull, optimal for an exchange rate of seconds for bytes, except those that fill wide gaps between corners. Both
+    ends are always there; where there are more sets than `limit` (at least 2), those that stay are spread evenly.
     """
     assert limit >= 2, "a frontier has two ends"
     points = _thin(_filled(operations, _corners(_Graph(operations)), limit), limit)
@@ -122,8 +123,8 @@ def _keep_set(operations: Sequence[Operation], useful: frozenset[int]) -> KeepSe
 class _Graph:
     """The cut network of a block, built once; `cut` sets the capacities for one exchange rate and cuts it.
 
-    Nodes: the source, the sink, and `in` and `out` of every operation that backward can need. Edges lie in pairs, edge
-    e and its reverse e ^ 1.
+    Nodes: the source, the sink, and `in` and `out` of every operation that backward can need. Edges lie in pairs,
+    edge e and its reverse e ^ 1.
     """
 
     SOURCE, SINK = 0, 1
@@ -224,7 +225,9 @@ def _block_flow(edges: list[list[int]], target: list[int], capacity: list[int], 
 
 
 def _corners(graph: _Graph) -> list[_Point]:
-    """All corners of the lower convex hull of (bytes, nanoseconds), from the fewest nanoseconds to the fewest bytes."""
+    """All corners of the lower convex hull of (bytes, nanoseconds), from the fewest nanoseconds to the fewest
+    bytes.
+    """
     all_bytes = sum(graph.operations[place].bytes for place in graph.places)
     all_nanoseconds = sum(_nanoseconds(graph.operations[place]) for place in graph.places)
     fastest, smallest = graph.cut(all_bytes + 1, 1), graph.cut(1, all_nanoseconds + 1)

@@ -1,9 +1,9 @@
 """One option per block: the least added seconds under the true peak, exactly.
 
 The choice is a 0/1 programme with one linear constraint per point in time at which the peak could stand. It is solved
-here by a dynamic programme rather than by a MILP solver, because the chain has a structure that makes the exact method
-the simpler and the faster one. Seen from the last block to the first, all that the blocks behind block i mean for the
-blocks before it is one number, the highest point they reach above whatever the earlier blocks keep:
+here by a dynamic programme rather than by a MILP solver, because the chain has a structure that makes the exact
+method the simpler and the faster one. Seen from the last block to the first, all that the blocks behind block i
+mean for the blocks before it is one number, the highest point they reach above whatever the earlier blocks keep:
 
     height_n = middle_bytes
     height_i = max(own point of block i, kept_i + height_{i+1})        peak = max(fixed_bytes, height_0)
@@ -11,15 +11,15 @@ blocks before it is one number, the highest point they reach above whatever the 
 so a suffix of the chain is a label (height, seconds), and a label that is no better in either than another can be
 dropped: maximum and sum are monotone (Nemhauser and Ullmann 1969, "Discrete dynamic programming and capital
 allocation"). Identical blocks, whose permutations slow branch and bound down, merge into one label. A label is also
-dropped when its seconds plus a lower bound for the blocks before it exceed a solution already known. That bound is the
-linear relaxation of those blocks under their prefix constraints: a sum of convex piecewise linear functions, each cut
-off where its block's own point reaches the budget. Solutions are known from narrower sweeps that keep only the most
-promising labels; the sweep is widened until it drops none, so the last one is exact.
+dropped when its seconds plus a lower bound for the blocks before it exceed a solution already known. That bound is
+the linear relaxation of those blocks under their prefix constraints: a sum of convex piecewise linear functions,
+each cut off where its block's own point reaches the budget. Solutions are known from narrower sweeps that keep only
+the most promising labels; the sweep is widened until it drops none, so the last one is exact.
 
-There is no tolerance anywhere: bytes are integers, and seconds are compared as whole nanoseconds, so that choices which
-differ by less tie and the lower peak wins. Chains as transformers make them need tens to thousands of labels. A chain
-built to be hard (dozens of blocks, seconds exactly proportional to bytes that have no common unit: subset sum) can need
-millions; there the sweep stops at `WIDEST` and the solution says how far from the optimum it may be.
+There is no tolerance anywhere: bytes are integers, and seconds are compared as whole nanoseconds, so that choices
+which differ by less tie and the lower peak wins. Chains as transformers make them need tens to thousands of labels.
+A chain built to be hard (dozens of blocks, seconds exactly proportional to bytes that have no common unit: subset
+sum) can need millions; there the sweep stops at `WIDEST` and the solution says how far from the optimum it may be.
 """
 
 import math
@@ -104,9 +104,9 @@ def solve(chain: Chain, budget: int) -> Solution | None:
     """The fastest choice whose peak is at most `budget` bytes, or None where nothing fits.
 
     Among the choices of least seconds (to the nanosecond) it has the least peak, among these the lowest option
-    indices, first block first (where `gap_seconds` is None). The peak therefore never rises when the budget falls: let
-    p and p' be the peaks at the budgets b > b'. If p <= b', the choice of b is feasible at b', where it is still first
-    in the same order among fewer choices, so p' = p. Otherwise p' <= b' < p.
+    indices, first block first (where `gap_seconds` is None). The peak therefore never rises when the budget falls:
+    let p and p' be the peaks at the budgets b > b'. If p <= b', the choice of b is feasible at b', where it is
+    still first in the same order among fewer choices, so p' = p. Otherwise p' <= b' < p.
     """
     if chain.fixed_bytes > budget:
         return None

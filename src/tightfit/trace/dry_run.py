@@ -50,6 +50,7 @@ class DryRun(TorchDispatchMode):
         self.levels: list[int] = []
         self.starts: list[int] = []
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and what it held
+        self.with_gradient: tuple[str, ...] = ()
         self._costs: dict[Any, tuple[float, int]] = {}
         self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
 

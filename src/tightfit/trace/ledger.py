@@ -97,6 +97,11 @@ class Ledger:
         if cell is not None and self.entries[cell.index].category is None:
             self.entries[cell.index].category = category
 
+    def reserve(self, size: int, category: Category) -> None:
+        """Count memory that is held all the time without being there."""
+        self.entries.append(Entry(size, None, 0, False, category))
+        self.live_bytes += size
+
     def begin_again(self) -> None:
         """Count from here: what is alive now was there before."""
         self.now = 0

@@ -94,12 +94,23 @@ class StepTrace:
     starts: tuple[int, ...]  # bytes in use when operator i starts, before it allocates anything
     assumptions: tuple[Assumption, ...]
     loop_repeats: int = 1  # how often the traced micro-batch stands for more of the same (accumulation)
-    repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the part that repeats
+    repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the last traced micro-batch
+    with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
 
     @cached_property
     def peak_index(self) -> int:
         """The operator that is running at the peak."""
         return max(range(len(self.levels)), key=self.levels.__getitem__)
+
+    @cached_property
+    def last_forward_read(self) -> dict[int, int]:
+        """For each value that forward reads, the last operator that does."""
+        return {
+            value: index
+            for index, operator in enumerate(self.operators)
+            if operator.phase is Phase.FORWARD
+            for value in operator.reads
+        }
 
     @property
     def peak_bytes(self) -> int:

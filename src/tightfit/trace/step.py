@@ -17,7 +17,7 @@ from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.restore import everything_restored
-from tightfit.trace.shapes import is_hollow
+from tightfit.trace.shapes import TensorShape, is_hollow
 
 TRACED_PARTS = 2  # the second micro-batch finds the gradients of the first; all later ones are like it
 
@@ -46,11 +46,47 @@ def trace_step(
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
 
-    `parts` are the micro-batches, all of one shape. Nothing of the model, its gradients, the batch, the optimizer
+    `parts` are the micro-batches, the largest last. Nothing of the model, its gradients, the batch, the optimizer
     or the random generators is changed. Raises `TraceError` where an operator cannot be run dry.
     """
     settings = settings or StepSettings()
-    traced = list(parts[:TRACED_PARTS])
+    traced = list(parts[-TRACED_PARTS:])
+    with _dry(model, parts, cost, rounding) as dry:
+        twin = build_optimizer(optimizer, model.parameters())
+        boundaries = run_twice(dry, model, traced, loss, twin, settings)
+        return record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
+
+
+def trace_part(
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    *,
+    settings: StepSettings,
+    state_bytes: int,
+    with_gradient: Sequence[str],
+    cost: OperatorCost = no_cost,
+    rounding: int = 1,
+) -> StepTrace:
+    """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
+
+    What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
+    gradient, which is there from the start if micro-batches came before.
+    """
+    with _dry(model, parts, cost, rounding) as dry:
+        dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
+        if len(parts) > 1:
+            for name in with_gradient:
+                parameter = model.get_parameter(name)
+                parameter.grad = TensorShape.of(parameter).hollow()
+                dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False)
+        boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
+        return record(dry, boundaries, repeats=len(parts))
+
+
+@contextmanager
+def _dry(model: nn.Module, parts: Sequence[Part], cost: OperatorCost, rounding: int) -> Iterator[DryRun]:
+    """A dry run about to begin; everything it touches is put back afterwards."""
     batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
     ledger = Ledger(rounding=rounding)
     with everything_restored(model, *batch), ModuleTracker(model) as modules, _quiet_collector():
@@ -58,9 +94,7 @@ def trace_step(
         try:
             announce(ledger, model, batch)
             with dry, _filling_off(), _watching_saves(ledger):
-                twin = build_optimizer(optimizer, model.parameters())
-                boundaries = run_twice(dry, model, traced, loss, twin, settings)
-            return record(dry, boundaries, repeats=max(1, len(parts) - 1) if len(parts) > 1 else 1)
+                yield dry
         finally:
             dry.restore()
             ledger.close()
@@ -92,30 +126,35 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
 def run_twice(
     dry: DryRun,
     model: nn.Module,
-    parts: list[Part],
+    parts: Sequence[Part],
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     settings: StepSettings,
 ) -> list[int]:
-    """A step to make the states, and the step that is recorded. Returns where each micro-batch of it begins and
-    ends.
-    """
-    phases = _Phases(dry)
+    """A step to make the states, then the step that is recorded. Returns where its micro-batches begin and end."""
     boundaries: list[int] = []
     for recorded in (False, True):
         if recorded:
             dry.begin_again()
-        for part in parts:
-            boundaries.append(len(dry.operators))
-            forward_backward(model, [part], loss, settings.precision, observer=phases)
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dry.ledger.label(parameter.grad, Category.GRADIENT)
-        boundaries.append(len(dry.operators))
-        update(model, optimizer, settings, observer=phases)
+        boundaries = run_parts(dry, model, parts, loss, settings)
+        update(model, optimizer, settings, observer=_Phases(dry))
         for state in state_tensors(optimizer):
             dry.ledger.label(state, Category.OPTIMIZER_STATE)
-    return boundaries[-len(parts) - 1 :]
+    return boundaries
+
+
+def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
+    """Forward and backward of each micro-batch. Returns the operator at which each begins, and where the last ends."""
+    boundaries = [len(dry.operators)]
+    for part in parts:
+        forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
+        boundaries.append(len(dry.operators))
+        dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
+        for name in dry.with_gradient:
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            dry.ledger.label(gradient, Category.GRADIENT)
+    return boundaries
 
 
 def record(dry: DryRun, boundaries: list[int], repeats: int) -> StepTrace:
@@ -130,6 +169,7 @@ def record(dry: DryRun, boundaries: list[int], repeats: int) -> StepTrace:
         assumptions=tuple(dry.questions.asked.values()),
         loop_repeats=repeats,
         repeated=(boundaries[-2], boundaries[-1]),
+        with_gradient=dry.with_gradient,
     )
 
 

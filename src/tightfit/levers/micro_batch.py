@@ -1,0 +1,85 @@
+"""Micro-batches: a batch in several passes whose gradients add up to the gradient of the whole, token for token.
+
+The loss of a causal language model is a mean over valid tokens. The mean of micro-batches' means is another number
+as soon as their lengths differ; so each one is weighted by its share of the valid tokens, counted before the first
+one runs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tightfit.errors import LeverError
+from tightfit.step import Batch, Loss, Part, TokenBatch
+
+IGNORE_INDEX = -100
+
+
+def as_tensors(batch: Batch) -> Batch:
+    """The batch as it is passed to the model."""
+    return batch.tensors() if isinstance(batch, TokenBatch) else batch
+
+
+def batch_size(batch: Batch) -> int:
+    """Length of the first dimension of the batch's first tensor with one. Raises `LeverError` if there is none."""
+    for value in _values(as_tensors(batch)):
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return value.shape[0]
+    raise LeverError("the batch holds no tensor with a batch dimension, so it cannot be split in micro-batches")
+
+
+def split_batch(batch: Batch, count: int) -> list[Batch]:
+    """The batch in `count` parts along the first dimension, the longer ones last. What is not per sample goes to
+    each.
+
+    Raises `LeverError` if there are fewer samples than parts.
+    """
+    batch = as_tensors(batch)
+    size = batch_size(batch)
+    if not 1 <= count <= size:
+        raise LeverError(f"a batch of {size} samples cannot be split in {count} micro-batches")
+    if count == 1:
+        return [batch]
+    bounds = [i * size // count for i in range(count + 1)]
+    return [_slice(batch, first, last, size) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def valid_tokens(batch: Batch) -> int:
+    """How many tokens of a batch the loss is a mean over: labels that are not ignored, after the shift by one.
+
+    Without labels, the number of samples.
+    """
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if labels is None:
+        return batch_size(batch)
+    return int((labels[..., 1:] != IGNORE_INDEX).sum()) if labels.dim() > 1 else int((labels != IGNORE_INDEX).sum())
+
+
+def as_parts(batches: Sequence[Batch], loss: Loss) -> list[Part]:
+    """The micro-batches of one step with the weights that make their losses add up to the loss of the whole batch.
+
+    A loss whose `reduction` attribute is `"sum"` adds up as it is. A micro-batch without a valid token adds
+    nothing, and is left out rather than divided by zero.
+    """
+    if len(batches) == 1 or getattr(loss, "reduction", "mean") == "sum":
+        return [Part(batch, 1.0) for batch in batches]
+    counts = [valid_tokens(batch) for batch in batches]
+    total = sum(counts)
+    if total == 0:
+        return [Part(batches[0], 1.0)]
+    return [Part(batch, count / total) for batch, count in zip(batches, counts, strict=True) if count]
+
+
+def _values(batch: Batch) -> Sequence[Any]:
+    return list(batch.values()) if isinstance(batch, dict) else list(batch)
+
+
+def _slice(batch: Batch, first: int, last: int, size: int) -> Batch:
+    def part(value: Any) -> Any:
+        per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
+        return value[first:last] if per_sample else value
+
+    if isinstance(batch, dict):
+        return {key: part(value) for key, value in batch.items()}
+    return tuple(part(value) for value in batch)

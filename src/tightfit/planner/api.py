@@ -1,0 +1,154 @@
+"""The public questions: what will this step take, and how can it fit?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.devices.present import lookup
+from tightfit.errors import InputError
+from tightfit.levers.optimizer import OptimizerFactory
+from tightfit.levers.recompute import KEEP_ALL
+from tightfit.planner.apply import policy_of
+from tightfit.planner.estimate import Estimate, make_estimate, told
+from tightfit.planner.footing import fingerprint, footing
+from tightfit.planner.plan import BlockChoice, Plan
+from tightfit.planner.request import Request, allowed_levers
+from tightfit.planner.search import Candidate, Search
+from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, Precision, StepSettings, model_loss
+
+Optimizer = str | OptimizerFactory | torch.optim.Optimizer
+
+
+def estimate(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    device: Any = None,
+    micro_batches: int = 1,
+    grad_clip: float | None = None,
+) -> Estimate:
+    """Predict the peak memory and the time of one training step; nothing is computed and nothing is changed.
+
+    `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; with
+    `micro_batches` it is split in as many, whose gradients accumulate. `loss` is `callable(model, batch) ->
+    scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device` or a name.
+    Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
+    """
+    request = make_request(model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip)
+    return make_estimate(request)
+
+
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    budget: int | str,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    device: Any = None,
+    levers: str | Sequence[str] | None = None,
+    blocks: str | None = None,
+    micro_batches: int = 1,
+    grad_clip: float | None = None,
+) -> Plan:
+    """The fastest combination of levers whose true peak is within the budget.
+
+    `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
+    those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them. `blocks` is a
+    glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
+    those of `estimate`. Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget
+    cannot be read.
+    """
+    request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip)
+    search = Search(request, budget)
+    return as_plan(search, search.run())
+
+
+def make_request(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    optimizer: Optimizer,
+    precision: Precision,
+    device: Any,
+    levers: str | Sequence[str] | None,
+    blocks: str | None,
+    micro_batches: int,
+    grad_clip: float | None,
+) -> Request:
+    """The arguments of a user's call, checked."""
+    if precision not in ("fp32", *AUTOCAST_DTYPES):
+        raise InputError(f"precision {precision!r} is not known: choose fp32, bf16 or fp16")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    return Request(
+        model=model,
+        batch=batch,
+        loss=loss or model_loss,
+        optimizer=optimizer,
+        settings=StepSettings(precision, grad_clip),
+        device=lookup(device),
+        levers=allowed_levers(levers),
+        blocks=blocks,
+        micro_batches=micro_batches,
+    )
+
+
+def as_plan(search: Search, candidate: Candidate) -> Plan:
+    """A found candidate as the record the user gets."""
+    request = search.request
+    return Plan(
+        budget_bytes=search.budget_bytes,
+        planned=footing(candidate.trace),
+        plain=footing(search.plain),
+        choices=block_choices(search.paths, candidate),
+        micro_batches=candidate.combination.micro_batches,
+        chunked_loss=candidate.combination.chunked_loss,
+        rejected=tuple(search.rejected),
+        precision=request.settings.precision,
+        optimizer=request.optimizer_name,
+        device=request.device.name,
+        fingerprint=fingerprint(request.model),
+        assumptions=told(candidate.trace.assumptions),
+        batch=describe_batch(request.batch),
+    )
+
+
+def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoice, ...]:
+    """What each block does under a candidate."""
+    options = {}
+    if candidate.priced is not None:
+        chain = candidate.priced.chain
+        options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
+    choices = []
+    for path in paths:
+        policy = candidate.policies.get(path, KEEP_ALL)
+        option = options.get(path)
+        kept = tuple(sorted((key.name, key.occurrence) for key in policy.kept))
+        choices.append(
+            BlockChoice(
+                path=path,
+                action="keep" if policy == KEEP_ALL else "operators" if kept else "recompute",
+                kept=kept,
+                joined=path in candidate.joined,
+                kept_bytes=0 if option is None else option.kept_bytes,
+                recompute_seconds=0.0 if option is None else option.seconds,
+            )
+        )
+    assert all(policy_of(c) == candidate.policies.get(c.path, KEEP_ALL) for c in choices), "a choice says its policy"
+    return tuple(choices)
+
+
+def describe_batch(batch: Batch) -> str:
+    """Names and shapes of a batch's tensors."""
+    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        return f"{type(batch).__name__}{tuple(batch)}"
+    named = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    shapes = [f"{name} {tuple(value.shape)}" for name, value in named if isinstance(value, torch.Tensor)]
+    return ", ".join(shapes)

@@ -1,0 +1,70 @@
+"""Puts a plan on a model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tightfit.errors import LeverError
+from tightfit.levers.handle import Applied, Removable
+from tightfit.levers.loss import apply_chunked_loss
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
+from tightfit.levers.recompute.lever import apply_policies
+from tightfit.planner.footing import fingerprint
+from tightfit.planner.plan import BlockChoice, ChunkedLoss, Plan
+from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
+
+
+class AppliedPlan(Applied):
+    """A plan in force on a model: `undo()` or leaving the `with` block restores the model exactly."""
+
+    def __init__(self, plan: Plan, model: nn.Module, parts: Sequence[Removable]):
+        super().__init__(parts)
+        self.plan = plan
+        self.model = model
+
+    def parts(self, batch: Batch, loss: Loss | None = None) -> list[Part]:
+        """The batch in the plan's micro-batches, each with its weight in the loss of the whole batch."""
+        return as_parts(split_batch(batch, self.plan.micro_batches), loss or model_loss)
+
+    def backward(self, batch: Batch, loss: Loss | None = None) -> torch.Tensor:
+        """Forward and backward over all micro-batches of the plan, in its precision. Returns the batch's loss,
+        detached.
+
+        In a loop whose plan has one micro-batch, the usual `model(**batch).loss.backward()` does as well.
+        """
+        loss = loss or model_loss
+        return forward_backward(self.model, self.parts(batch, loss), loss, self.plan.precision)  # pyright: ignore[reportArgumentType]
+
+
+def policy_of(choice: BlockChoice) -> Policy:
+    """What a block's choice means to the executor."""
+    if choice.action == "keep":
+        return KEEP_ALL
+    return Policy(frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.kept))
+
+
+def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
+    """Put a plan's levers on the model it was made for."""
+    if fingerprint(model) != plan.fingerprint:
+        raise LeverError(
+            "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): plan
+            again"
+        )
+    policies = {choice.path: policy_of(choice) for choice in plan.choices if choice.action != "keep"}
+    return AppliedPlan(plan, model, apply_levers(model, policies, plan.chunked_loss, joined_paths(plan)))
+
+
+def joined_paths(plan: Plan) -> list[str]:
+    return [choice.path for choice in plan.choices if choice.joined]
+
+
+def apply_levers(
+    model: nn.Module, policies: dict[str, Policy], chunked_loss: ChunkedLoss | None, joined: Sequence[str] = ()
+) -> list[Removable]:
+    """The levers of a plan, or of a candidate for one. Returns their handles."""
+    handles: list[Removable] = [apply_policies(model, policies, joined=joined)]
+    if chunked_loss is not None:
+        handles.append(apply_chunked_loss(model, chunked_loss.head, chunked_loss.chunk_size))
+    return handles

@@ -1,0 +1,83 @@
+"""What a training step will take, known before it runs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.planner.footing import footing
+from tightfit.planner.plan import Footing
+from tightfit.planner.request import Combination, Request, Tracer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted memory and time of one training step with no lever applied. Bytes are ints."""
+
+    footing: Footing
+    parameters: int
+    precision: str
+    optimizer: str
+    device: str
+    device_bytes: int
+    assumptions: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.footing.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.footing.step_seconds
+
+    @property
+    def by_category(self) -> Mapping[str, int]:
+        """Bytes at the peak: parameters, gradients, optimizer states, activations, inputs, workspace."""
+        return self.footing.by_category
+
+    @property
+    def peak_phase(self) -> str:
+        """Forward, recompute, backward or optimizer."""
+        return self.footing.peak_phase
+
+    @property
+    def peak_module(self) -> str:
+        """Path of the module that is running at the peak; empty at the top level."""
+        return self.footing.peak_module
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = asdict(self)
+        return {**{k: v for k, v in figures.items() if k != "footing"}, **figures["footing"]}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the estimate to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        from tightfit.planner.describe import describe_estimate
+
+        return describe_estimate(self)
+
+
+def make_estimate(request: Request) -> Estimate:
+    """Trace the request's step as it stands."""
+    trace = Tracer(request).whole(Combination(request.micro_batches), {})
+    return Estimate(
+        footing=footing(trace),
+        parameters=sum(p.numel() for p in request.model.parameters()),
+        precision=request.settings.precision,
+        optimizer=request.optimizer_name,
+        device=request.device.name,
+        device_bytes=request.device.memory_bytes,
+        assumptions=told(trace.assumptions),
+    )
+
+
+def told(assumptions: Any) -> tuple[str, ...]:
+    """The assumptions of a trace as sentences."""
+    return tuple(
+        f"{a.question} ({a.module or 'top level'}, {a.where}) was presumed {a.answer}"
+        + ("; the peak depends on it" if a.moves_peak else "")
+        for a in assumptions
+    )

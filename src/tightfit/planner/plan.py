@@ -1,0 +1,167 @@
+"""A plan: which levers a training step uses to stay within a budget, what it will cost, and why not otherwise."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tightfit.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.planner.apply import AppliedPlan
+
+FORMAT = 1
+Action = Literal["keep", "recompute", "operators"]
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """What one block does: keeps all its activations, recomputes them all, or keeps the outputs of some operators.
+
+    `kept` names the operator calls whose outputs are kept, each with how many of that name came before it in the
+    block. `joined` tells that the block's output is not held for the next one: both belong to one segment.
+    """
+
+    path: str
+    action: Action
+    kept: tuple[tuple[str, int], ...] = ()
+    joined: bool = False
+    kept_bytes: int = 0
+    recompute_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Head and cross-entropy computed together, some rows at a time."""
+
+    head: str
+    chunk_size: int | None
+
+
+@dataclass(frozen=True)
+class Footing:
+    """A step in figures: the plain one, or the planned one. `timeline` holds bytes by category at evenly spaced
+    operators.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    by_category: Mapping[str, int]
+    phase_peaks: Mapping[str, int]
+    seconds_by_phase: Mapping[str, float]
+    peak_phase: str
+    peak_module: str
+    peak_operator: str
+    timeline: Mapping[str, tuple[int, ...]]
+    timeline_phases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A combination of levers that was not taken, and why."""
+
+    levers: str
+    reason: str
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest combination of levers found whose peak, traced as applied, is within the budget.
+
+    Bytes are ints, seconds those of one step with all its micro-batches. `fingerprint` is of the model's
+    parameters: a plan is for the model it was made for.
+    """
+
+    budget_bytes: int
+    planned: Footing
+    plain: Footing
+    choices: tuple[BlockChoice, ...]
+    micro_batches: int
+    chunked_loss: ChunkedLoss | None
+    rejected: tuple[Rejected, ...]
+    precision: str
+    optimizer: str
+    device: str
+    fingerprint: str
+    assumptions: tuple[str, ...] = ()
+    batch: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the planned step."""
+        return self.planned.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the planned step."""
+        return self.planned.step_seconds
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        return self.plain.peak_bytes
+
+    def apply(self, model: "nn.Module") -> "AppliedPlan":
+        """Put the plan's levers on the model. The handle's `undo()`, or leaving a `with` block, takes them off again.
+
+        Raises `LeverError` if the model is not the one that was planned.
+        """
+        from tightfit.planner.apply import apply_plan
+
+        return apply_plan(self, model)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, with `peak_bytes` and `step_seconds` on top for those who read only these."""
+        figures = {
+            "peak_bytes": self.peak_bytes,
+            "step_seconds": self.step_seconds,
+            "plain_peak_bytes": self.plain_peak_bytes,
+        }
+        return {"format": FORMAT, **figures, **asdict(self)}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "Plan":
+        """Read a plan that `to_json` wrote. Raises `InputError` where the file is not one."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise InputError(f"{path}: the plan cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path}: not a plan that this version of tightfit wrote ({error})") from error
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Plan":
+        if raw.get("format") != FORMAT:
+            raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
+        fields = {name: raw[name] for name in cls.__dataclass_fields__}
+        choices = tuple(
+            BlockChoice(**{**c, "kept": tuple((name, occurrence) for name, occurrence in c["kept"])})
+            for c in raw["choices"]
+        )
+        fields |= {
+            "planned": _footing(raw["planned"]),
+            "plain": _footing(raw["plain"]),
+            "choices": choices,
+            "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
+            "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
+            "assumptions": tuple(raw["assumptions"]),
+        }
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        from tightfit.planner.describe import describe_plan
+
+        return describe_plan(self)
+
+
+def _footing(raw: Mapping[str, Any]) -> Footing:
+    timeline = {category: tuple(levels) for category, levels in raw["timeline"].items()}
+    return Footing(**{**raw, "timeline": timeline, "timeline_phases": tuple(raw["timeline_phases"])})

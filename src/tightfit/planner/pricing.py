@@ -1,0 +1,118 @@
+"""Prices a model's blocks: for each kind the options worth having, with their bytes measured on traces as applied.
+
+Bytes are never derived from a rule. Every option is put on some block of its kind, several at a time, and the dry
+run of the model so applied shows what each keeps and how high it reaches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.blocks import BlockGraph, block_graph
+from tightfit.planner.frontier import frontier
+from tightfit.planner.solve import Chain, Option
+from tightfit.planner.windows import Footprint, Window, footprint, level_at, windows
+from tightfit.trace.record import StepTrace, highest
+
+OPTIONS_PER_KIND = 12
+Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with these policies applied
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the blocks of a kind: what is kept, and the seconds of recomputing the rest."""
+
+    policy: Policy
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The blocks of a model in forward order, their options, and the chain to solve."""
+
+    paths: tuple[str, ...]
+    graphs: tuple[BlockGraph, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    chain: Chain
+
+    def policies(self, choice: Sequence[int]) -> dict[str, Policy]:
+        """The policies of a solution; blocks that keep everything are left alone."""
+        chosen = {path: self.choices[i][choice[i]].policy for i, path in enumerate(self.paths)}
+        return {path: policy for path, policy in chosen.items() if policy != KEEP_ALL}
+
+
+def price(model: nn.Module, paths: Sequence[str], trace: Tracer, *, fixed_bytes: int) -> Priced:
+    """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's)."""
+    plain = trace(dict.fromkeys(paths, KEEP_ALL))
+    spans = windows(plain, paths)
+    graphs = {w.path: g for w in spans if (g := block_graph(plain, model, w.path)) is not None}
+    spans = tuple(w for w in spans if w.path in graphs)
+    order = [w.path for w in spans]
+    by_kind = {
+        kind: _choices(next(g for g in graphs.values() if g.kind == kind)) for kind in {g.kind for g in graphs.values()}
+    }
+    plain_prints = {w.path: footprint(plain, w) for w in spans}
+    measured = _measure(order, graphs, by_kind, plain_prints, trace)
+    options = tuple(
+        tuple(
+            Option(f.kept_bytes, f.forward_bytes, f.backward_bytes, choice.seconds * plain.loop_repeats)
+            for f, choice in zip(measured[graphs[path].kind], by_kind[graphs[path].kind], strict=True)
+        )
+        for path in order
+    )
+    chain = _chain(plain, spans, options, plain_prints, fixed_bytes)
+    return Priced(tuple(order), tuple(graphs[p] for p in order), tuple(by_kind[graphs[p].kind] for p in order), chain)
+
+
+def _choices(graph: BlockGraph) -> tuple[Choice, ...]:
+    """Keep everything, and the frontier of what else a block of this kind can keep."""
+    sets = frontier(graph.operations, limit=OPTIONS_PER_KIND)
+    frugal = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets[1:]]  # the first replays nothing
+    return (Choice(KEEP_ALL, 0.0), *frugal)
+
+
+def _measure(
+    order: Sequence[str],
+    graphs: Mapping[str, BlockGraph],
+    by_kind: Mapping[str, tuple[Choice, ...]],
+    plain: Mapping[str, Footprint],
+    trace: Tracer,
+) -> dict[str, list[Footprint]]:
+    """The footprint of every option of every kind, from as few traces as blocks allow."""
+    members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
+    measured = {kind: [plain[members[kind][0]]] for kind in by_kind}
+    while any(len(measured[kind]) < len(by_kind[kind]) for kind in by_kind):
+        policies, tried = {}, {}
+        for kind, choices in by_kind.items():
+            waiting = range(len(measured[kind]), len(choices))
+            for path, option in zip(members[kind], waiting, strict=False):
+                policies[path], tried[path] = choices[option].policy, kind
+        applied = trace(policies)
+        for window in windows(applied, order):
+            if window.path in tried:
+                measured[tried[window.path]].append(footprint(applied, window))
+    return measured
+
+
+def _chain(
+    plain: StepTrace,
+    spans: Sequence[Window],
+    options: tuple[tuple[Option, ...], ...],
+    prints: Mapping[str, Footprint],
+    fixed_bytes: int,
+) -> Chain:
+    """The levels on which the blocks stand, with what they keep taken off."""
+    kept = 0
+    forward_base, backward_base = [], []
+    for window in spans:
+        forward_base.append(level_at(plain, window.forward[0]) - kept)
+        backward_base.append(level_at(plain, window.backward[1]) - kept)
+        kept += prints[window.path].kept_bytes
+    if not spans:
+        return Chain((), (), (), plain.peak_bytes, fixed_bytes)
+    first, last = plain.repeated
+    middle = highest(plain.levels, spans[-1].forward[1], spans[-1].backward[0]) - kept
+    ends = [*plain.levels[first : spans[0].forward[0]], *plain.levels[spans[0].backward[1] : last]]
+    return Chain(options, tuple(forward_base), tuple(backward_base), middle, max([fixed_bytes, *ends]))

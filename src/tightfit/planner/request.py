@@ -1,0 +1,151 @@
+"""What is asked of the planner, with everything the user left open filled in; and the ways to trace it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from tightfit.devices.cost import CostModel
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import InputError
+from tightfit.levers.handle import Applied
+from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
+from tightfit.levers.optimizer import OptimizerFactory
+from tightfit.levers.recompute import Policy
+from tightfit.planner.apply import apply_levers
+from tightfit.planner.plan import ChunkedLoss
+from tightfit.step import Batch, Loss, Part, StepSettings
+from tightfit.trace.dry_run import OperatorCost
+from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.step import trace_part, trace_step
+
+EXACT_LEVERS = ("recompute",)
+ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
+LEVERS = ROUNDING_LEVERS
+
+
+def allowed_levers(levers: str | Sequence[str] | None) -> frozenset[str]:
+    """The levers a planner may use: None or `"exact"`, `"rounding"`, or names. Raises `InputError` for an unknown
+    one.
+    """
+    if levers is None or levers == "exact":
+        return frozenset(EXACT_LEVERS)
+    if levers == "rounding":
+        return frozenset(ROUNDING_LEVERS)
+    named = (levers,) if isinstance(levers, str) else tuple(levers)
+    for name in named:
+        if name not in LEVERS:
+            raise InputError(f"lever {name!r} is not known: choose exact, rounding, or some of {', '.join(LEVERS)}")
+    return frozenset(named)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step to plan for."""
+
+    model: nn.Module
+    batch: Batch
+    loss: Loss
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer
+    settings: StepSettings
+    device: DeviceSpec
+    levers: frozenset[str]
+    blocks: str | None = None  # a glob, where the blocks are not to be found by themselves
+    micro_batches: int = 1  # what the caller accumulates anyway
+
+    @cached_property
+    def cost(self) -> OperatorCost:
+        return CostModel(self.device).operator_seconds
+
+    @property
+    def rounding(self) -> int:
+        """What the device's allocator rounds up to: CUDA's to 512 bytes (`kMinBlockSize`,
+        CUDACachingAllocator.cpp).
+        """
+        return 512 if self.device.kind == "cuda" else 1
+
+    @cached_property
+    def size(self) -> int:
+        return batch_size(self.batch)
+
+    def parts(self, micro_batches: int) -> list[Part]:
+        return as_parts(split_batch(as_tensors(self.batch), micro_batches), self.loss)
+
+    @property
+    def optimizer_name(self) -> str:
+        return self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The choices that concern the whole step: micro-batches, and how the loss is computed."""
+
+    micro_batches: int = 1
+    chunked_loss: ChunkedLoss | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.micro_batches > 1:
+            parts.append(f"{self.micro_batches} micro-batches")
+        if self.chunked_loss is not None:
+            parts.append("chunked loss")
+        return " + ".join(parts) or "plain"
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """Runs a request's step dry, with levers applied."""
+
+    request: Request
+
+    def whole(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> StepTrace:
+        """The whole step, optimizer and all, as it will run."""
+        request = self.request
+        with self.applied(combination, policies, joined):
+            return trace_step(
+                request.model,
+                request.parts(combination.micro_batches),
+                request.loss,
+                optimizer=request.optimizer,
+                settings=request.settings,
+                cost=request.cost,
+                rounding=request.rounding,
+            )
+
+    def part(
+        self, combination: Combination, policies: Mapping[str, Policy], plain: StepTrace, joined: Sequence[str] = ()
+    ) -> StepTrace:
+        """Forward and backward of the last micro-batch, with the states and gradients of the plain step around it."""
+        request = self.request
+        with self.applied(combination, policies, joined):
+            return trace_part(
+                request.model,
+                request.parts(combination.micro_batches),
+                request.loss,
+                settings=request.settings,
+                state_bytes=state_bytes(plain),
+                with_gradient=plain.with_gradient,
+                cost=request.cost,
+                rounding=request.rounding,
+            )
+
+    @contextmanager
+    def applied(
+        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str]
+    ) -> Iterator[None]:
+        handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined)
+        with Applied(handles):
+            yield
+
+
+def state_bytes(trace: StepTrace) -> int:
+    """Bytes of the optimizer's states in a traced step."""
+    return trace.by_category(0)[Category.OPTIMIZER_STATE]
+
+
+def optimizer_peak(trace: StepTrace) -> int:
+    """The highest level of the optimizer's phase."""
+    return trace.phase_peaks()[Phase.OPTIMIZER]

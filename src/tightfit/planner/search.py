@@ -1,0 +1,222 @@
+"""Finds the fastest combination of levers whose true peak is within the budget.
+
+The choices inside blocks are solved exactly for each combination of the choices that concern the whole step (micro-
+batches, chunked loss). Combinations are tried cheapest first, and those whose step without any recomputation is
+already slower than the best plan are not solved. What is found is traced as applied before it is returned; where
+that is over the budget, the bound is tightened by the excess and solved again.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tightfit.errors import CannotFit
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.lever import segment_ends
+from tightfit.planner.blocks import find_blocks
+from tightfit.planner.head import find_head
+from tightfit.planner.plan import ChunkedLoss, Rejected
+from tightfit.planner.pricing import Priced, price
+from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
+from tightfit.planner.solve import least_peak, solve
+from tightfit.trace.record import StepTrace
+from tightfit.units import format_bytes, parse_budget
+
+TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Levers that were traced as applied."""
+
+    combination: Combination
+    policies: dict[str, Policy]
+    joined: tuple[str, ...]
+    trace: StepTrace
+    priced: Priced | None = None
+    choice: tuple[int, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.trace.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.trace.step_seconds
+
+
+@dataclass
+class Search:
+    """Mutable: the best candidate so far, the least one, and what was rejected."""
+
+    request: Request
+    budget: int | str
+    best: Candidate | None = None
+    least: Candidate | None = None
+    rejected: list[Rejected] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tracer = Tracer(self.request)
+        self.paths = find_blocks(self.request.model, self.request.blocks) if "recompute" in self.request.levers else
+        []
+
+    def run(self) -> Candidate:
+        """The best candidate. Raises `CannotFit` with the least peak found."""
+        self.plain = self.tracer.whole(Combination(self.request.micro_batches), {})
+        self.budget_bytes = parse_budget(
+            self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=self.plain.peak_bytes
+        )
+        self.consider(Candidate(Combination(self.request.micro_batches), {}, (), self.plain), "no lever")
+        if self.best is None:
+            self.forbidden()
+            for combination in self.combinations():
+                self.solve_blocks(combination)
+        if self.best is None:
+            self.join_segments()
+        if self.best is None:
+            raise self.cannot_fit()
+        return self.best
+
+    # Combinations
+
+    def combinations(self) -> Iterable[Combination]:
+        """Micro-batches and loss, the fewest micro-batches first."""
+        losses: list[ChunkedLoss | None] = [None]
+        if "chunked_loss" in self.request.levers:
+            head = find_head(self.plain, self.request.model)
+            if head is None:
+                self.rejected.append(Rejected("chunked loss", "no linear head that feeds a cross-entropy was found"))
+            else:
+                losses.append(ChunkedLoss(head, None))
+        counts = [self.request.micro_batches]
+        if "micro_batch" in self.request.levers:
+            size = self.request.size
+            counts += [n for n in range(counts[0] + 1, size + 1) if size % n == 0]
+        return [Combination(count, loss) for count in counts for loss in losses]
+
+    def solve_blocks(self, combination: Combination) -> None:
+        """The best choice inside blocks for one combination."""
+        plain = self.tracer.part(combination, dict.fromkeys(self.paths, KEEP_ALL), self.plain)
+        outside = self.plain.step_seconds - loop_seconds(self.plain)
+        lower_bound = loop_seconds(plain) + outside
+        if self.best is not None and lower_bound >= self.best.seconds:
+            self.rejected.append(
+                Rejected(str(combination), "slower than the plan even without recomputation", None, lower_bound)
+            )
+            return
+        if not self.paths:
+            self.consider(self.trace_applied(combination, {}), str(combination))
+            return
+        first = [plain]
+
+        def trace(policies: Mapping[str, Policy]) -> StepTrace:
+            return first.pop() if first else self.tracer.part(combination, policies, self.plain)
+
+        priced = price(self.request.model, self.paths, trace, fixed_bytes=optimizer_peak(self.plain))
+        self.take_solution(combination, priced)
+        self.take_least(combination, priced)
+
+    def take_solution(self, combination: Combination, priced: Priced) -> None:
+        bound = self.budget_bytes
+        for _ in range(TIGHTENINGS):
+            solution = solve(priced.chain, bound)
+            if solution is None:
+                least = least_peak(priced.chain)
+                self.rejected.append(
+                    Rejected(f"{combination}, blocks recomputed", "over the budget at its least", least.peak_bytes)
+                )
+                return
+            candidate = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
+            if candidate.peak_bytes <= self.budget_bytes:
+                self.consider(candidate, f"{combination}, blocks solved")
+                return
+            bound = min(bound, solution.peak_bytes) - (candidate.peak_bytes - self.budget_bytes)
+
+    def take_least(self, combination: Combination, priced: Priced) -> None:
+        if self.best is None:
+            solution = least_peak(priced.chain)
+            self.consider(
+                self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice),
+                f"{combination}, blocks at their least",
+            )
+
+    def join_segments(self) -> None:
+        """Blocks joined to segments, whose outputs are recomputed too: slower, and less memory where there are
+        many.
+        """
+        if not self.paths or self.least is None:
+            return
+        combination = self.least.combination
+        for segments in range(len(self.paths) - 1, 0, -1):
+            ends = segment_ends(len(self.paths), segments)
+            joined = tuple(path for i, path in enumerate(self.paths) if i not in ends)
+            policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
+            self.consider(self.trace_applied(combination, policies, joined=joined), f"{combination}, {segments} segments")
+            if self.best is not None:
+                return
+
+    # Candidates
+
+    def trace_applied(
+        self,
+        combination: Combination,
+        policies: dict[str, Policy],
+        priced: Priced | None = None,
+        choice: tuple[int, ...] = (),
+        joined: tuple[str, ...] = (),
+    ) -> Candidate:
+        trace = self.tracer.whole(combination, policies, joined)
+        return Candidate(combination, policies, joined, trace, priced, choice)
+
+    def consider(self, candidate: Candidate, name: str) -> None:
+        """Keep the candidate if it is the fastest that fits, and note why the other one is not taken."""
+        if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
+            self.least = candidate
+        if candidate.peak_bytes > self.budget_bytes:
+            over = format_bytes(candidate.peak_bytes - self.budget_bytes)
+            self.rejected.append(Rejected(name, f"{over} over the budget", candidate.peak_bytes, candidate.seconds))
+        elif self.best is None or candidate.seconds < self.best.seconds:
+            if self.best is not None:
+                self.reject_slower(str(self.best.combination), self.best)
+            self.best = candidate
+        else:
+            self.reject_slower(name, candidate)
+
+    def reject_slower(self, name: str, candidate: Candidate) -> None:
+        self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
+
+    def forbidden(self) -> None:
+        for lever in ("recompute", "chunked_loss", "micro_batch"):
+            if lever not in self.request.levers:
+                self.rejected.append(Rejected(lever.replace("_", " "), "not among the levers that were allowed"))
+        if "recompute" in self.request.levers and not self.paths:
+            self.rejected.append(Rejected("recompute", "the model has no repeated blocks"))
+
+    def cannot_fit(self) -> CannotFit:
+        assert self.least is not None, "the plain step was traced"
+        least, trace = self.least, self.least.trace
+        holds = max(trace.by_category().items(), key=lambda item: item[1])
+        return CannotFit(
+            f"{format_bytes(self.budget_bytes)} cannot fit: the least is {format_bytes(least.peak_bytes)} "
+            f"({least.peak_bytes} bytes), reached by {describe_levers(least)}; it is held up in "
+            f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
+            f"by {format_bytes(holds[1])} of {holds[0]}",
+            least.peak_bytes,
+        )
+
+
+def describe_levers(candidate: Candidate) -> str:
+    """The levers of a candidate in a few words."""
+    words = [] if str(candidate.combination) == "plain" else [str(candidate.combination)]
+    if candidate.policies:
+        words.append(f"recomputing in {len(candidate.policies)} blocks")
+    if candidate.joined:
+        words.append(f"{len(candidate.joined)} of them joined to the next")
+    return ", ".join(words) or "no lever"
+
+
+def loop_seconds(trace: StepTrace) -> float:
+    """Seconds of all micro-batches, without the optimizer."""
+    first, last = trace.repeated
+    before = sum(operator.seconds for operator in trace.operators[:first])
+    return before + trace.loop_repeats * sum(operator.seconds for operator in trace.operators[first:last])
+

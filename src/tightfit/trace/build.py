@@ -1,0 +1,20 @@
+"""Builds models dry: their parameters have shapes but no memory, so any size can be asked about on any machine."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from tightfit.trace.dry_run import DryRun
+from tightfit.trace.ledger import Ledger
+from tightfit.trace.modules import ModuleTracker
+
+
+def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
+    """The module that `factory` builds, its large tensors never written: to estimate and to plan with, not to
+    train.
+    """
+    ledger = Ledger()
+    with DryRun(ledger, ModuleTracker(nn.Module())):
+        model = factory()
+    ledger.close()
+    return model
