@@ -49,8 +49,8 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
     """Put a plan's levers on the model it was made for."""
     if fingerprint(model) != plan.fingerprint:
         raise LeverError(
-            "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): plan
-            again"
+            "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): "
+            "plan again"
         )
     policies = {choice.path: policy_of(choice) for choice in plan.choices if choice.action != "keep"}
     return AppliedPlan(plan, model, apply_levers(model, policies, plan.chunked_loss, joined_paths(plan)))

@@ -56,8 +56,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
-        self.paths = find_blocks(self.request.model, self.request.blocks) if "recompute" in self.request.levers else
-        []
+        recomputes = "recompute" in self.request.levers
+        self.paths = find_blocks(self.request.model, self.request.blocks) if recomputes else []
 
     def run(self) -> Candidate:
         """The best candidate. Raises `CannotFit` with the least peak found."""
@@ -150,7 +150,8 @@ class Search:
             ends = segment_ends(len(self.paths), segments)
             joined = tuple(path for i, path in enumerate(self.paths) if i not in ends)
             policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
-            self.consider(self.trace_applied(combination, policies, joined=joined), f"{combination}, {segments} segments")
+            candidate = self.trace_applied(combination, policies, joined=joined)
+            self.consider(candidate, f"{combination}, {segments} segments")
             if self.best is not None:
                 return
 
@@ -219,4 +220,3 @@ def loop_seconds(trace: StepTrace) -> float:
     first, last = trace.repeated
     before = sum(operator.seconds for operator in trace.operators[:first])
     return before + trace.loop_repeats * sum(operator.seconds for operator in trace.operators[first:last])
-
