@@ -12,6 +12,7 @@ import torch
 
 from tightfit.errors import LeverError
 from tightfit.step import Batch, Loss, Part, TokenBatch
+import itertools
 
 IGNORE_INDEX = -100
 
@@ -42,7 +43,7 @@ def split_batch(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]
     bounds = [i * size // count for i in range(count + 1)]
-    return [_slice(batch, first, last, size) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [_slice(batch, first, last, size) for first, last in itertools.pairwise(bounds)]
 
 
 def valid_tokens(batch: Batch) -> int:

@@ -6,6 +6,7 @@ from torch import nn
 
 from tightfit.planner.plan import Footing
 from tightfit.trace.record import StepTrace
+import itertools
 
 TIMELINE_POINTS = 600
 
@@ -36,7 +37,7 @@ def _picked(trace: StepTrace) -> list[int]:
     count = len(trace.levels)
     runs = min(count, TIMELINE_POINTS)
     bounds = [k * count // runs for k in range(runs + 1)]
-    return [max(range(a, b), key=trace.levels.__getitem__) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [max(range(a, b), key=trace.levels.__getitem__) for a, b in itertools.pairwise(bounds)]
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -50,9 +50,7 @@ def price(model: nn.Module, paths: Sequence[str], trace: Tracer, *, fixed_bytes:
     graphs = {w.path: g for w in spans if (g := block_graph(plain, model, w.path)) is not None}
     spans = tuple(w for w in spans if w.path in graphs)
     order = [w.path for w in spans]
-    by_kind = {
-        kind: _choices(next(g for g in graphs.values() if g.kind == kind)) for kind in {g.kind for g in graphs.values()}
-    }
+    by_kind = {graph.kind: _choices(graph) for graph in {g.kind: g for g in graphs.values()}.values()}
     plain_prints = {w.path: footprint(plain, w) for w in spans}
     measured = _measure(order, graphs, by_kind, plain_prints, trace)
     options = tuple(
