@@ -5,6 +5,7 @@ as soon as their lengths differ; so each one is weighted by its share of the val
 one runs.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from tightfit.errors import LeverError
 from tightfit.step import Batch, Loss, Part, TokenBatch
-import itertools
 
 IGNORE_INDEX = -100
 

@@ -1,12 +1,12 @@
 """A trace in figures: what plans, estimates and reports show of it."""
 
+import itertools
 import zlib
 
 from torch import nn
 
 from tightfit.planner.plan import Footing
 from tightfit.trace.record import StepTrace
-import itertools
 
 TIMELINE_POINTS = 600
 

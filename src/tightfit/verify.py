@@ -1,0 +1,203 @@
+"""Proves on the user's own model and batch that a plan changes nothing: the plain run against the planned run.
+
+What a plan recomputes must be bit-equal: loss, every gradient, every buffer and the states of the random generators
+afterwards. What is exact to rounding only (chunked loss, micro-batches) is judged against a run in fp64, with
+dropout off so that both precisions compute the same function: the planned error may be at most the plain one's.
+Where something differs, the plan is taken apart until the lever and the module are found.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from tightfit.levers.micro_batch import as_tensors
+from tightfit.planner.apply import apply_plan
+from tightfit.planner.footing import fingerprint
+from tightfit.planner.plan import BlockChoice, Plan
+from tightfit.step import Batch, Loss, forward_backward, model_loss
+from tightfit.trace.restore import everything_restored
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The worst of what two runs do not agree on. `lever` and `module` are what was found to cause it."""
+
+    what: str  # "loss", "gradient of layers.0.mlp.weight", "buffer ...", "random state of torch"
+    largest: float  # absolute; NaN for states
+    lever: str = ""
+    module: str = ""
+
+    def __str__(self) -> str:
+        cause = f", caused by {self.lever}" + (f" in {self.module}" if self.module else "") if self.lever else ""
+        return f"{self.what} differs by up to {self.largest:.3g}{cause}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome. `ok` says that the plan may be trusted.
+
+    `worst` is the worst difference between the plain and the recomputing run, None where all is bit-equal. The
+    errors are those of all gradients together, relative to fp64; they are None where the plan uses bit-exact levers
+    only.
+    """
+
+    ok: bool
+    repeatable: bool
+    compared: int
+    worst: Difference | None = None
+    plain_error: float | None = None
+    planned_error: float | None = None
+
+    def __str__(self) -> str:
+        if not self.repeatable:
+            return f"not verified: two plain runs differ from each other ({self.worst})"
+        if self.worst is not None:
+            return f"NOT EQUAL: {self.worst}"
+        lines = f"bit-equal: loss and {self.compared} tensors (gradients, buffers, random states)"
+        if self.planned_error is not None:
+            verdict = "at most" if self.ok else "MORE THAN"
+            lines += (
+                f"; error of the gradients against fp64 {self.planned_error:.3e}, {verdict} the plain run's "
+                f"{self.plain_error:.3e}"
+            )
+        return lines
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything a forward and backward leaves behind, by name."""
+
+    tensors: Mapping[str, torch.Tensor]
+    states: Mapping[str, bytes]
+
+    def worst_difference(self, other: "Outcome") -> Difference | None:
+        """The largest difference of a tensor, else a differing state, else None."""
+        found = [Difference(name, _largest(t, other.tensors.get(name))) for name, t in self.tensors.items()]
+        found += [Difference(n, math.inf) for n in other.tensors.keys() - self.tensors.keys()]
+        unequal = [d for d in found if d.largest != 0]
+        if unequal:
+            return max(unequal, key=lambda d: math.inf if math.isnan(d.largest) else d.largest)
+        moved = [name for name, state in self.states.items() if state != other.states[name]]
+        return Difference(moved[0], math.nan) if moved else None
+
+
+def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
+    """Run the model plainly and under the plan, on this batch, and compare. The model is left as it was.
+
+    Raises `LeverError` if the plan was made for another model.
+    """
+    loss = loss or model_loss
+    batch = as_tensors(batch)
+    exact = replace(plan, micro_batches=1, chunked_loss=None)
+    plain = run(model, batch, loss, without_levers(plan))
+    again = plain.worst_difference(run(model, batch, loss, without_levers(plan)))
+    if again is not None:
+        return Verification(ok=False, repeatable=False, compared=len(plain.tensors), worst=again)
+    worst = plain.worst_difference(run(model, batch, loss, exact))
+    if worst is not None:
+        cause = find_cause(model, batch, loss, exact, plain)
+        worst = replace(worst, lever="recompute", module=cause)
+    compared = len(plain.tensors) + len(plain.states) - 1
+    if exact == plan:
+        return Verification(worst is None, repeatable=True, compared=compared, worst=worst)
+    before, after = rounding_errors(model, batch, loss, plan)
+    return Verification(worst is None and after <= before, True, compared, worst, before, after)
+
+
+def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
+    """Forward and backward under a plan, from the model's present state, which is put back afterwards."""
+    with untouched(model), apply_plan(plan, model) as applied:
+        value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
+        gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        buffers = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+        return Outcome({"loss": value.clone()} | gradients | buffers, random_states())
+
+
+def without_levers(plan: Plan) -> Plan:
+    """The plain step, as a plan."""
+    return replace(plan, choices=(), micro_batches=1, chunked_loss=None)
+
+
+def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
+    """The block whose recomputation alone makes a difference; several where only together they do."""
+    choices = [c for c in plan.choices if c.action != "keep"]
+
+    def differs(some: list[BlockChoice]) -> bool:
+        return plain.worst_difference(run(model, batch, loss, replace(plan, choices=tuple(some)))) is not None
+
+    while len(choices) > 1:
+        half = len(choices) // 2
+        halves = [part for part in (choices[:half], choices[half:]) if differs(part)]
+        if not halves:
+            break
+        choices = halves[0]
+    return ", ".join(choice.path for choice in choices)
+
+
+def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> tuple[float, float]:
+    """Relative error of all gradients against fp64, of the plain run and of the planned one, with dropout off."""
+    training = {name: module.training for name, module in model.named_modules()}
+    model.eval()
+    try:
+        exact = copy.deepcopy(model).double()
+        double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
+        truth = run(exact, _in_double(batch), loss, double_plan)
+        plain, planned = run(model, batch, loss, without_levers(plan)), run(model, batch, loss, plan)
+    finally:
+        for name, module in model.named_modules():
+            module.training = training[name]
+    return _relative_error(plain, truth), _relative_error(planned, truth)
+
+
+def _relative_error(outcome: Outcome, truth: Outcome) -> float:
+    names = [name for name in truth.tensors if name.startswith("gradient")]
+    error = sum(float((outcome.tensors[n].double() - truth.tensors[n]).square().sum()) for n in names)
+    size = sum(float(truth.tensors[n].square().sum()) for n in names)
+    return math.sqrt(error / size) if size else 0.0
+
+
+def _in_double(batch: Batch) -> Batch:
+    return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
+def _largest(left: torch.Tensor, right: torch.Tensor | None) -> float:
+    """0 where the two are bit-equal, infinite where they cannot be compared."""
+    if right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return math.inf
+    if torch.equal(left, right) or _same_bits(left, right):
+        return 0.0
+    return float((left.double() - right.double()).abs().max())
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal where both are NaN in the same places, which `torch.equal` denies."""
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+def random_states() -> dict[str, bytes]:
+    """The states of the random generators."""
+    return {
+        "random state of torch": torch.get_rng_state().numpy().tobytes(),
+        "random state of python": repr(random.getstate()).encode(),
+        "random state of numpy": repr(numpy.random.get_state()).encode(),
+    }
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside, the model may be run; afterwards its buffers and all else are as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with everything_restored(model):
+        yield
+    with torch.no_grad():
+        for buffer, content in buffers:
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
