@@ -1,7 +1,7 @@
 """What an applied lever hands back: the way to take it off."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 
 class Removable(Protocol):
@@ -21,7 +21,7 @@ class Applied:
 
     remove = undo
 
-    def __enter__(self) -> "Applied":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:

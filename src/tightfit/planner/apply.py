@@ -35,7 +35,7 @@ class AppliedPlan(Applied):
         In a loop whose plan has one micro-batch, the usual `model(**batch).loss.backward()` does as well.
         """
         loss = loss or model_loss
-        return forward_backward(self.model, self.parts(batch, loss), loss, self.plan.precision)  # pyright: ignore[reportArgumentType]
+        return forward_backward(self.model, self.parts(batch, loss), loss, self.plan.precision)
 
 
 def policy_of(choice: BlockChoice) -> Policy:

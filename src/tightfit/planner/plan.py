@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tightfit.planner.apply import AppliedPlan
+    from tightfit.step import Precision
 
 FORMAT = 1
 Action = Literal["keep", "recompute", "operators"]
@@ -84,7 +85,7 @@ class Plan:
     micro_batches: int
     chunked_loss: ChunkedLoss | None
     rejected: tuple[Rejected, ...]
-    precision: str
+    precision: "Precision"
     optimizer: str
     device: str
     fingerprint: str
