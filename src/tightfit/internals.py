@@ -14,11 +14,13 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not
 
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls operators of its own
 NoAutocast = torch._C._DisableAutocast
+_COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # where aliases get their shared version counter
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
 
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
+    "counting_alias",
     "current_node",
     "is_dense",
     "newest_sequence_number",
@@ -35,6 +37,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def current_node() -> Any:
     """The autograd node whose backward is running, or None."""
     return torch._C._current_autograd_node()
+
+
+def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, but with its count of in-place writes, also from below autograd."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_WRITES)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, excluded)
 
 
 def newest_sequence_number() -> int:

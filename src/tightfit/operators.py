@@ -1,5 +1,6 @@
 """What the dispatcher tells about an ATen operator, looked up once for each."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,23 @@ _HIDDEN_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+
+# What they write into is written completely, and never read.
+_OVERWRITING = frozenset(
+    {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "log_normal_"}
+    | {"geometric_", "cauchy_"}
+)
+
+# They exchange the memory under a tensor, not its content.
+EXCHANGES_MEMORY = frozenset(
+    {aten.resize_.default, aten.resize_as_.default, *(getattr(aten.set_, name) for name in aten.set_.overloads())}
+)
 
 # Random draws into a fresh buffer whose schema carries no `nondeterministic_seeded` tag in every release.
 _RANDOM_WITHOUT_TAG = frozenset(
@@ -30,11 +45,13 @@ class Traits:
     """What matters here about one operator overload."""
 
     name: str  # "aten.mm.default"
-    is_view: bool  # every result shares the storage of an argument, nothing is computed
+    is_view: bool  # every result shares the storage of an argument, no element is read or written
     written: tuple[tuple[int, str], ...]  # position and name of the arguments it writes into
     returns_written: bool  # every result is one of the written arguments
     is_random: bool  # draws from a generator
     is_uninitialised: bool  # returns memory nobody has written yet
+    overwrites: bool  # the whole of what it writes into, without reading it
+    is_foreign: bool  # of another library: nobody knows whether it gives the same again
 
 
 _known: dict[Any, Traits] = {}
@@ -57,13 +74,16 @@ def _inspect(operator: Any) -> Traits:
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in hidden
     )
     aliased = [result.alias_info is not None for result in schema.returns]
+    reshapes = torch.Tag.inplace_view in operator.tags and operator not in EXCHANGES_MEMORY
     return Traits(
         name=str(operator),
-        is_view=operator in _SILENT_VIEWS or (not written and bool(aliased) and any(aliased)),
+        is_view=operator in _SILENT_VIEWS or reshapes or (not written and bool(aliased) and any(aliased)),
         written=written,
         returns_written=bool(written) and all(aliased),
         is_random=torch.Tag.nondeterministic_seeded in operator.tags or schema.name in _RANDOM_WITHOUT_TAG,
         is_uninitialised=operator.namespace == "aten" and operator._opname in _UNINITIALISED,
+        overwrites=operator.namespace == "aten" and operator._opname in _OVERWRITING,
+        is_foreign=operator.namespace not in ("aten", "prims"),
     )
 
 
@@ -77,3 +97,35 @@ def is_index(result: Any) -> bool:
     return isinstance(result, torch.Tensor) and not (
         result.is_floating_point() or result.is_complex() or result.dtype == torch.bool
     )
+
+
+def map_instances(kind: type, change: Callable[[Any], Any], items: Iterable[Any]) -> tuple:
+    """An operator's arguments with `change` applied to each instance of `kind`, in lists of them too.
+
+    An operator's arguments nest no deeper than that, so this does what PyTorch's tree functions do at a tenth of
+    their time.
+    """
+    return tuple(
+        change(item)
+        if isinstance(item, kind)
+        else type(item)(map_instances(kind, change, item))
+        if type(item) in (list, tuple)
+        else item
+        for item in items
+    )
+
+
+def instances(kind: type, items: Iterable[Any]) -> Iterator[Any]:
+    """The instances of `kind` among an operator's arguments or results, in order, from lists of them too."""
+    for item in items:
+        if isinstance(item, kind):
+            yield item
+        elif type(item) in (list, tuple):
+            yield from instances(kind, item)
+
+
+def flat(results: Any) -> list[Any]:
+    """An operator's results in one list."""
+    if type(results) not in (list, tuple):
+        return [results]
+    return [leaf for result in results for leaf in flat(result)]

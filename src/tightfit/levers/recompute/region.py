@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tightfit.errors import RecomputeError
 from tightfit.internals import without_dynamo
 from tightfit.levers.recompute.policy import Policy
-from tightfit.levers.recompute.recorder import Recorder, hold
+from tightfit.levers.recompute.recorder import Recorder, leave
 
 
 class FrugalForward:
@@ -71,8 +71,7 @@ class RecordedForward(FrugalForward):
             return self.original(*args, **kwargs)
         with Recorder(self.path, self.policy):
             outputs = self.original(*args, **kwargs)
-        if self.holds_output:
-            hold(outputs)
+            leave(outputs, held=self.holds_output)
         return outputs
 
 

@@ -4,6 +4,9 @@ A value is the content of one storage between two writes into it. Tensors are on
 cost nothing and a write makes a new value. A value is either a `Root` (its memory is held) or a `Product` (only the
 operator that makes it is held). References run from results to arguments only; so when autograd lets go of a saved
 tensor, Python's reference counts free exactly what nothing else needs.
+
+A storage knows its present value only as long as somebody sees every write into it: the recorder that watches the
+block. Afterwards the memory itself is the truth.
 """
 
 import itertools
@@ -11,38 +14,64 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_iter
 from torch.utils.weak import TensorWeakRef
 
-from tightfit.operators import traits_of, written_arguments
+from tightfit.internals import counting_alias
+from tightfit.operators import Traits, flat, instances, map_instances, written_arguments
 
-_ROOT, _PRODUCT = "_tightfit_root", "_tightfit_product"
+_ROOT, _PRODUCT, _EXPOSED = "_tightfit_root", "_tightfit_product", "_tightfit_exposed"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _sequence = itertools.count()
 
 
+def has_plain_storage(tensor: torch.Tensor) -> bool:
+    """Whether geometry over a storage describes the tensor completely."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not tensor.is_quantized
+    )
+
+
 class Geometry(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """Where a tensor lies in its storage, and how its elements are read."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    conjugated: bool
+    negated: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Geometry":
-        return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def over(self, base: torch.Tensor) -> torch.Tensor:
         """The tensor of this geometry over the storage of `base`."""
-        if base.dtype == self.dtype:
-            return base.as_strided(self.size, self.stride, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        size, stride, offset, dtype, conjugated, negated = self
+        if base.dtype == dtype:
+            tensor = base.as_strided(size, stride, offset)
+        else:
+            tensor = torch.empty(0, dtype=dtype, device=base.device)
+            tensor.set_(base.untyped_storage(), offset, size, stride)
+        if tensor.is_conj() != conjugated:
+            tensor = tensor.conj()
+        return tensor if tensor.is_neg() == negated else torch.ops.aten._neg_view.default(tensor)
 
 
-def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole storage of `tensor`, flat, so that any geometry can be laid over it."""
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).clone()
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of `tensor`, flat, as plain elements: any geometry can be laid over it."""
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return Geometry((count,), (1,), 0, tensor.dtype, conjugated=False, negated=False).over(tensor)
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:
@@ -57,24 +86,21 @@ def modified_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:
 class Root:
     """A value whose memory is held: a parameter, an input of the block, a kept output."""
 
-    __slots__ = ("__weakref__", "_source", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor.detach()  # never the tensor itself: it would hold the graph that made it
-        self._source: TensorWeakRef | None = TensorWeakRef(
-            tensor
-        )  # below autograd, a detached alias counts no versions
+        self._tensor = counting_alias(tensor)  # never the tensor itself: it would hold the graph that made it
         self._version = tensor._version
 
     def is_current(self) -> bool:
         """Whether nobody is known to have written into the storage."""
-        source = None if self._source is None else self._source()
-        return source is None or source._version == self._version
+        return self._tensor._version == self._version
 
     def hold_copy(self) -> None:
         """The storage is about to be written: hold its present content elsewhere."""
-        self._tensor = copy_of_storage(self._tensor)
-        self._source = None
+        if self.is_current():
+            self._tensor = whole_storage(self._tensor).clone()
+            self._version = self._tensor._version
 
     def base(self) -> torch.Tensor:
         """A tensor over the held content. Raises `RuntimeError`, as autograd does, if somebody wrote into it."""
@@ -83,26 +109,59 @@ class Root:
         return self._tensor
 
 
+class Watch:
+    """Whether the recorder that saw a value being made still sees every write."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self):
+        self.is_open = True
+
+
 class Product:
-    """A value that an operator makes: nothing is held until `content` is computed again."""
+    """A value that an operator makes: nothing is held until it is computed again, or the block is left with it."""
 
-    __slots__ = ("__weakref__", "blank", "content", "producer")
+    __slots__ = ("__weakref__", "blank", "content", "left_as", "lent", "producer", "root", "shown", "watch")
 
-    def __init__(self, producer: "Operation", *, blank: bool = False):
+    def __init__(self, producer: "Operation", watch: Watch, *, blank: bool = False):
         self.producer: Operation | None = producer
-        self.content: torch.Tensor | None = None
+        self.watch = watch
         self.blank = blank  # made by an operator that returns unwritten memory
+        self.content: torch.Tensor | None = None  # recomputed, in memory of our own
+        self.root: Root | None = None  # held after all: the block returned it
+        self.lent = False  # autograd has seen the recomputed content
+        self.shown: Root | None = None  # the memory that autograd would have held, if the user reached behind it
+        self.left_as: list[tuple[TensorWeakRef, int]] = []  # the tensors that left the watched block, not held
+
+    @property
+    def is_ready(self) -> bool:
+        return self.content is not None or self.root is not None
+
+    def is_in_storage(self) -> bool:
+        """Whether the storage that was given this product still has this content, for all that can be known."""
+        if self.watch.is_open:
+            return True
+        left = [(reference(), version) for reference, version in self.left_as]
+        return bool(left) and all(t is not None and t._version == version for t, version in left)
 
     def fill(self, content: torch.Tensor) -> None:
-        """Hold the content; how to make it is no longer needed."""
-        if self.content is None:
+        """Hold the recomputed content; how to make it is no longer needed."""
+        if not self.is_ready:
             self.content = content.detach()
             self.producer = None
 
+    def hold(self, root: Root) -> None:
+        """Hold the memory itself; how to make its content is no longer needed."""
+        if not self.is_ready:
+            self.root = root
+            self.producer = None
+
     def base(self) -> torch.Tensor:
-        """A tensor over the recomputed content."""
-        assert self.content is not None, "a product is read before it was recomputed"
-        return self.content
+        """A tensor over the content."""
+        if self.content is not None:
+            return self.content
+        assert self.root is not None, "a product is read before it was recomputed"
+        return self.root.base()
 
 
 class Reference:
@@ -129,6 +188,7 @@ class Operation:
     __slots__ = (
         "args",
         "becomes",
+        "default_dtype",
         "generator_state",
         "kwargs",
         "operator",
@@ -138,22 +198,41 @@ class Operation:
         "written",
     )
 
-    def __init__(self, operator: Any, args: tuple, kwargs: dict, generator_state: Any):
+    def __init__(self, operator: Any, traits: Traits, args: tuple, kwargs: dict, generator_state: Any):
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
         self.generator_state = generator_state
+        self.default_dtype = torch.get_default_dtype()  # what constants without a dtype become
         self.sequence = next(_sequence)  # arguments are always recorded before results
-        self.references = [r for r in tree_iter((args, kwargs)) if isinstance(r, Reference)]
-        targets = written_arguments(traits_of(operator), args, kwargs)
-        self.written = [r for r in tree_iter(targets) if isinstance(r, Reference)]
+        self.references = list(instances(Reference, (*args, *kwargs.values())))
+        self.written: list[Reference] = []
+        if traits.written:
+            self.written = list(instances(Reference, written_arguments(traits, args, kwargs)))
         self.outputs: list[tuple[int, weakref.ref[Product]]] = []
         self.becomes: list[tuple[int, weakref.ref[Product]]] = []
 
+    def call(self, replaced: dict[int, torch.Tensor]) -> list[Any]:
+        """Run the operator. `replaced` gives other memory to some references, by their identity. Returns the flat
+        results.
+        """
+
+        def tensor(reference: Reference) -> torch.Tensor:
+            base = replaced.get(id(reference))
+            return reference.tensor() if base is None else reference.geometry.over(base)
+
+        args = map_instances(Reference, tensor, self.args)
+        values = map_instances(Reference, tensor, self.kwargs.values())
+        return flat(self.operator(*args, **dict(zip(self.kwargs, values, strict=True))))
+
 
 def product_of(storage: Any) -> Product | None:
-    """The product whose value this storage holds now."""
-    return storage.__dict__.get(_PRODUCT)
+    """The product whose value this storage holds now, if that is known."""
+    product = storage.__dict__.get(_PRODUCT)
+    if product is None or product.is_in_storage():
+        return product
+    del storage.__dict__[_PRODUCT]
+    return None
 
 
 def set_product(storage: Any, product: Product | None) -> None:
@@ -180,3 +259,12 @@ def root_of(tensor: torch.Tensor) -> Root:
 
 def forget_root(storage: Any) -> None:
     storage.__dict__.pop(_ROOT, None)
+
+
+def is_exposed(storage: Any) -> bool:
+    """Whether code that PyTorch does not see may write into the storage at any time."""
+    return _EXPOSED in storage.__dict__
+
+
+def expose(storage: Any) -> None:
+    storage.__dict__[_EXPOSED] = True

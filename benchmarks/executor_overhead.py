@@ -1,0 +1,141 @@
+"""What the recompute executor itself costs per operator in eager mode.
+
+The tensors are so small that kernels cost next to nothing: what is left is Python's and the dispatcher's own time.
+Plain, kept and recomputed steps are interleaved and the medians are compared, so that a busy machine slows all alike.
+
+    python benchmarks/executor_overhead.py [--output results.json]
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.lever import apply_policies
+from tightfit.operators import traits_of
+
+WIDTH, HEADS = 8, 2
+
+
+class Block(nn.Module):
+    """A decoder block's operators at a size where no kernel takes time."""
+
+    def __init__(self):
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(self.before_attention(x)).view(b, t, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
+        y = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not traits_of(func).is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(model: nn.Module, x: torch.Tensor) -> int:
+    with Counted() as counted:
+        model(x)
+    return counted.count
+
+
+def timed(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """Seconds of one forward and of one backward."""
+    start = time.perf_counter()
+    loss = model(x).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    return middle - start, time.perf_counter() - middle
+
+
+def measure(blocks: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Median microseconds of forward and backward, by what the executor does; and against plain per operator."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(blocks))), torch.randn(1, 4, WIDTH)
+    operators = operators_of(model, x)
+    policies: dict[str, Policy | None] = {"plain": None, "kept": KEEP_ALL, "recomputed": RECOMPUTE_ALL}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
+    for turn in range(repeats + 3):
+        for name, policy in policies.items():
+            sample = step(model, x, policy)
+            if turn >= 3:  # the first steps fill caches
+                samples[name].append(sample)
+    plain = median_microseconds(samples["plain"])
+    return {name: compare(median_microseconds(found), plain, operators) for name, found in samples.items()}
+
+
+def step(model: nn.Sequential, x: torch.Tensor, policy: Policy | None) -> tuple[float, float]:
+    if policy is None:
+        return timed(model, x)
+    with apply_policies(model, {str(i): policy for i in range(len(model))}):
+        return timed(model, x)
+
+
+def median_microseconds(samples: list[tuple[float, float]]) -> tuple[float, float]:
+    forward, backward = zip(*samples, strict=True)
+    return statistics.median(forward) * 1e6, statistics.median(backward) * 1e6
+
+
+def compare(times: tuple[float, float], plain: tuple[float, float], operators: int) -> dict[str, float]:
+    return {
+        "operators": operators,
+        "forward_us": times[0],
+        "backward_us": times[1],
+        "step_ratio": sum(times) / sum(plain),
+        "added_forward_us_per_operator": (times[0] - plain[0]) / operators,
+        "added_backward_us_per_operator": (times[1] - plain[1]) / operators,
+    }
+
+
+def machine() -> dict[str, str | int]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main(print_line: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # nothing here is worth a second thread
+    text = json.dumps({"machine": machine(), "cases": measure(options.blocks, options.repeats)}, indent=2)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
+    print_line(text)
+
+
+if __name__ == "__main__":
+    main()

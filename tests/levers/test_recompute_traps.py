@@ -1,0 +1,61 @@
+"""Recompute is bit-equal to the plain run on every trap we know, whatever the policy keeps.
+
+PyTorch's own checkpoint and selective checkpoint run beside it; what they give is recorded with the test, not
+asserted, since it may change from release to release.
+"""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+from trap_cases import CASES
+from trap_levers import LEVERS, TORCH_LEVERS
+
+from exactness import Outcome, assert_bit_equal, differences, run
+
+for cases in ("trap_state", "trap_memory", "trap_modules"):
+    importlib.import_module(cases)  # registers its blocks
+
+
+def step(name, levers=None) -> Outcome:
+    case = CASES[name]
+    return run(*case.build(), case.loss, backward=case.backward, levers=levers)
+
+
+def verdict(name, plain, levers) -> str:
+    """What somebody else's lever does with a trap."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = differences(plain, step(name, levers))
+        except Exception as error:
+            return f"raises {type(error).__name__}"
+    return f"silently wrong: {found[0]}" if found else "bit-equal"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_step_of_a_trap_is_repeatable(name):
+    assert_bit_equal(step(name), step(name))
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("name", CASES)
+def test_recompute_leaves_everything_bit_equal(name, lever):
+    assert_bit_equal(step(name), step(name, LEVERS[lever]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recompute_is_bit_equal_whatever_pytorch_makes_of_the_same_trap(name, record_property):
+    plain = step(name)
+    for lever, levers in TORCH_LEVERS.items():
+        record_property(lever, verdict(name, plain, levers))
+    assert_bit_equal(plain, step(name, LEVERS["products kept"]))
+
+
+def test_the_comparison_sees_a_single_wrong_bit():
+    plain, frugal = step("dropout"), step("dropout")
+    name, gradient = next(iter(frugal.gradients.items()))
+    gradient.view(torch.int32)[0] ^= 1
+    with pytest.raises(AssertionError, match=name.replace(".", r"\.")):
+        assert_bit_equal(plain, frugal)
