@@ -1,0 +1,36 @@
+"""Where a benchmark ran: machine, versions, commit, threads. Every results file holds it."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from tightfit.devices.machine import device_name
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, commit (and whether the tree differs from it), threads and the load when it was asked."""
+    return {
+        "machine": {
+            "cpu": device_name("cpu"),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "gpu": device_name("cuda") if torch.cuda.is_available() else None,
+            "system": platform.platform(),
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

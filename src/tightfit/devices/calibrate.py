@@ -1,0 +1,152 @@
+"""Measures the device that is present, in a few seconds."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+import torch
+
+from tightfit.devices.calls import (
+    CHAIN,
+    AttentionCase,
+    Buffers,
+    ProductCase,
+    StreamCase,
+    attention_call,
+    attention_cases,
+    chain_call,
+    product_call,
+    product_cases,
+    stream_bytes,
+    stream_call,
+    stream_cases,
+)
+from tightfit.devices.families import STREAM_UNITS, Unit
+from tightfit.devices.fresh_memory import fresh_memory
+from tightfit.devices.machine import device_name
+from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
+from tightfit.devices.timing import fastest
+from tightfit.errors import DeviceError
+
+SECONDS = 7.0  # shared out over the kinds of calls; a slow or busy device takes longer
+ROUNDS = 6
+
+
+def calibrate(kind: Kind = "cpu") -> DeviceSpec:
+    """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
+
+    Takes about eight seconds, more on a slow or busy device. No random generator of the user is touched. Raises
+    `DeviceError` where there is no such device.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
+    device = torch.device(kind)
+    buffers = Buffers.on(device)
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        threshold, per_byte = (
+            fresh_memory() if kind == "cpu" else (None, 0.0)
+        )  # first: the allocator has nothing to reuse
+        products = _fit_products(_time_products(kind, buffers))
+        attention = _points(_time_attention(kind, buffers))
+        streams = _curves(_time_streams(kind, buffers))
+    return DeviceSpec(
+        name=device_name(kind),
+        kind=kind,
+        memory_bytes=_memory_bytes(kind),
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+        products=products,
+        attention=attention,
+        streams=streams,
+        fresh_threshold_bytes=threshold,
+        fresh_seconds_per_byte=per_byte,
+        framework_seconds=_framework_seconds() if kind == "cpu" else 0.0,  # a GPU computes meanwhile
+    )
+
+
+def _memory_bytes(kind: Kind) -> int:
+    if kind == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return psutil.virtual_memory().total
+
+
+# Products
+
+
+def _time_products(kind: Kind, buffers: Buffers) -> dict[ProductCase, float]:
+    return fastest({c: product_call(c, buffers) for c in product_cases(kind)}, kind, 0.3 * SECONDS, ROUNDS)
+
+
+def _fit_products(seconds: dict[ProductCase, float]) -> dict[str, tuple[float, ...]]:
+    groups = defaultdict(dict)
+    for case, spent in seconds.items():
+        groups[f"{case.kind}/{_dtype_name(case.dtype)}"][case] = spent
+    return {key: fit_product(list(group), list(group.values())) for key, group in groups.items()}
+
+
+def fit_product(cases: Sequence[ProductCase], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients of batch (c0 mnk + c1 mn + c2 mk + c3 nk) + c4, none below zero, of least squared relative error."""
+    terms = np.array([(*_product_terms(c), 1.0) for c in cases], dtype=float) / np.array(seconds)[:, None]
+    best, least = np.zeros(5), np.inf
+    for chosen in itertools.chain.from_iterable(itertools.combinations(range(5), size) for size in range(1, 6)):
+        columns = terms[:, chosen]
+        scale = np.abs(columns).max(axis=0)
+        found = np.linalg.lstsq(columns / scale, np.ones(len(cases)), rcond=None)[0] / scale
+        error = float(np.square(columns @ found - 1).sum())
+        if (found >= 0).all() and error < least:
+            least, best = error, np.zeros(5)
+            best[list(chosen)] = found
+    return tuple(map(float, best))
+
+
+def _product_terms(case: ProductCase) -> tuple[int, int, int, int]:
+    _, _, batch, m, n, k = case
+    return batch * m * n * k, batch * m * n, batch * m * k, batch * n * k
+
+
+# Attention
+
+
+def _time_attention(kind: Kind, buffers: Buffers) -> dict[AttentionCase, float]:
+    return fastest({c: attention_call(c, buffers) for c in attention_cases(kind)}, kind, 0.35 * SECONDS, ROUNDS)
+
+
+def _points(seconds: dict[AttentionCase, float]) -> dict[str, tuple[AttentionPoint, ...]]:
+    tables = defaultdict(list)
+    for case, spent in seconds.items():
+        direction, mask = "backward" if case.backward else "forward", "causal" if case.causal else "full"
+        per_score = spent / (case.heads * case.length**2)
+        tables[f"{direction}/{mask}/{_dtype_name(case.dtype)}"].append(
+            AttentionPoint(case.length, case.width, per_score)
+        )
+    return {key: tuple(points) for key, points in tables.items()}
+
+
+# Streams
+
+
+def _time_streams(kind: Kind, buffers: Buffers) -> dict[StreamCase, float]:
+    return fastest({c: stream_call(c, buffers) for c in stream_cases(kind)}, kind, 0.25 * SECONDS, ROUNDS)
+
+
+def _curves(seconds: dict[StreamCase, float]) -> dict[str, Curve]:
+    curves = defaultdict(list)
+    for case, spent in seconds.items():
+        dtype = _dtype_name(case.dtype) if case.dtype == case.other else "mixed"
+        size = stream_bytes(case) if STREAM_UNITS[case.family] is Unit.BYTES else case.elements
+        curves[f"{case.family}/{dtype}"].append((float(size), spent))
+    return {key: tuple(sorted(points)) for key, points in curves.items()}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Framework
+
+
+def _framework_seconds() -> float:
+    """Seconds that autograd and dispatch add to an operator's kernel."""
+    return fastest({"chain": chain_call()}, "cpu", 0.02 * SECONDS, 20 * ROUNDS)["chain"] / (2 * CHAIN)

@@ -1,0 +1,236 @@
+"""The operator calls that a calibration times: for every family of operators a representative."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tightfit.devices.families import STREAM_UNITS, Family
+from tightfit.devices.spec import Kind
+from tightfit.devices.timing import Call
+
+aten = torch.ops.aten
+
+ROW = 512  # elements in a row of what is normalised, reduced, sorted or gathered
+HALVES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
+SERIAL = frozenset({Family.SCAN, Family.SCATTER, Family.RANDOM, Family.SORT})  # slow on a CPU: measured on less
+
+
+class ProductCase(NamedTuple):
+    """One product, or a batch of them (`kind` is "batched", else the layout of its sides)."""
+
+    kind: str
+    dtype: torch.dtype
+    batch: int
+    rows: int
+    columns: int
+    inner: int
+
+
+class AttentionCase(NamedTuple):
+    """Attention over `heads` of `length` queries and keys, forward or backward."""
+
+    backward: bool
+    causal: bool
+    dtype: torch.dtype
+    heads: int
+    length: int
+    width: int
+
+
+class StreamCase(NamedTuple):
+    """A memory-bound or elementwise operator on `elements`; two dtypes where they are mixed."""
+
+    family: Family
+    dtype: torch.dtype
+    other: torch.dtype
+    elements: int
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Tensors of random numbers, made once and shared by all calls; the generators of the user are left alone."""
+
+    device: torch.device
+    generator: torch.Generator
+    made: dict[tuple, torch.Tensor]
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Buffers":
+        return cls(device, torch.Generator(device).manual_seed(0), {})
+
+    def get(self, shape: tuple[int, ...], dtype: torch.dtype, use: str = "read") -> torch.Tensor:
+        """The tensor of this shape and dtype; another one for every `use`."""
+        key = (shape, dtype, use)
+        if key not in self.made:
+            random = torch.rand(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+            self.made[key] = random.to(dtype)
+        return self.made[key]
+
+
+# Products
+
+# Rows, columns, inner: each of the three sides long, short and even, so that the five coefficients can be told apart.
+_SIDES = ((32, 32, 32), (1024, 1024, 128), (1024, 128, 1024), (128, 1024, 1024), (512, 512, 512), (1024, 256, 512),
+          (256, 1024, 512), (2048, 1024, 256), (512, 256, 1536))  # fmt: skip
+_SHORT_SIDES = ((32, 32, 32), (256, 256, 64), (256, 64, 256), (64, 256, 256))  # for a dtype that may be emulated
+_BATCHES = ((8, 32, 32, 32), (16, 256, 256, 64), (16, 256, 64, 256), (4, 512, 512, 64), (4, 512, 512, 256),
+            (4, 128, 512, 256))  # fmt: skip
+_ON_CUDA = 4  # every side that much longer
+
+
+def product_cases(kind: Kind) -> Iterator[ProductCase]:
+    scale = _ON_CUDA if kind == "cuda" else 1
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sides = _SIDES if dtype in (torch.float32, *HALVES[kind]) else _SHORT_SIDES
+        for layout in ("nn", "nt", "tn", "tt"):
+            for rows, columns, inner in sides:
+                yield ProductCase(layout, dtype, 1, rows * scale, columns * scale, inner * scale)
+        if dtype in (torch.float32, *HALVES[kind]):
+            for batch, rows, columns, inner in _BATCHES:
+                yield ProductCase("batched", dtype, batch, rows * scale, columns * scale, inner)
+
+
+def product_call(case: ProductCase, buffers: Buffers) -> Call:
+    _, dtype, batch, m, n, k = case
+    if case.kind == "batched":
+        a, b = buffers.get((batch, m, k), dtype), buffers.get((batch, n, k), dtype).transpose(1, 2)
+        out = buffers.get((batch, m, n), dtype, "out")
+        return lambda: torch.bmm(a, b, out=out)
+    left, right = case.kind
+    a = buffers.get((m, k), dtype) if left == "n" else buffers.get((k, m), dtype).t()
+    b = buffers.get((k, n), dtype, "right") if right == "n" else buffers.get((n, k), dtype, "right").t()
+    out = buffers.get((m, n), dtype, "out")
+    return lambda: torch.mm(a, b, out=out)
+
+
+# Attention
+
+_LENGTHS = {"cpu": (128, 256, 512, 1024), "cuda": (256, 1024, 4096)}
+_HEADS = {"cpu": 4, "cuda": 32}
+_WIDTHS = (32, 128)
+
+
+def attention_cases(kind: Kind) -> Iterator[AttentionCase]:
+    longest = _LENGTHS[kind][-1]
+    heads = max(_HEADS[kind], torch.get_num_threads()) if kind == "cpu" else _HEADS[kind]
+    for backward in (False, True):
+        for causal in (False, True):
+            for dtype in (torch.float32, *HALVES[kind]):
+                for length in _LENGTHS[kind]:
+                    for width in _WIDTHS:
+                        yield AttentionCase(backward, causal, dtype, heads * longest // length, length, width)
+
+
+def attention_call(case: AttentionCase, buffers: Buffers) -> Call:
+    shape = (1, case.heads, case.length, case.width)
+    q, k, v = (buffers.get(shape, case.dtype, use).detach() for use in "qkv")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if not case.backward:
+        return lambda: attend(q, k, v, is_causal=case.causal)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    with torch.enable_grad():
+        result = attend(q, k, v, is_causal=case.causal)
+    gradient = buffers.get(shape, case.dtype, "gradient")
+    return lambda: torch.autograd.grad(result, (q, k, v), gradient, retain_graph=True)
+
+
+# Streams
+
+_ELEMENTS = {"cpu": (64, 2**15, 2**18, 2**20, 2**22), "cuda": (64, 2**18, 2**22, 2**24, 2**26)}
+_MOST_SERIAL = {"cpu": 2**18, "cuda": 2**24}
+
+
+def stream_cases(kind: Kind) -> Iterator[StreamCase]:
+    for family in STREAM_UNITS:
+        pairs = [(dtype, dtype) for dtype in (torch.float32, *HALVES[kind])]
+        if family in (Family.COPY, Family.ARITHMETIC):
+            pairs.append((torch.float32, torch.bfloat16))
+        for dtype, other in pairs:
+            for elements in _ELEMENTS[kind]:
+                if family not in SERIAL or elements <= _MOST_SERIAL[kind]:
+                    yield StreamCase(family, dtype, other, elements)
+
+
+def stream_call(case: StreamCase, buffers: Buffers) -> Call:
+    width = min(ROW, case.elements)
+    shape = (case.elements // width, width)
+    x, y, out = (buffers.get(shape, case.dtype, use) for use in ("read", "other", "out"))
+    row = buffers.get((width,), case.dtype)
+    rows = torch.arange(shape[0], device=buffers.device)
+    match case.family:
+        case Family.FILL:
+            return lambda: out.fill_(1.0)
+        case Family.COPY:
+            target = buffers.get(shape, case.other, "out")
+            return lambda: target.copy_(x)
+        case Family.TRANSPOSE:
+            turned = buffers.get((width, shape[0]), case.dtype).t()
+            return lambda: out.copy_(turned)
+        case Family.ARITHMETIC:
+            second = buffers.get(shape, case.other, "other")
+            return lambda: torch.mul(x, second, out=out)
+        case Family.TRANSCENDENTAL:
+            return lambda: aten.silu.out(x, out=out)
+        case Family.ERROR_FUNCTION:
+            return lambda: aten.gelu.out(x, out=out)
+        case Family.REDUCTION:
+            return lambda: torch.sum(x, dim=-1)
+        case Family.SCAN:
+            return lambda: torch.cumsum(x, -1, out=out)
+        case Family.SOFTMAX:
+            return lambda: aten._log_softmax.out(x, -1, False, out=out)
+        case Family.SOFTMAX_BACKWARD:
+            return lambda: aten._log_softmax_backward_data.out(x, y, -1, case.dtype, out=out)
+        case Family.NORM:
+            return lambda: torch.native_layer_norm(x, [width], row, row, 1e-5)
+        case Family.NORM_BACKWARD:
+            _, mean, deviation = torch.native_layer_norm(x, [width], row, row, 1e-5)
+            backward = aten.native_layer_norm_backward.default
+            return lambda: backward(y, x, [width], mean, deviation, row, row, [True, True, True])
+        case Family.GATHER:
+            return lambda: torch.index_select(x, 0, rows, out=out)
+        case Family.SCATTER:
+            return lambda: aten.embedding_dense_backward.default(x, rows, shape[0], -1, False)
+        case Family.RANDOM:
+            return lambda: out.bernoulli_(0.5, generator=buffers.generator)
+        case Family.SORT:
+            return lambda: torch.sort(x, -1)
+    raise AssertionError(f"no representative of {case.family}")
+
+
+def stream_bytes(case: StreamCase) -> int:
+    """Bytes that the call of `stream_call` reads and writes."""
+    width, other = case.dtype.itemsize, case.other.itemsize
+    row_index = 8 * max(1, case.elements // ROW)
+    moved = {
+        Family.FILL: width,
+        Family.COPY: width + other,
+        Family.TRANSPOSE: 2 * width,
+        Family.ARITHMETIC: 2 * width + other,
+        Family.REDUCTION: width,
+        Family.GATHER: 2 * width,
+    }
+    return moved[case.family] * case.elements + (row_index if case.family is Family.GATHER else 0)
+
+
+# Framework
+
+CHAIN = 50  # links: a product forward and one backward each
+
+
+def chain_call() -> Call:
+    """Forward and backward through a chain of products of a few numbers: all of its time is PyTorch's own."""
+    x = torch.ones(8, requires_grad=True)
+    factor = torch.ones(8)
+
+    def call() -> object:
+        with torch.enable_grad():
+            y = x
+            for _ in range(CHAIN):
+                y = y * factor
+        return torch.autograd.grad(y, x, factor)
+
+    return call

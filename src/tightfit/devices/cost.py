@@ -1,0 +1,106 @@
+"""Seconds of an operator on a device: its work, priced by the device's measured figures."""
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+from tightfit.devices.families import STREAM_UNITS, Family, Unit
+from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
+from tightfit.devices.work import AttentionShape, ProductShape, TensorShape, Work, work_of
+
+# Where a dtype was not measured for a family, the nearest one that was.
+_STAND_INS = {
+    "float32": ("float32",),
+    "bfloat16": ("bfloat16", "float16", "float32"),
+    "float16": ("float16", "bfloat16", "float32"),
+    "mixed": ("mixed", "bfloat16", "float16", "float32"),
+}
+
+
+class CostModel:
+    """Predicts the seconds of operators on one device; keeps nothing between calls."""
+
+    def __init__(self, spec: DeviceSpec):
+        self.spec = spec
+
+    def operator_seconds(
+        self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
+    ) -> float:
+        """Predicted seconds of one call of the operator `name` (`"aten.mm.default"`); views cost nothing.
+
+        `inputs` and `outputs` are the shapes of all tensors that go in and come out, `arguments` the positional
+        arguments that are not tensors (a causal flag, an exponent, lists of tensors).
+        """
+        return self.seconds(work_of(name, inputs, outputs, arguments))
+
+    def seconds(self, work: Work) -> float:
+        """Predicted seconds of this work, first touch of large outputs included."""
+        if work.family is Family.FREE or work.elements == 0:
+            return 0.0
+        if work.products:
+            seconds = sum(self._product(product, work.dtype) for product in work.products)
+        elif work.attention is not None:
+            seconds = self._attention(work.attention, work.family is Family.ATTENTION_BACKWARD, work.dtype)
+        else:
+            seconds = self._stream(work)
+        return seconds + self._first_touch(work.fresh_bytes) + self.spec.framework_seconds
+
+    def _figure(self, table: Any, prefix: str, dtype: str) -> Any:
+        for stand_in in _STAND_INS[dtype]:
+            found = table.get(f"{prefix}/{stand_in}")
+            if found is not None:
+                return found
+        raise KeyError(f"{self.spec.name} has no figure for {prefix} in {dtype}")
+
+    def _product(self, product: ProductShape, dtype: str) -> float:
+        batch, m, n, k, layout = product
+        kind = layout if batch == 1 else "batched"
+        whole, result, left, right, call = self._figure(self.spec.products, kind, dtype)
+        return batch * (whole * m * n * k + result * m * n + left * m * k + right * n * k) + call
+
+    def _attention(self, attention: AttentionShape, backward: bool, dtype: str) -> float:
+        prefix = f"{'backward' if backward else 'forward'}/{'causal' if attention.causal else 'full'}"
+        points = self._figure(self.spec.attention, prefix, dtype)
+        length = (attention.query_length * attention.key_length) ** 0.5
+        return attention.scores * _per_score(points, length, attention.width)
+
+    def _stream(self, work: Work) -> float:
+        size = work.bytes if STREAM_UNITS[work.family] is Unit.BYTES else work.elements
+        seconds = interpolate(self._figure(self.spec.streams, work.family, work.dtype), size)
+        if STREAM_UNITS[work.family] is Unit.BYTES:
+            return seconds
+        # However few its instructions, nothing is faster than reading and writing its bytes.
+        floor = self._figure(self.spec.streams, Family.ARITHMETIC, "float32")
+        return max(seconds, interpolate(floor, work.bytes))
+
+    def _first_touch(self, fresh_bytes: tuple[int, ...]) -> float:
+        threshold = self.spec.fresh_threshold_bytes
+        if threshold is None:
+            return 0.0
+        return self.spec.fresh_seconds_per_byte * sum(size for size in fresh_bytes if size >= threshold)
+
+
+def interpolate(curve: Curve, size: float) -> float:
+    """Seconds at a size: straight lines between the points, proportional beyond the last, constant before the first."""
+    sizes = [point[0] for point in curve]
+    after = bisect.bisect_left(sizes, size)
+    if after == 0:
+        return curve[0][1]
+    if after == len(curve):
+        return curve[-1][1] * size / curve[-1][0]
+    (x0, y0), (x1, y1) = curve[after - 1], curve[after]
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+
+def _per_score(points: Sequence[AttentionPoint], length: float, width: int) -> float:
+    """Between widths a straight line (per score, a softmax and two products of that width), between lengths too."""
+    widths = sorted({point.width for point in points})
+    at_width = [
+        interpolate(tuple(sorted((p.length, p.seconds_per_score * p.length) for p in points if p.width == w)), length)
+        for w in widths
+    ]
+    low, high = at_width[0], at_width[-1]
+    slope = (high - low) / (widths[-1] - widths[0]) if len(widths) > 1 else 0.0
+    return (
+        max(low + slope * (width - widths[0]), low / 2) / length
+    )  # half: no width makes the softmax cheaper than that

@@ -1,0 +1,106 @@
+"""What a device can do, as measured figures: plain data that can be printed, compared and written as JSON."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tightfit.errors import DeviceError
+
+Kind = Literal["cpu", "cuda"]
+Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
+
+
+@dataclass(frozen=True)
+class AttentionPoint:
+    """Seconds per score (one head, one query, one key) at a sequence length and head width."""
+
+    length: int
+    width: int
+    seconds_per_score: float
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device and its calibrated figures. All times in seconds, all sizes in bytes unless said otherwise.
+
+    The keys of the tables end in a dtype (`"float32"`, `"bfloat16"`, `"float16"`; `"mixed"` where they differ).
+
+    `products["nt/float32"]`: the coefficients c of t = c0 mnk + c1 mn + c2 mk + c3 nk + c4 for one product
+    (m, k) x (k, n), the second side transposed; `products["batched/float32"]`: the same for each of a batch of
+    products, c4 for the whole call.
+    `attention["forward/causal/float32"]`: points over lengths and widths.
+    `streams["arithmetic/float32"]`: seconds against bytes moved or elements, as the family counts.
+    `fresh_threshold_bytes`: outputs from this size on are taken from the system each time and cost
+    `fresh_seconds_per_byte` for first touch and release; None where the allocator keeps what it has.
+    `framework_seconds`: what autograd and dispatch take for each operator beside its kernel, where the device waits.
+    """
+
+    name: str
+    kind: Kind
+    memory_bytes: int
+    torch_version: str
+    threads: int
+    products: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    attention: Mapping[str, tuple[AttentionPoint, ...]] = field(default_factory=dict)
+    streams: Mapping[str, Curve] = field(default_factory=dict)
+    fresh_threshold_bytes: int | None = None
+    fresh_seconds_per_byte: float = 0.0
+    framework_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "DeviceSpec":
+        """The inverse of `to_dict`. Raises `DeviceError` where a figure is missing, unknown or not a finite number."""
+        try:
+            spec = cls(
+                **{
+                    **data,
+                    "products": {key: tuple(map(float, c)) for key, c in data["products"].items()},
+                    "attention": {k: tuple(AttentionPoint(**p) for p in ps) for k, ps in data["attention"].items()},
+                    "streams": {k: tuple((float(x), float(s)) for x, s in c) for k, c in data["streams"].items()},
+                }
+            )
+            sound = all(math.isfinite(figure) and figure >= 0 for figure in _figures(spec))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DeviceError(f"device spec: {type(error).__name__} {error}: calibrate the device again") from error
+        if not sound or spec.kind not in ("cpu", "cuda"):
+            raise DeviceError(
+                f"device spec of {spec.name!r}: a figure is not a finite number: calibrate the device again"
+            )
+        return spec
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the spec as one JSON object."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "DeviceSpec":
+        """Read what `to_json` wrote. Raises `DeviceError` where the file is missing or is not a spec."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"{path}: not a readable device spec ({error}): calibrate the device again") from error
+        if not isinstance(data, dict):
+            raise DeviceError(f"{path}: not a device spec but a {type(data).__name__}: calibrate the device again")
+        return cls.from_dict(data)
+
+
+def _figures(spec: DeviceSpec) -> list[float]:
+    points = [figure for table in spec.attention.values() for point in table for figure in asdict(point).values()]
+    curves = [figure for curve in spec.streams.values() for point in curve for figure in point]
+    coefficients = [figure for table in spec.products.values() for figure in table]
+    return [
+        spec.memory_bytes,
+        spec.threads,
+        spec.fresh_seconds_per_byte,
+        spec.framework_seconds,
+        *points,
+        *curves,
+        *coefficients,
+    ]

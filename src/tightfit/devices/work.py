@@ -1,0 +1,238 @@
+"""How much an operator has to do: multiply-adds, bytes and elements, from shapes alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tightfit.devices.families import Family, base_name, family_of, is_in_place
+
+
+class TensorShape(Protocol):
+    """A tensor without its data: what the cost of an operator depends on."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class ProductShape(NamedTuple):
+    """`batch` products of (rows, inner) with (inner, columns); "t" in `layout` marks a side that is transposed."""
+
+    batch: int
+    rows: int
+    columns: int
+    inner: int
+    layout: str = "nn"
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.batch * self.rows * self.columns * self.inner
+
+
+class AttentionShape(NamedTuple):
+    """Scaled dot product attention over `heads` (batch times query heads)."""
+
+    heads: int
+    query_length: int
+    key_length: int
+    width: int
+    causal: bool
+
+    @property
+    def scores(self) -> int:
+        """Pairs of query and key, those that a causal mask hides included."""
+        return self.heads * self.query_length * self.key_length
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call does. `fresh_bytes` are the sizes of the outputs that are newly allocated."""
+
+    family: Family
+    dtype: str  # "float32" (wider ones and integers too), "bfloat16" (narrower ones too), "float16" or "mixed"
+    bytes: int
+    elements: int
+    fresh_bytes: tuple[int, ...] = ()
+    products: tuple[ProductShape, ...] = ()
+    attention: AttentionShape | None = None
+
+
+def work_of(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
+) -> Work:
+    """The work of one call of the operator `name` (`"aten.mm.default"`).
+
+    `inputs` and `outputs` are all tensors that go in and come out, those in lists too; `arguments` the positional
+    arguments that are not tensors. An operator that is not known counts as arithmetic over its bytes.
+    """
+    family = _family(name, inputs, outputs, arguments)
+    written = () if is_in_place(name) or ".out" in name or family is Family.FREE else outputs
+    return Work(
+        family,
+        dtype_key(inputs, outputs),
+        _bytes_moved(name, family, inputs, outputs, arguments),
+        _scattered(inputs) if family is Family.SCATTER else max(map(_numel, (*inputs, *outputs)), default=0),
+        tuple(_bytes(t) for t in written),
+        _products(name, inputs, outputs, arguments) if family is Family.PRODUCT else (),
+        _attention(inputs[family is Family.ATTENTION_BACKWARD :], arguments) if _is_attention(family) else None,
+    )
+
+
+def dtype_key(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
+    """The floating dtype that an operator works in; `"mixed"` where half and full width meet."""
+    floating = {t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point and len(t.shape) > 0}
+    halves = {dtype for dtype in floating if dtype.itemsize <= 2}
+    if not halves:
+        return "float32"
+    if len(floating) > len(halves):
+        return "mixed"
+    return "float16" if torch.float16 in halves else "bfloat16"
+
+
+def _family(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
+) -> Family:
+    family = family_of(name) or Family.ARITHMETIC
+    if family is Family.ERROR_FUNCTION and base_name(name) == "pow" and arguments[-1:] in ((2,), (2.0,), (0.5,), (1,)):
+        return Family.ARITHMETIC
+    if family is Family.COPY and _turns_layout((*inputs, *outputs)):
+        return Family.TRANSPOSE
+    if family is Family.PRODUCT and (not inputs or _is_depthwise(name, inputs, arguments)):
+        return Family.ARITHMETIC
+    return family
+
+
+def _is_attention(family: Family) -> bool:
+    return family in (Family.ATTENTION, Family.ATTENTION_BACKWARD)
+
+
+# Bytes
+
+
+def _numel(tensor: TensorShape) -> int:
+    """Distinct elements: a broadcast dimension has stride 0 and is read from the cache."""
+    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride != 0 or size == 0)
+
+
+def _bytes(tensor: TensorShape) -> int:
+    return _numel(tensor) * tensor.dtype.itemsize
+
+
+def _rows_are_contiguous(tensor: TensorShape) -> bool:
+    return tensor.stride[-1] <= 1 or tensor.shape[-1] == 1
+
+
+def _turns_layout(tensors: Sequence[TensorShape]) -> bool:
+    """Whether rows that are contiguous on one side are strided on the other."""
+    return len({_rows_are_contiguous(t) for t in tensors if len(t.shape) > 1}) > 1
+
+
+def _bytes_moved(
+    name: str, family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
+) -> int:
+    read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+    if family is Family.FREE:
+        return 0
+    if family is Family.FILL:
+        return written or sum(map(_bytes, inputs[:1]))
+    if family is Family.GATHER:
+        return 2 * written + sum(_bytes(t) for t in inputs if not t.dtype.is_floating_point)
+    if base_name(name) == "copy" and is_in_place(name):
+        return read  # source and target
+    if base_name(name).startswith("_fused_adam"):
+        return read + 3 * sum(map(_bytes, inputs[: _list_length(arguments)]))  # parameter and both moments
+    if is_in_place(name):
+        return read + sum(map(_bytes, inputs[: _list_length(arguments)]))
+    if base_name(name).startswith("convolution"):
+        return (read + written) * max(1, math.prod(inputs[-1].shape[2:]) if inputs else 1)
+    return read + written
+
+
+def _list_length(arguments: tuple[Any, ...]) -> int:
+    """How many tensors a foreach operator works on; 1 for any other."""
+    return len(arguments[0]) if arguments and isinstance(arguments[0], list | tuple) else 1
+
+
+def _scattered(inputs: Sequence[TensorShape]) -> int:
+    """Elements that are written by index: those of the smaller of table and source; the indexes are neither."""
+    values = [_numel(t) for t in inputs if t.dtype.is_floating_point] or [_numel(t) for t in inputs]
+    return min(values, default=0)
+
+
+# Products
+
+
+def _transposed(tensor: TensorShape) -> str:
+    return "n" if tensor.stride[-1] == 1 or tensor.shape[-1] == 1 else "t"
+
+
+def _product(a: TensorShape, b: TensorShape) -> ProductShape:
+    batch = a.shape[0] if len(a.shape) == 3 else 1
+    return ProductShape(batch, a.shape[-2], b.shape[-1], a.shape[-1], _transposed(a) + _transposed(b))
+
+
+def _products(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
+) -> tuple[ProductShape, ...]:
+    base = base_name(name)
+    if "convolution" in base:
+        return _convolution(base, inputs, outputs)
+    if base in ("linear", "mkldnn_linear"):
+        (*lead, inner), columns = inputs[0].shape, inputs[1].shape[0]
+        return (ProductShape(1, math.prod(lead), columns, inner, "nt"),)
+    first = 1 if base in ("addmm", "baddbmm", "addbmm", "_addmm_activation") else 0
+    a, b = inputs[first], inputs[first + 1]
+    return (_grouped(a, b, inputs[first + 2 :]),) if "grouped" in base else (_product(a, b),)
+
+
+def _grouped(a: TensorShape, b: TensorShape, offsets: Sequence[TensorShape]) -> ProductShape:
+    """One product a group; the groups share out the rows, or the inner dimension, of a two-dimensional side equally."""
+    layout = _transposed(a) + _transposed(b)
+    if len(a.shape) == 3 and len(b.shape) == 3:
+        return _product(a, b)
+    groups = max(1, math.prod(offsets[0].shape)) if offsets else 1
+    if len(a.shape) == 2 and len(b.shape) == 2:
+        return ProductShape(groups, a.shape[0], b.shape[1], -(-a.shape[1] // groups), layout)
+    if len(a.shape) == 2:
+        return ProductShape(groups, -(-a.shape[0] // groups), b.shape[-1], a.shape[1], layout)
+    return ProductShape(groups, a.shape[-2], -(-b.shape[1] // groups), a.shape[-1], layout)
+
+
+def _convolution(base: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> tuple[ProductShape, ...]:
+    """As the product of unfolded patches with the kernel; the backward is two such products."""
+    backward = base.startswith("convolution_backward")
+    weight, result = (inputs[2], inputs[0]) if backward else (inputs[1], outputs[0])
+    positions = result.shape[0] * math.prod(result.shape[2:])
+    product = ProductShape(1, positions, weight.shape[0], math.prod(weight.shape[1:]))
+    return (product, product) if backward else (product,)
+
+
+def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> bool:
+    """A convolution with one channel a group multiplies too little to be a product: it is bound by memory."""
+    if "convolution" not in base_name(name):
+        return False
+    weight = inputs[2] if "backward" in name else inputs[1]
+    return weight.shape[1] == 1 and weight.shape[0] > 1
+
+
+# Attention
+
+
+def _attention(inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> AttentionShape:
+    """From query and key (B, H, T, D), which come first, and the flag that follows the dropout probability."""
+    query, key = inputs[0], inputs[1]
+    after_dropout = False
+    causal = False
+    for argument in arguments:
+        if after_dropout and isinstance(argument, bool):
+            causal = argument
+            break
+        after_dropout = after_dropout or isinstance(argument, float)
+    batch, heads, length, width = query.shape
+    return AttentionShape(batch * heads, length, key.shape[-2], width, causal)

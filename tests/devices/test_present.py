@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from tightfit.devices import present as module
+from tightfit.devices.machine import fingerprint
+from tightfit.devices.present import cache_folder, lookup, present
+from tightfit.errors import DeviceError
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path, spec):
+    """Calibration replaced by one that counts how often it is asked."""
+    asked = []
+
+    def calibrate(kind):
+        asked.append(kind)
+        return spec
+
+    monkeypatch.setattr(module, "calibrate", calibrate)
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
+    return asked
+
+
+def test_the_device_is_measured_once_and_then_remembered(measured, spec):
+    notices = []
+    assert present("cpu", notices.append) == spec
+    assert present("cpu", notices.append) == spec
+    assert measured == ["cpu"]
+    assert len(notices) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"name": "half"}'])
+def test_a_damaged_cache_is_measured_anew_and_said_so(measured, spec, damage):
+    present("cpu")
+    (path,) = cache_folder().iterdir()
+    path.write_text(damage)
+    notices = []
+    assert present("cpu", notices.append) == spec
+    assert measured == ["cpu", "cpu"]
+    assert "measuring anew" in notices[0]
+    assert present("cpu") == spec
+    assert len(measured) == 2
+
+
+def test_nothing_but_the_finished_file_is_left_in_the_cache(measured):
+    present("cpu")
+    assert [path.suffix for path in cache_folder().iterdir()] == [".json"]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_notice_and_nothing_else(measured, spec, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "file"))
+    notices = []
+    assert present("cpu", notices.append) == spec
+    assert "could not be kept" in notices[-1]
+
+
+def test_other_threads_are_another_device():
+    before = fingerprint("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert fingerprint("cpu") != before
+    finally:
+        torch.set_num_threads(threads)
+    assert fingerprint("cpu") == before
+
+
+def test_the_cache_follows_the_users_settings(monkeypatch, tmp_path):
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    monkeypatch.delenv("TIGHTFIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "tightfit"
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", "cpu:0", torch.device("cpu")])
+def test_the_cpu_is_found_under_its_names(measured, spec, name):
+    assert lookup(name) == spec
+
+
+def test_without_a_name_the_best_device_present_is_taken(measured, spec):
+    assert lookup() == spec
+    assert measured == ["cuda" if torch.cuda.is_available() else "cpu"]
+
+
+def test_an_unknown_device_is_answered_with_the_nearest_name(measured):
+    with pytest.raises(DeviceError, match=r"'cudda' is not known: did you mean cuda\?"):
+        lookup("cudda")
+    with pytest.raises(DeviceError, match="did you mean cpu or cuda"):
+        lookup("zx81")
+
+
+def test_an_absent_gpu_is_said_so(measured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="finds no CUDA device"):
+        lookup("cuda")
