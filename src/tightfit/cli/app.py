@@ -1,0 +1,79 @@
+"""The commands and what happens to their errors: one line on stderr, and the exit code that the error carries."""
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import tightfit
+from tightfit.cli import asking, generating, training
+from tightfit.errors import TightfitError
+
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+class Commands(TyperGroup):
+    """The group of commands; turns the user's mistakes into one line each."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Accept `--debug` behind the command too."""
+        if "--debug" in args:
+            args = ["--debug", *(a for a in args if a != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TightfitError as error:
+            if ctx.params["debug"]:
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(error.exit_code) from error
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tightfit {tightfit.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")
+    ] = False,
+) -> None:
+    """Train transformer language models in the memory you have: planned before it runs, proved to be the same.
+
+    A whole training, its peak memory known before it runs:
+
+    [dim]tightfit train examples/quickstart.yaml[/]
+
+    What a model would take, whether or not it fits this machine:
+
+    [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
+
+    Exit codes: 0 done; 2 the input is wrong; 3 no plan fits the budget;
+    4 a plan changed what the step computes; 128 + n on a signal.
+    """
+
+
+app.command()(training.train)
+app.command()(asking.plan)
+app.command()(asking.estimate)
+app.command()(asking.verify)
+app.command()(generating.generate)
+
+
+def main() -> None:
+    """The entry point of `tightfit`."""
+    try:
+        app(prog_name="tightfit")
+    except KeyboardInterrupt:  # one that came before or after the command itself
+        raise SystemExit(INTERRUPTED) from None

@@ -1,0 +1,165 @@
+"""`estimate`, `plan` and `verify`: questions about a training step, answered on the terminal or as JSON."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tightfit.cli import options
+from tightfit.cli.question import Question
+from tightfit.errors import BudgetError, InputError, OutputError, VerificationFailed
+
+if TYPE_CHECKING:
+    from tightfit import Plan
+    from tightfit.cli.subject import Subject
+
+NARROWEST, WIDEST = 60, 120  # columns of a table
+
+
+def estimate(
+    ctx: typer.Context,
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    model: options.Model = None,
+    batch_size: options.BatchSize = None,
+    seq_len: options.SeqLen = None,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    micro_batches: options.MicroBatches = None,
+    grad_clip: options.GradClip = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Predict the peak memory and the time of one training step, without running it.
+
+    The model needs no memory and no weights here:
+    one that does not fit this machine can be asked about.
+
+    [dim]tightfit estimate examples/quickstart.yaml training.batch_size=16[/]
+
+    [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
+    """
+    question = Question.of(ctx.params)
+    from tightfit.cli.subject import subject_of
+    from tightfit.planner.describe import describe_estimate
+
+    subject = subject_of(question, dry=True)
+    found = subject.estimate()
+    show(found.to_dict() if as_json else describe_estimate(found, columns()))
+
+
+def plan(
+    ctx: typer.Context,
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    model: options.Model = None,
+    batch_size: options.BatchSize = None,
+    seq_len: options.SeqLen = None,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    micro_batches: options.MicroBatches = None,
+    grad_clip: options.GradClip = None,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    levers: options.Levers = None,
+    blocks: options.Blocks = None,
+    as_json: options.Json = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan there too, as JSON.", rich_help_panel=options.THE_ANSWER),
+    ] = None,
+) -> None:
+    """Find the fastest way to run a training step within a memory budget.
+
+    The budget is the true peak of a step: parameters, gradients, optimizer
+    states, activations, all of it. Where nothing fits (exit code 3), the
+    answer is the least that does.
+
+    [dim]tightfit plan examples/quickstart.yaml memory.budget=0.4x[/]
+
+    [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 300MiB[/]
+    """
+    question = Question.of(ctx.params)
+    from tightfit.cli.subject import subject_of
+    from tightfit.planner.describe import describe_plan
+
+    found = planned(subject_of(question, dry=True))
+    if output is not None:
+        write(found, output)
+    show(found.to_dict() if as_json else describe_plan(found, columns()))
+
+
+def verify(
+    ctx: typer.Context,
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    model: options.Model = None,
+    batch_size: options.BatchSize = None,
+    seq_len: options.SeqLen = None,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    micro_batches: options.MicroBatches = None,
+    grad_clip: options.GradClip = None,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    levers: options.Levers = None,
+    blocks: options.Blocks = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="A plan that `plan --output` wrote, instead of --budget.",
+            rich_help_panel=options.THE_BUDGET,
+        ),
+    ] = None,
+) -> None:
+    """Prove that a plan leaves the loss, every gradient, every buffer and the random state as they were.
+
+    The step runs here, plain and planned: the model must fit this machine.
+    Where the two differ (exit code 4), the answer names the lever, the
+    module and the worst parameter.
+
+    [dim]tightfit verify examples/quickstart.yaml[/]
+
+    [dim]tightfit verify --model ./SmolLM2-135M --seq-len 256 --plan plan.json[/]
+    """
+    question = Question.of(ctx.params)
+    from tightfit.cli.subject import subject_of
+    from tightfit.planner.plan import Plan
+
+    if plan_file is not None and budget is not None:
+        raise InputError("--plan and --budget are both given: keep one of them")
+    given = None if plan_file is None else Plan.from_json(plan_file)
+    subject = subject_of(question, dry=False)
+    report = subject.verify(given or planned(subject))
+    show(str(report))
+    if not report.ok:
+        raise VerificationFailed("the planned step is not equal to the plain one")
+
+
+def planned(subject: "Subject") -> "Plan":
+    """A plan for the subject's budget."""
+    if subject.budget is None:
+        raise BudgetError("a plan needs a budget: give --budget, for example 22GiB or 0.5x, or memory.budget in CONFIG")
+    return subject.plan(subject.budget)
+
+
+def write(plan: "Plan", path: Path) -> None:
+    """Write a plan to a file. Raises `OutputError`."""
+    try:
+        plan.to_json(path)
+    except OSError as error:
+        raise OutputError(f"{path}: the plan cannot be written: {error.strerror}") from error
+
+
+def show(answer: str | dict[str, Any]) -> None:
+    """Text as it is, anything else as JSON."""
+    typer.echo(answer if isinstance(answer, str) else json.dumps(answer, indent=1))
+
+
+def columns() -> int:
+    """How wide tables may be: the terminal's width, within reason."""
+    return min(max(shutil.get_terminal_size((WIDEST, 24)).columns, NARROWEST), WIDEST)

@@ -1,0 +1,29 @@
+"""`generate`: text from what a run has trained."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="At most so many tokens more.")] = 100,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Draw from the K likeliest.")] = 50,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="For the same text again.")] = None,
+) -> None:
+    """Continue a text with a trained model.
+
+    [dim]tightfit generate runs/quickstart --prompt "def main(" --max-new-tokens 60[/]
+    """
+    from tightfit.data.tokenizer import load_tokenizer
+    from tightfit.models.generation import generate_text
+    from tightfit.models.saving import load_model
+
+    model, tokenizer = load_model(run), load_tokenizer(run)
+    text = generate_text(
+        model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    typer.echo(text)

@@ -1,0 +1,86 @@
+"""The arguments and options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+THE_MODEL, THE_STEP, THE_BUDGET, THE_ANSWER = "The model", "The step", "The budget", "The answer"
+
+Config = Annotated[
+    str | None,
+    typer.Argument(metavar="CONFIG", help="YAML configuration of a training.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE...", help="Laid over the file: training.batch_size=4, memory.budget=0.5x.", show_default=False
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Instead of CONFIG: a Hugging Face folder or config.json, a run's folder, a preset (cpu8, cpu26, mm26, "
+        "mm104), or module:function that returns a module, or a module and a batch.",
+        rich_help_panel=THE_MODEL,
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Sequences in a batch, all micro-batches together (else 1).", rich_help_panel=THE_STEP
+    ),
+]
+SeqLen = Annotated[
+    int | None, typer.Option(metavar="TOKENS", min=1, help="Tokens in a sequence (else 1024).", rich_help_panel=THE_STEP)
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="fp32, or autocast to bf16 or fp16 (else fp32).", rich_help_panel=THE_STEP),
+]
+Optimizer = Annotated[
+    str | None, typer.Option(metavar="NAME", help="adamw, adam, sgd, adafactor (else adamw).", rich_help_panel=THE_STEP)
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Micro-batches whose gradients accumulate (else 1).", rich_help_panel=THE_STEP
+    ),
+]
+GradClip = Annotated[
+    float | None,
+    typer.Option(metavar="NORM", help="Clip all gradients together to this norm (else not).", rich_help_panel=THE_STEP),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="cpu or cuda (else the one that is present).", rich_help_panel=THE_STEP),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        help="Peak memory of a step: 22GiB, 24GB, 80% (of the device), 0.5x (of the plain peak).",
+        rich_help_panel=THE_BUDGET,
+    ),
+]
+Levers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="What a plan may use: exact (bit-equal), rounding (also equal to rounding), or names with commas "
+        "between: recompute, chunked_loss, micro_batch (else CONFIG's, or exact with --model).",
+        rich_help_panel=THE_BUDGET,
+    ),
+]
+Blocks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Module paths of the repeated blocks, such as 'layers.*' (else found by themselves).",
+        rich_help_panel=THE_BUDGET,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Write JSON to stdout, with the field names of Python.", rich_help_panel=THE_ANSWER),
+]

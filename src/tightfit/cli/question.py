@@ -1,0 +1,65 @@
+"""What the command line asks about, as it was written, and what that means to a configuration. No torch here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from tightfit.errors import InputError
+
+# The options that are keys of the configuration, so that `--budget 0.5x` beside a CONFIG is `memory.budget=0.5x`.
+KEYS = {
+    "batch_size": "training.batch_size",
+    "seq_len": "data.sequence_length",
+    "precision": "training.precision",
+    "optimizer": "training.optimizer",
+    "micro_batches": "training.gradient_accumulation_steps",
+    "grad_clip": "training.grad_clip",
+    "device": "training.device",
+    "budget": "memory.budget",
+    "levers": "memory.levers",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A CONFIG with overrides, or `--model`, and the options. None is what was not given."""
+
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    model: str | None = None
+    batch_size: int | None = None
+    seq_len: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    micro_batches: int | None = None
+    grad_clip: float | None = None
+    device: str | None = None
+    budget: str | None = None
+    levers: str | None = None
+    blocks: str | None = None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Self:
+        """From a command's parameters, those that it has. Raises `InputError` unless CONFIG or `--model` is given."""
+        known = {field.name: params[field.name] for field in fields(cls) if params.get(field.name) is not None}
+        question = cls(**{**known, "overrides": tuple(known.get("overrides", ()))})
+        if question.config is None and question.model is None:
+            raise InputError("nothing to ask about: give a CONFIG, or --model with a folder, a config.json or a preset")
+        if question.config is not None and question.model is not None:
+            raise InputError(f"{question.config!r} and --model are both given: ask about one of them")
+        return question
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The overrides, and the options as overrides."""
+        given = {key: getattr(self, option) for option, key in KEYS.items()}
+        if isinstance(self.allowed, list):
+            given[KEYS["levers"]] = f"[{', '.join(self.allowed)}]"
+        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+
+    @property
+    def allowed(self) -> str | list[str] | None:
+        """`--levers`: a set by its name, or the names of levers."""
+        if self.levers is None or self.levers in ("exact", "rounding"):
+            return self.levers
+        return [name.strip() for name in self.levers.split(",")]

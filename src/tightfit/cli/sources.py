@@ -1,0 +1,102 @@
+"""Models by what `--model` says: a folder, a config.json, a preset or module:function."""
+
+import difflib
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tightfit.config.schema import PretrainedModel
+from tightfit.errors import ModelError, TightfitError
+from tightfit.models.decoder_config import PRESETS, DecoderConfig
+from tightfit.models.loading import build_model
+from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
+from tightfit.step import Batch
+from tightfit.trace.build import build_dry
+
+SEED = 0  # of new weights
+
+
+class Built(NamedTuple):
+    """A model, and the batch that a function gave along with it."""
+
+    model: nn.Module
+    batch: Batch | None = None
+
+
+def build(source: str, *, dry: bool) -> Built:
+    """The model that `source` names; dry ones have shapes and no weights. Raises `ModelError`."""
+    path = Path(source)
+    if source in PRESETS:
+        config = DecoderConfig(**PRESETS[source])
+        return Built(_made(lambda: build_model(config, seed=SEED), dry))
+    if path.exists():
+        if _is_own(path):
+            return Built(load_model(path).train())
+        pretrained = PretrainedModel(path=source, random_init=dry or path.is_file())
+        return Built(_made(lambda: build_model(pretrained, seed=SEED), dry))
+    if ":" in source:
+        return _called(source, dry)
+    near = difflib.get_close_matches(source, PRESETS, n=1)
+    hint = f"did you mean the preset {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
+    raise ModelError(f"--model {source!r}: no such folder, file, preset or module:function: {hint}")
+
+
+def _made(factory: Callable[[], nn.Module], dry: bool) -> nn.Module:
+    return build_dry(factory) if dry else factory()
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a folder holds a decoder that was trained here."""
+    config = path / CONFIG_FILE
+    if not config.is_file():
+        return False
+    try:
+        raw = json.loads(config.read_text("utf-8"))
+    except (OSError, ValueError):  # whoever loads it says what is wrong with it
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
+
+
+def _called(source: str, dry: bool) -> Built:
+    """What the user's function returns: a module, or a module and a batch."""
+    function = _imported(source)
+    kept: list[Any] = []
+
+    def factory() -> nn.Module:
+        result = function()
+        model, *rest = result if isinstance(result, tuple) else (result,)
+        kept.extend(rest)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"--model {source}: returned a {type(model).__name__}, wanted a torch.nn.Module")
+        return model
+
+    try:
+        model = _made(factory, dry)
+    except TightfitError:
+        raise
+    except Exception as error:  # the user's code may raise anything; the traceback stays on the chain
+        raise ModelError(f"--model {source}: raised {type(error).__name__}: {error}") from error
+    return Built(model, kept[0] if kept else None)
+
+
+def _imported(source: str) -> Callable[[], Any]:
+    """The function that `module:function` names, from the working folder or what is installed."""
+    module_name, _, name = source.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        raise ModelError(
+            f"--model {source}: the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "is not there" if function is None else f"is a {type(function).__name__}"
+        raise ModelError(f"--model {source}: {name!r} {found} in {module_name}: name a function that returns a module")
+    return function
