@@ -13,7 +13,9 @@ Config = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE...", help="Laid over the file: training.batch_size=4, memory.budget=0.5x.", show_default=False
+        metavar="KEY=VALUE...",
+        help="Laid over the file: training.batch_size=4, memory.budget=0.5x.",
+        show_default=False,
     ),
 ]
 Model = Annotated[
@@ -32,7 +34,8 @@ BatchSize = Annotated[
     ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option(metavar="TOKENS", min=1, help="Tokens in a sequence (else 1024).", rich_help_panel=THE_STEP)
+    int | None,
+    typer.Option(metavar="TOKENS", min=1, help="Tokens in a sequence (else 1024).", rich_help_panel=THE_STEP),
 ]
 Precision = Annotated[
     str | None,

@@ -1,10 +1,13 @@
-"""Plans and estimates as tables for a terminal."""
+"""Plans and estimates as text for a terminal of a given width."""
 
 import io
-from collections.abc import Callable, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -15,107 +18,153 @@ if TYPE_CHECKING:
     from tightfit.planner.estimate import Estimate
 
 WIDTH = 100
+_FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
 
 
 def rendered(*items: Table | str, width: int = WIDTH) -> str:
     """Tables and lines as text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
     for item in items:
-        console.print(item)
+        console.print("\n".join(textwrap.wrap(item, width, subsequent_indent="  ")) if isinstance(item, str) else item)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def describe_estimate(estimate: "Estimate") -> str:
-    """Peak, what it is made of, where it stands, and the time."""
-    footing = estimate.footing
-    title = (
-        f"{estimate.parameters / 1e6:.1f}M parameters, {estimate.precision}, {estimate.optimizer}, {estimate.device}"
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("at the peak")
-    table.add_column("bytes", justify="right")
-    for category, size in footing.by_category.items():
-        table.add_row(category, format_bytes(size))
-    table.add_section()
-    table.add_row("peak", f"{format_bytes(footing.peak_bytes)} ({footing.peak_bytes:,} B)")
-    table.add_row("of the device", f"{footing.peak_bytes / estimate.device_bytes:.1%}")
-    table.add_row("step", format_seconds(footing.step_seconds))
-    return rendered(table, f"The peak stands in {where(footing)}.", *notes(estimate.assumptions))
-
-
-def describe_plan(plan: Plan) -> str:
-    """Plain against planned, what each block does, and why the rest was rejected."""
-    parts: list[Table | str] = [comparison(plan), *levers(plan)]
-    if plan.choices:
-        parts.append(block_table(plan.choices))
-    if plan.rejected:
-        parts.append(rejected_table(plan))
-    return rendered(*parts, *notes(plan.assumptions))
-
-
-def comparison(plan: Plan) -> Table:
-    title = f"budget {format_bytes(plan.budget_bytes)}, {plan.precision}, {plan.optimizer}, {plan.device}"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "plain", "planned", "planned / plain"):
-        table.add_column(column, justify="left" if not column else "right")
-    plain, planned = plan.plain, plan.planned
-
-    def row(name: str, before: float, after: float, form: Callable[[Any], str]) -> None:
-        share = f"{after / before:.0%}" if before else ""
-        table.add_row(name, form(before), form(after), share)
-
-    row("peak", plain.peak_bytes, planned.peak_bytes, format_bytes)
-    row("step", plain.step_seconds, planned.step_seconds, format_seconds)
-    table.add_section()
-    for category in plain.by_category:
-        row(category, plain.by_category[category], planned.by_category[category], format_bytes)
-    table.add_section()
-    table.add_row("peak stands in", plain.peak_phase, planned.peak_phase, "")
-    table.add_row("at", plain.peak_module or "top level", planned.peak_module or "top level", "")
+def table_of(*columns: str, texts: Sequence[str] = ()) -> Table:
+    """A table whose first column and those named in `texts` hold words and may wrap; the others hold figures."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        is_text = index == 0 or column in texts
+        justify = "left" if is_text else "right"
+        table.add_column(column, justify=justify, no_wrap=bool(texts) and not is_text, overflow="fold")
     return table
 
 
-def levers(plan: Plan) -> list[str]:
-    """The choices that concern the whole step."""
+# Estimates
+
+
+def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
+    """Peak, what it is made of, where it stands, and the time."""
+    footing = estimate.footing
+    return rendered(
+        f"{estimate.parameters / 1e6:.1f}M parameters, {estimate.precision}, {estimate.optimizer}, {estimate.device}",
+        f"Peak {format_bytes(footing.peak_bytes)} ({footing.peak_bytes:,} bytes), "
+        f"{footing.peak_bytes / estimate.device_bytes:.1%} of the device; step {format_seconds(footing.step_seconds)}.",
+        f"The peak stands in {where(footing)}.",
+        "",
+        peak_table(footing),
+        "",
+        phase_table(footing),
+        *notes(estimate.assumptions),
+        width=width,
+    )
+
+
+def peak_table(footing: Footing) -> Table:
+    """What the peak is made of."""
+    table = table_of("at the peak", "bytes", "share")
+    for category, size in footing.by_category.items():
+        table.add_row(category, format_bytes(size), f"{size / footing.peak_bytes:.1%}")
+    return table
+
+
+def phase_table(footing: Footing) -> Table:
+    """Highest point and seconds of each phase that takes place."""
+    table = table_of("phase", "highest", "time")
+    for phase, peak in footing.phase_peaks.items():
+        if peak:
+            table.add_row(phase, format_bytes(peak), format_seconds(footing.seconds_by_phase[phase]))
+    return table
+
+
+# Plans
+
+
+def describe_plan(plan: Plan, width: int = WIDTH) -> str:
+    """Whether and how it fits, plain against planned, what each block does, and why the rest was rejected."""
+    parts: list[Table | str] = [*summary(plan), "", comparison(plan)]
+    if any(choice.action != "keep" for choice in plan.choices):
+        parts += ["", block_table(plan.choices)]
+    if plan.rejected:
+        parts += ["", rejected_table(plan)]
+    return rendered(*parts, *notes(plan.assumptions), width=width)
+
+
+def summary(plan: Plan) -> list[str]:
+    """The answer in sentences."""
+    step = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
+    lines = [
+        f"{plan.precision}, {plan.optimizer}, {plan.device}; batch {plan.batch}",
+        f"Fits: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
+        f"with {step:.2f}x the time of the plain step.",
+    ]
+    if not used_levers(plan):
+        lines.append("No lever is needed.")
+    return lines + used_levers(plan)
+
+
+def used_levers(plan: Plan) -> list[str]:
+    """What the plan does, a sentence for each lever."""
     lines = []
     if plan.micro_batches > 1:
         lines.append(f"The batch runs in {plan.micro_batches} micro-batches, weighted by their valid tokens.")
     if plan.chunked_loss is not None:
         lines.append(f"Head {plan.chunked_loss.head} and cross-entropy run in chunks; the logits are never whole.")
+    recomputing = sum(choice.action != "keep" for choice in plan.choices)
+    if recomputing:
+        lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")
     return lines
+
+
+def comparison(plan: Plan) -> Table:
+    """The plain step against the planned one."""
+    table = table_of("", "plain", "planned", "of plain")
+    plain, planned = plan.plain, plan.planned
+
+    def row(name: str, before: float, after: float, form: Callable[[Any], str]) -> None:
+        table.add_row(name, form(before), form(after), f"{after / before:.0%}" if before else "")
+
+    row("peak", plain.peak_bytes, planned.peak_bytes, format_bytes)
+    row("step", plain.step_seconds, planned.step_seconds, format_seconds)
+    table.add_section()
+    table.add_row("at the peak")
+    for category in plain.by_category:
+        row(f"  {category}", plain.by_category[category], planned.by_category[category], format_bytes)
+    table.add_row("  in", plain.peak_phase, planned.peak_phase)
+    table.add_row("  at", plain.peak_module or "top level", planned.peak_module or "top level")
+    return table
 
 
 def block_table(choices: Sequence[BlockChoice]) -> Table:
     """Neighbouring blocks that do the same on one line."""
-    table = Table(title="blocks", title_justify="left")
-    for column in ("blocks", "does", "keeps", "kept until backward", "recomputes for"):
-        table.add_column(
-            column, overflow="fold", justify="right" if column[0] in "kr" and column != "keeps" else "left"
-        )
+    table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
     for _, group in groupby(choices, key=lambda c: (c.action, c.kept, c.joined)):
         same = list(group)
-        first = same[0]
-        name = first.path if len(same) == 1 else f"{first.path} … {same[-1].path}"
-        table.add_row(
-            name,
-            does(first),
-            kept_words(first),
-            format_bytes(sum(c.kept_bytes for c in same)),
-            format_seconds(sum(c.recompute_seconds for c in same)),
-        )
+        name = same[0].path if len(same) == 1 else f"{same[0].path} … {same[-1].path}"
+        kept, seconds = sum(c.kept_bytes for c in same), sum(c.recompute_seconds for c in same)
+        table.add_row(name, keeps(same[0]), format_bytes(kept), format_seconds(seconds) if seconds else "")
     return table
 
 
-def does(choice: BlockChoice) -> str:
-    words = {"keep": "keeps all", "recompute": "recomputes all", "operators": "recomputes the rest"}[choice.action]
-    return f"{words}, joined to the next" if choice.joined else words
+def keeps(choice: BlockChoice) -> str:
+    """What a block holds until backward, in words."""
+    words = {"keep": "everything", "recompute": "only its input", "operators": operators_in_words(choice.kept)}
+    kept = words[choice.action]
+    return f"{kept}, not even its output" if choice.joined else kept
 
 
-def kept_words(choice: BlockChoice) -> str:
-    """`aten.mm.default` 0, 1, 4 as `mm 0 1 4`."""
-    names = groupby(choice.kept, key=lambda pair: pair[0])
-    return ", ".join(f"{short(name)} {' '.join(str(o) for _, o in pairs)}" for name, pairs in names)
+def operators_in_words(kept: Sequence[tuple[str, int]]) -> str:
+    """`(("aten.mm.default", 0), ("aten.mm.default", 4))` as `mm ×2`."""
+    counts: dict[str, int] = {}
+    for name, _ in kept:
+        counts[short(name)] = counts.get(short(name), 0) + 1
+    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in by_weight(counts))
+
+
+def by_weight(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The operators that cost most to run again first: attention, then matrix products, then the rest by name."""
+    heavy = ("attention", "addmm", "baddbmm", "bmm", "mm")
+    return sorted(counts.items(), key=lambda item: (heavy.index(item[0]) if item[0] in heavy else len(heavy), item[0]))
 
 
 def short(name: str) -> str:
@@ -125,14 +174,16 @@ def short(name: str) -> str:
 
 
 def rejected_table(plan: Plan) -> Table:
-    table = Table(title="not taken", title_justify="left")
-    for column in ("levers", "peak", "step", "why"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("peak", "step") else "left")
+    """What was considered and not taken."""
+    table = table_of("not taken", "peak", "step", "because", texts=("because",))
     for rejected in plan.rejected:
         peak = "" if rejected.peak_bytes is None else format_bytes(rejected.peak_bytes)
         step = "" if rejected.step_seconds is None else format_seconds(rejected.step_seconds)
         table.add_row(rejected.levers, peak, step, rejected.reason)
     return table
+
+
+# Both
 
 
 def where(footing: Footing) -> str:
@@ -141,4 +192,6 @@ def where(footing: Footing) -> str:
 
 
 def notes(assumptions: Sequence[str]) -> list[str]:
-    return [f"Note: {assumption}." for assumption in assumptions]
+    """The assumptions, files without their folders."""
+    lines = dict.fromkeys(_FOLDER.sub("", assumption) for assumption in assumptions)
+    return ["", *(f"Note: {line}." for line in lines)] if lines else []
