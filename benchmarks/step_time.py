@@ -3,19 +3,21 @@
     python benchmarks/step_time.py [--case cpu26 --precision fp32] [--rounds 6] [--output results/step_time.json]
 
 The device is calibrated in the same run. Operators' figures are the least over the rounds, since other processes can
-only make them larger. Plain steps run before those whose operators are timed one by one, for what the timer keeps would
-break up the heap.
+only make them larger; on a busy machine run it with one thread (OMP_NUM_THREADS=1), since threads that wait for each
+other multiply the disturbance. Plain steps run before those whose operators are timed one by one, for what the timer
+keeps would break up the heap.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,15 +86,28 @@ def training_step(case: str, precision: Any) -> Callable[[], None]:
     return step
 
 
-def measure(step: Callable[[], None], rounds: int) -> tuple[list[float], list[Called], list[list[float]]]:
-    """Seconds of plain steps after two warm-up steps; the operators of a step, and their seconds in each timed step."""
+class PlainStep(NamedTuple):
+    """One step with nobody watching: by the clock, in user mode on all threads, in the system; page faults."""
+
+    seconds: float
+    user_seconds: float
+    system_seconds: float
+    page_faults: int
+
+
+def plain_step(step: Callable[[], None]) -> PlainStep:
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    step()
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return PlainStep(seconds, user, system, after.ru_minflt - before.ru_minflt)
+
+
+def measure(step: Callable[[], None], rounds: int) -> tuple[list[PlainStep], list[Called], list[list[float]]]:
+    """Plain steps after two warm-up steps; the operators of a step, and their seconds in each timed step."""
     step()
     step()
-    plain = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        step()
-        plain.append(time.perf_counter() - began)
+    plain = [plain_step(step) for _ in range(rounds)]
     called: list[Called] = []
     with OperatorTimer(called=called):
         step()
@@ -123,8 +138,9 @@ def compare(model: CostModel, case: str, precision: str, rounds: int) -> dict[st
         "predicted_seconds": sum(predicted for predicted, _ in families.values()),
         "operators_seconds": sum(measured for _, measured in families.values()),
         "operators_seconds_median": statistics.median(map(sum, timed)),
-        "step_seconds_least": min(plain),
-        "step_seconds_median": statistics.median(plain),
+        "step_seconds_least": min(step.seconds for step in plain),
+        "step_seconds_median": statistics.median(step.seconds for step in plain),
+        "plain_steps": [step._asdict() for step in plain],
         "operators": len(called),
         "families": {k: {"predicted": p, "measured": m} for k, (p, m) in families.items()},
         "costliest": [{"operator": k, "predicted": p, "measured": m} for k, (p, m) in costliest],

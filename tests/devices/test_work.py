@@ -142,7 +142,7 @@ def test_a_gather_reads_the_rows_it_takes_and_not_the_table():
 
 def test_in_place_lists_write_their_first_list():
     a, b = [torch.ones(10), torch.ones(20)], [torch.ones(10), torch.ones(20)]
-    assert work_in(lambda: torch._foreach_add_(a, b)).bytes == 3 * 120
+    assert work_in(lambda: aten._foreach_add_(a, b)).bytes == 3 * 120
 
 
 def test_only_new_outputs_are_fresh():
