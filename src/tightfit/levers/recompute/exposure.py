@@ -7,11 +7,13 @@ instead of recomputed.
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.values import (
     Root,
+    alias,
     existing_root,
     expose,
     forget_root,
@@ -19,6 +21,10 @@ from tightfit.levers.recompute.values import (
     product_of,
     set_product,
 )
+
+# These ask whether somebody watches the functions they call, and then compute with other kernels. They show their
+# memory to nobody, so a block with one of them goes without the watch.
+TAKES_ANOTHER_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class ExposureWatch(TorchFunctionMode):
@@ -48,7 +54,7 @@ def show(tensor: torch.Tensor) -> None:
 
 def lose_sight(tensor: torch.Tensor, *, lasting: bool) -> None:
     """Writes from outside may follow: what was read so far keeps its value, what comes is read from memory."""
-    if isinstance(tensor, torch.nn.Parameter) or not has_plain_storage(tensor):
+    if isinstance(tensor, nn.Parameter) or not has_plain_storage(tensor):
         return  # autograd and recompute read a parameter where it lies, then as now
     storage = tensor.untyped_storage()
     root = existing_root(storage)
@@ -75,6 +81,8 @@ def notice_pointer(region: str, tensor: torch.Tensor) -> None:
 def notice_data(region: str, tensor: torch.Tensor) -> None:
     """An alias whose writes autograd does not count; the dispatcher sees them."""
     show(tensor)
+    if has_plain_storage(tensor):
+        alias(tensor.untyped_storage())
 
 
 def refuse_exchange(region: str, tensor: torch.Tensor) -> None:

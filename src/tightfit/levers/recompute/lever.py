@@ -23,7 +23,7 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
     cannot give gradients to tensors that a block leaves on itself.
 
     Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
-    match lies inside another, or where `segments` is out of range.
+    match is already recomputed, or where `segments` is out of range.
     """
     paths = matching_modules(model, pattern)
     if segments is not None and not 1 <= segments <= len(paths):
@@ -68,16 +68,10 @@ def matches(path: list[str], pattern: list[str]) -> bool:
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    """Paths of the modules that match the glob, in the model's order. Raises `LeverError` if none does, or if
-    matches are nested.
-    """
+    """Paths of the modules that match the glob, in the model's order. Raises `LeverError` if none does."""
     parts = pattern.split(".")
     paths = [path for path, _ in model.named_modules() if path and matches(path.split("."), parts)]
     if not paths:
         known = sorted({re.sub(r"\d+", "*", path) for path, _ in model.named_modules() if path})
         raise LeverError(f"no module matches {pattern!r}: the paths of this model are {', '.join(known[:12])}")
-    for path in paths:
-        inside = next((p for p in paths if p.startswith(f"{path}.")), None)
-        if inside is not None:
-            raise LeverError(f"{pattern!r} matches {path} and {inside} inside it: name one level of blocks")
     return paths

@@ -10,6 +10,7 @@ numbers of other libraries) happens twice.
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,13 +53,13 @@ from tightfit.operators import (
 class Recorder(TorchDispatchMode):
     """The observer of one call of one block (a region)."""
 
-    def __init__(self, region: str, policy: Policy):
+    def __init__(self, region: str, policy: Policy, *, sees_exposures: bool = True):
         super().__init__()
         self.region = region
         self.policy = policy
         self.counts: dict[str, int] = {}
         self.watch = Watch()
-        self.exposures = ExposureWatch(region)
+        self.exposures = ExposureWatch(region) if sees_exposures else nullcontext()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @classmethod

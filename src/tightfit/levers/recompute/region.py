@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
 from tightfit.internals import without_dynamo
+from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, leave
 
@@ -64,12 +65,13 @@ class RecordedForward(FrugalForward):
         super().__init__(module, path)
         self.policy = policy
         self.holds_output = holds_output
+        self.sees_exposures = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        with Recorder(self.path, self.policy):
+        with Recorder(self.path, self.policy, sees_exposures=self.sees_exposures):
             outputs = self.original(*args, **kwargs)
             leave(outputs, held=self.holds_output)
         return outputs

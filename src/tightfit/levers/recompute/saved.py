@@ -6,7 +6,14 @@ import torch
 
 from tightfit.activity import now
 from tightfit.levers.recompute.replay import materialise
-from tightfit.levers.recompute.values import Geometry, Product, has_plain_storage, modified_in_place, product_of
+from tightfit.levers.recompute.values import (
+    Geometry,
+    Product,
+    has_plain_storage,
+    is_aliased,
+    modified_in_place,
+    product_of,
+)
 
 
 class Promise(NamedTuple):
@@ -27,8 +34,9 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     """Saved-tensor hook: hold what is held anyway, promise the rest."""
     if now.on_save is not None:
         now.on_save(tensor)
-    product = product_of(tensor.untyped_storage()) if has_plain_storage(tensor) else None
-    if product is None or product.blank:
+    storage = tensor.untyped_storage() if has_plain_storage(tensor) else None
+    product = None if storage is None else product_of(storage)
+    if product is None or product.blank or is_aliased(storage):
         return Held(tensor, tensor._version)
     return Promise(product, Geometry.of(tensor))
 

@@ -19,7 +19,8 @@ from torch.utils.weak import TensorWeakRef
 from tightfit.internals import counting_alias
 from tightfit.operators import Traits, flat, instances, map_instances, written_arguments
 
-_ROOT, _PRODUCT, _EXPOSED = "_tightfit_root", "_tightfit_product", "_tightfit_exposed"
+_ROOT, _PRODUCT = "_tightfit_root", "_tightfit_product"
+_EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _sequence = itertools.count()
 
@@ -268,3 +269,12 @@ def is_exposed(storage: Any) -> bool:
 
 def expose(storage: Any) -> None:
     storage.__dict__[_EXPOSED] = True
+
+
+def is_aliased(storage: Any) -> bool:
+    """Whether there is a tensor over the storage whose writes autograd does not count."""
+    return _ALIASED in storage.__dict__
+
+
+def alias(storage: Any) -> None:
+    storage.__dict__[_ALIASED] = True

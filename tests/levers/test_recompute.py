@@ -1,0 +1,299 @@
+"""The lever's interface: which modules it takes, what it leaves untouched, and how it comes off again."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from exactness import assert_bit_equal, run
+from tightfit.errors import LeverError, RecomputeError
+from tightfit.levers.recompute import Applied, Decision, OperatorKey, Policy, recompute
+from tightfit.levers.recompute.lever import apply_policies, matching_modules, segment_ends
+
+WIDTH, BLOCKS = 8, 5
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.dropout(F.silu(self.up(x)), 0.2, self.training))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block):
+        super().__init__()
+        self.embed, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build(block=Block):
+    torch.manual_seed(3)
+    return Model(block), torch.randn(4, WIDTH, requires_grad=True)
+
+
+def dictionaries(model):
+    return {path: dict(module.__dict__) for path, module in model.named_modules()}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [("layers.*", BLOCKS), ("layers.[13]", 2), ("layers.*.mlp", BLOCKS), ("*.*.norm", BLOCKS), ("embed", 1)],
+)
+def test_a_star_in_a_glob_stays_within_one_part_of_the_path(pattern, count):
+    assert len(matching_modules(build()[0], pattern)) == count
+
+
+def test_modules_match_in_the_models_order():
+    assert matching_modules(build()[0], "layers.*") == [f"layers.{i}" for i in range(BLOCKS)]
+
+
+def test_a_glob_that_matches_nothing_lists_the_paths_that_exist():
+    with pytest.raises(LeverError, match=r"no module matches 'blocks\.\*'.*embed.*layers\.\*\.mlp"):
+        recompute(build()[0], "blocks.*")
+
+
+def test_a_part_may_be_recomputed_within_a_recomputed_block():
+    def levers(model):
+        inner = recompute(model, "layers.*.mlp")
+        return Applied([inner, recompute(model, "layers.*")])
+
+    assert_bit_equal(run(*build()), run(*build(), levers=levers))
+
+
+@pytest.mark.parametrize("segments", [0, -1, BLOCKS + 1])
+def test_segments_out_of_range_are_refused(segments):
+    with pytest.raises(LeverError, match=rf"segments={segments} is out of range.*matches {BLOCKS} modules"):
+        recompute(build()[0], "layers.*", segments=segments)
+
+
+def test_segments_differ_by_at_most_one_block():
+    for count in range(1, 12):
+        for segments in range(1, count + 1):
+            ends = sorted(segment_ends(count, segments))
+            sizes = {end - before for end, before in zip(ends, [-1, *ends], strict=False)}
+            assert len(ends) == segments
+            assert ends[-1] == count - 1
+            assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("options", [{}, {"segments": 2}, {"use_reentrant": True}])
+@pytest.mark.parametrize("pattern", ["layers.*", "layers.*.mlp", "layers.2"])
+def test_every_way_to_apply_it_is_bit_equal(pattern, options):
+    if pattern == "layers.2":
+        options = {**options, **({"segments": 1} if "segments" in options else {})}
+    assert_bit_equal(run(*build()), run(*build(), levers=lambda model: recompute(model, pattern, **options)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_undo_restores_every_module_exactly(use_reentrant):
+    model, inputs = build()
+    before = dictionaries(model)
+    applied = recompute(model, "layers.*", use_reentrant=use_reentrant)
+    assert dictionaries(model) != before
+    model(inputs).sum().backward()
+    applied.undo()
+    assert dictionaries(model) == before
+    applied.undo()
+    assert dictionaries(model) == before
+
+
+def test_undo_restores_a_forward_that_somebody_else_had_replaced():
+    model, inputs = build()
+    doubled = model.layers[1].forward
+    model.layers[1].forward = lambda x: 2 * doubled(x)
+    before = dictionaries(model)
+    torch.manual_seed(0)
+    expected = model(inputs)
+    with recompute(model, "layers.*"):
+        torch.manual_seed(0)
+        assert torch.equal(model(inputs), expected)
+    assert dictionaries(model) == before
+
+
+def test_the_handle_is_a_context_manager():
+    model, _ = build()
+    with recompute(model, "layers.*"):
+        assert "forward" in model.layers[0].__dict__
+    assert "forward" not in model.layers[0].__dict__
+
+
+def test_leaving_the_context_by_an_exception_takes_it_off():
+    model, _ = build()
+    with pytest.raises(KeyError), recompute(model, "layers.*"):
+        raise KeyError
+    assert "forward" not in model.layers[0].__dict__
+
+
+def test_applying_twice_is_refused_and_changes_nothing():
+    model, _ = build()
+    with recompute(model, "layers.3"):
+        before = dictionaries(model)
+        with pytest.raises(LeverError, match=r"layers\.3 is already recomputed: undo that first"):
+            recompute(model, "layers.*")
+        assert dictionaries(model) == before
+
+
+def test_a_refused_segmentation_of_a_reentrant_recompute_changes_nothing():
+    model, _ = build()
+    before = dictionaries(model)
+    with pytest.raises(LeverError, match="use_reentrant"):
+        recompute(model, "layers.*", segments=2, use_reentrant=True)
+    assert dictionaries(model) == before
+
+
+def test_names_types_and_hooks_of_the_model_stay():
+    model, inputs = build()
+    keys, types = list(model.state_dict()), [type(m) for m in model.modules()]
+    calls = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append("forward"))
+    model.layers[0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    with recompute(model, "layers.*"):
+        assert list(model.state_dict()) == keys
+        assert [type(m) for m in model.modules()] == types
+        model.load_state_dict(model.state_dict(), strict=True)
+        model(inputs).sum().backward()
+    assert calls == ["forward", "backward"]
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
+def test_a_copy_of_the_model_recomputes_on_its_own_parameters(duplicate, use_reentrant):
+    model, inputs = build()
+    with recompute(model, "layers.*", use_reentrant=use_reentrant):
+        twin = duplicate(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert twin.layers[0].forward.module is twin.layers[0]
+        frugal = run(twin, inputs)
+    assert_bit_equal(run(*build()), frugal)
+
+
+def test_a_copy_outlives_the_model_it_was_made_from():
+    model, inputs = build()
+    recompute(model, "layers.*")
+    twin = copy.deepcopy(model)
+    del model
+    twin(inputs).sum().backward()
+    assert inputs.grad is not None
+
+
+def test_a_policy_keeps_exactly_the_operators_it_names():
+    model, inputs = build()
+    kept = Policy(frozenset({OperatorKey("aten.addmm.default", 0), OperatorKey("aten.native_layer_norm.default", 0)}))
+    assert kept.decide(OperatorKey("aten.addmm.default", 0)) is Decision.KEEP
+    assert kept.decide(OperatorKey("aten.addmm.default", 1)) is Decision.RECOMPUTE
+    frugal = run(
+        model, inputs, levers=lambda m: apply_policies(m, dict.fromkeys(matching_modules(m, "layers.*"), kept))
+    )
+    assert_bit_equal(run(*build()), frugal)
+
+
+def test_offload_is_refused_by_name_until_it_is_there():
+    model, inputs = build()
+    policy = Policy(default=Decision.OFFLOAD)
+    with (
+        apply_policies(model, {"layers.1": policy}),
+        pytest.raises(RecomputeError, match=r"layers\.1: aten\..*offload"),
+    ):
+        model(inputs)
+
+
+class LeavesTensor(Block):
+    def forward(self, x):
+        out = super().forward(x)
+        self.aux = out.square().mean()
+        return out
+
+
+class MovesBuffer(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("block", "named"), [(LeavesTensor, "aux"), (MovesBuffer, "calls")])
+def test_reentrant_recompute_of_a_block_that_leaves_something_is_refused_by_name(block, named):
+    model, inputs = build(block)
+    with recompute(model, "layers.*", use_reentrant=True):
+        with pytest.raises(RecomputeError, match=rf"layers\.0: .*{named}.*use use_reentrant=False"):
+            model(inputs)
+
+
+def test_without_gradients_the_block_runs_as_it_is():
+    model, inputs = build()
+    model.eval()
+    with torch.no_grad():
+        expected = model(inputs)
+        with recompute(model, "layers.*"):
+            assert torch.equal(model(inputs), expected)
+
+
+def test_recomputing_the_users_python_does_not_run_it_again():
+    calls = []
+
+    class Counts(Block):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x)
+
+    model, inputs = build(Counts)
+    with recompute(model, "layers.*"):
+        model(inputs).sum().backward()
+    assert len(calls) == BLOCKS
+
+
+@pytest.mark.slow  # compiling takes several seconds
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_with_recompute_has_the_right_gradients(backend):
+    class Quiet(Block):
+        def __init__(self):
+            super().__init__()
+            self.mlp.eval()
+
+        def forward(self, x):
+            return x + self.mlp.down(F.silu(self.mlp.up(self.norm(x))))
+
+    model, inputs = build(Quiet)
+    plain = run(*build(Quiet))
+    with recompute(model, "layers.*"):
+        compiled = torch.compile(model, backend=backend)
+        (compiled(inputs) * compiled(inputs).detach().cos()).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.gradients[name])
