@@ -1,0 +1,29 @@
+"""Runs commands in this process, as a user would in a shell."""
+
+from typing import NamedTuple
+
+from typer.testing import CliRunner
+
+from tightfit.cli.app import app
+
+
+class Outcome(NamedTuple):
+    """What a command leaves: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line about the user's mistake."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.err
+        assert "Traceback" not in self.err
+        return lines[0].removeprefix("error: ")
+
+
+def tightfit(*args: object) -> Outcome:
+    """`tightfit ARGS`. An exception that is not the user's mistake comes through."""
+    result = CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False, prog_name="tightfit")
+    return Outcome(result.exit_code, result.stdout, result.stderr)

@@ -1,0 +1,62 @@
+"""Models that tests name on the command line as `models_by_name:FUNCTION`."""
+
+import torch
+from torch import nn
+
+from tightfit.models.decoder import Decoder, DecoderConfig
+
+VOCABULARY = 64
+
+
+def decoder():
+    """Two blocks, wide enough for recomputing to pay at a few dozen tokens."""
+    return Decoder(
+        DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=VOCABULARY, max_position_embeddings=128)
+    )
+
+
+class Flat(nn.Module):
+    """No repeated block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        return nn.functional.cross_entropy(self.head(self.embedding(input_ids)).flatten(0, 1), labels.flatten())
+
+
+class Picky(Flat):
+    """Refuses batches of more than two sequences."""
+
+    def forward(self, input_ids, labels):
+        if len(input_ids) > 2:
+            raise ValueError("at most two at a time,\nplease")
+        return super().forward(input_ids, labels)
+
+
+def image_model():
+    """Takes no token ids: brings its own batch."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1), nn.Flatten(0), MeanSquare())
+    return model, (torch.zeros(6, 8),)
+
+
+class MeanSquare(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+def without_embedding():
+    return nn.Linear(3, 3)
+
+
+def not_a_module():
+    return {"layers": 3}
+
+
+def broken():
+    raise RuntimeError("the weights are lost")
+
+
+a_number = 3

@@ -1,0 +1,156 @@
+"""The user's mistakes: one clear line on stderr (what, where, what to do) and the exit code that belongs to it."""
+
+import json
+
+import pytest
+import yaml
+
+from command_line import tightfit
+
+DECODER = ("--model", "models_by_name:decoder", "--seq-len", 64)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a configuration with these sections laid over a small one, and gives its path."""
+
+    def write(**sections):
+        small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 128}
+        data = {"sequence_length": 32, "vocab_size": 300, "source": str(tmp_path / "text.txt")}
+        (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+        content = {"model": small, "data": data, "output": {"folder": str(tmp_path / "run")}}
+        for name, keys in sections.items():
+            content[name] = {**content.get(name, {}), **keys}
+        path = tmp_path / "training.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def mistake(*args, code=2):
+    outcome = tightfit(*args)
+    assert outcome.code == code, outcome
+    assert outcome.out == ""
+    return outcome.error
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_name(config):
+    line = mistake("estimate", config(training={"batchsize": 3}))
+    assert "unknown key training.batchsize: did you mean training.batch_size?" in line
+    assert "training.yaml" in line
+
+
+def test_a_value_of_the_wrong_type_is_shown_with_what_is_wanted(config):
+    line = mistake("estimate", config(training={"batch_size": "many"}))
+    assert "training.batch_size is 'many' (text), wanted an integer" in line
+
+
+def test_a_wrong_override_is_named_as_it_was_written(config):
+    assert mistake("estimate", config(), "training.batch_size=x").startswith("override training.batch_size=x: ")
+    assert "write key=value" in mistake("estimate", config(), "batch_size")
+
+
+def test_a_missing_configuration(tmp_path):
+    assert mistake("estimate", tmp_path / "none.yaml").endswith("no such file: give the path of a YAML configuration")
+
+
+def test_neither_or_both_of_config_and_model():
+    assert "give a CONFIG, or --model" in mistake("estimate")
+    assert "both given" in mistake("estimate", "some.yaml", *DECODER)
+
+
+def test_a_sequence_longer_than_the_positions(config):
+    assert "longer than model.max_position_embeddings 128" in mistake("estimate", config(), "--seq-len", 256)
+    assert "--seq-len 256 is longer than the 128 positions" in mistake("estimate", *DECODER, "--seq-len", 256)
+
+
+def test_a_budget_that_nothing_fits_has_its_own_exit_code_and_names_the_least():
+    line = mistake("plan", *DECODER, "--budget", "1KB", code=3)
+    assert line.startswith("1000 B cannot fit: the least is ")
+    assert " bytes), reached by " in line
+
+
+def test_a_budget_in_unknown_units(config):
+    for asked in (DECODER, (config(),)):
+        line = mistake("plan", *asked, "--budget", "3parsec")
+        assert "'3parsec' is not an amount of memory: write a number and one of B, KB, MB" in line
+
+
+def test_a_plan_without_a_budget(config):
+    assert "a plan needs a budget" in mistake("plan", *DECODER)
+    assert "a plan needs a budget" in mistake("plan", config())
+
+
+def test_levers_and_precisions_and_optimizers_and_devices_that_are_not_there():
+    assert "lever 'magic' is not known" in mistake("plan", *DECODER, "--budget", "0.9x", "--levers", "magic")
+    assert "precision 'fp8' is not known" in mistake("estimate", *DECODER, "--precision", "fp8")
+    assert "optimizer 'lion' is not known" in mistake("estimate", *DECODER, "--optimizer", "lion")
+    assert "device 'tpu' is not known" in mistake("estimate", *DECODER, "--device", "tpu")
+
+
+def test_blocks_that_match_nothing():
+    assert "'blocks.*'" in mistake("plan", *DECODER, "--budget", "0.8x", "--blocks", "blocks.*")
+
+
+def test_a_model_that_cannot_be_found():
+    assert "did you mean the preset cpu26?" in mistake("estimate", "--model", "cpu62")
+    assert "no such folder, file, preset" in mistake("estimate", "--model", "nowhere/at/all")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no_such_module:f", "the module 'no_such_module' cannot be imported: ModuleNotFoundError"),
+        ("models_by_name:nothing", "'nothing' is not there in models_by_name"),
+        ("models_by_name:a_number", "'a_number' is a int in models_by_name"),
+        ("models_by_name:not_a_module", "returned a dict, wanted a torch.nn.Module"),
+        ("models_by_name:broken", "raised RuntimeError: the weights are lost"),
+        ("models_by_name:without_embedding", "Linear has no embedding to make token ids for"),
+    ],
+)
+def test_a_function_that_gives_no_model(source, said):
+    assert said in mistake("estimate", "--model", source)
+
+
+def test_a_batch_that_the_model_rejects_is_told_in_the_models_own_words():
+    line = mistake("estimate", "--model", "models_by_name:Picky", "--batch-size", 3, "--seq-len", 8)
+    assert "models_by_name:Picky (Picky) rejects the batch (TokenBatch(3, 8, 64))" in line
+    assert line.endswith("ValueError: at most two at a time, please")
+
+
+def test_an_error_of_ours_is_not_called_the_models(monkeypatch):
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("tightfit.planner.estimate.footing", fails)
+    with pytest.raises(ZeroDivisionError):
+        tightfit("estimate", *DECODER)
+
+
+def test_a_plan_that_cannot_be_written(tmp_path):
+    line = mistake("plan", *DECODER, "--budget", "2x", "--output", tmp_path / "none" / "plan.json")
+    assert line.endswith("the plan cannot be written: No such file or directory")
+
+
+def test_a_run_that_is_not_there(tmp_path):
+    assert "give the folder of a finished run" in mistake("generate", tmp_path / "none", "--prompt", "def")
+
+
+def test_debug_shows_where_an_error_comes_from():
+    from tightfit.errors import ModelError
+
+    for args in (("--debug", "estimate", "--model", "cpu62"), ("estimate", "--model", "cpu62", "--debug")):
+        with pytest.raises(ModelError):
+            tightfit(*args)
+
+
+def test_usage_errors_have_exit_code_2():
+    for args in (("pln",), ("plan", "--budgets", "3GB"), ("plan", "--batch-size", "0"), ("generate", "run")):
+        assert tightfit(*args).code == 2
+    assert "plan" in tightfit("pln").err
+
+
+def test_json_on_stdout_is_left_alone_by_notices():
+    outcome = tightfit("estimate", *DECODER, "--json")
+    assert json.loads(outcome.out)["peak_bytes"] > 0

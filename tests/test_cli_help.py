@@ -1,0 +1,37 @@
+import re
+
+import pytest
+
+import tightfit as package
+from command_line import tightfit
+
+COMMANDS = ("train", "plan", "estimate", "verify", "generate")
+
+
+def test_the_version_is_the_packages():
+    assert tightfit("--version").out == f"tightfit {package.__version__}\n"
+
+
+def test_help_names_every_command_and_the_exit_codes():
+    out = tightfit("--help").out
+    for command in COMMANDS:
+        assert re.search(rf"│ {command}\s", out)
+    assert "3 no plan fits the budget" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_shows_an_example_of_it(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    out = tightfit(command, "--help").out
+    assert re.search(rf"^ tightfit {command} \S", out, re.MULTILINE)
+    assert "[/]" not in out
+
+
+def test_no_word_of_the_help_is_lost_to_markup():
+    """Square brackets are markup to rich, and what stands in them vanishes."""
+    for command in COMMANDS:
+        assert not re.search(r"\s\.\s", tightfit(command, "--help").out)
+
+
+def test_without_a_command_the_help_is_shown():
+    assert "Commands" in tightfit().out + tightfit().err
