@@ -1,0 +1,223 @@
+"""The chunk loop of `linear_cross_entropy`: logits, loss and gradient of a few tokens in one buffer."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The gradient of a weight of less than fp32 is summed through pieces of at most this many bytes.
+PIECE_BYTES = 4 * 2**20
+# `blocked_product`: blocks of 256 made the error 0.8 of one long sum's over 1000 to 6400 entries, of 512 0.9, of 128 no
+# less; and not so many that starting them costs more than the products.
+LEAST_SUMMED_AT_ONCE = 256
+MOST_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the loss of a token is made of."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Tokens:
+    """The labels that count, and where they stand."""
+
+    def __init__(self, labels: Tensor, ignore_index: int):
+        self.total = len(labels)
+        positions = (labels != ignore_index).nonzero().squeeze(1)
+        self.count = len(positions)
+        self.positions = positions if self.count < self.total else None
+        self.labels = self.gather(labels).long()
+
+    def outside(self, vocabulary: int) -> int | None:
+        """A label that is none of the vocabulary's, if there is one."""
+        wrong = self.labels[(self.labels < 0) | (self.labels >= vocabulary)]
+        return int(wrong[0]) if len(wrong) else None
+
+    def gather(self, values: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """The rows of `values` (N, ...) of the tokens `start` to `stop` of those that count."""
+        if self.positions is None:
+            return values[start:stop]
+        return values.index_select(0, self.positions[start:stop])
+
+    def scatter_(self, target: Tensor, start: int, stop: int, values: Tensor) -> None:
+        """Write the rows that `gather` reads."""
+        if self.positions is None:
+            target[start:stop].copy_(values)
+        else:
+            target.index_copy_(0, self.positions[start:stop], values.to(target.dtype))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the tokens that count at their places, zero at the others."""
+        if self.positions is None:
+            return values
+        return values.new_zeros(self.total).index_copy_(0, self.positions, values)
+
+    def chunks(self, rows: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.count, rows):
+            yield start, min(start + rows, self.count)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear layer, its weight (V, D) and bias (V,) in the dtype of the products; hidden (N, D) as it came."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    accumulate: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> "Head":
+        cast_bias = None if bias is None else bias.to(dtype)
+        return cls(hidden, weight.to(dtype), cast_bias, accumulation_dtype(dtype))
+
+    def logits(self, hidden: Tensor, out: Tensor, narrow: Tensor | None) -> Tensor:
+        """The logits of a chunk of hidden states, in the buffer `out`; `narrow` is one of the products' dtype."""
+        product = (out if narrow is None else narrow)[: len(hidden)]
+        if self.bias is None:
+            torch.mm(hidden, self.weight.t(), out=product)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=product)
+        return product if narrow is None else out[: len(hidden)].copy_(product)
+
+
+class Gradients:
+    """Sums of the gradients of hidden, weight and bias: the last two in fp32 until they are done."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]):
+        of_hidden, of_weight, of_bias = needed
+        self.sources = hidden, weight, bias
+        self.hidden = torch.zeros_like(hidden) if of_hidden else None
+        self.weight = self.zeros(weight) if of_weight else None
+        self.bias = self.zeros(bias) if of_bias and bias is not None else None
+
+    @staticmethod
+    def zeros(source: Tensor) -> Tensor:
+        return torch.zeros_like(source, dtype=accumulation_dtype(source.dtype))
+
+    def add(self, head: Head, tokens: Tokens, span: tuple[int, int], hidden: Tensor, gradient: Tensor) -> None:
+        """Add what `gradient` (rows, V) of a chunk's logits gives; `hidden` (rows, D) in the same dtype."""
+        if self.hidden is not None:
+            tokens.scatter_(self.hidden, *span, blocked_product(gradient, head.weight))
+        if self.weight is not None:
+            add_product_(self.weight, gradient.t(), hidden)
+
+    def results(self) -> list[Tensor | None]:
+        """The gradients in the dtypes of what they belong to."""
+        made = []
+        for name, source in zip(("hidden", "weight", "bias"), self.sources, strict=True):
+            gradient = getattr(self, name)
+            setattr(self, name, None)
+            made.append(gradient if source is None or gradient is None else gradient.to(source.dtype))
+        return made
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; where the product's dtype is narrower, piece by piece, each summed in total's dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+        return
+    rows = max(PIECE_BYTES // (right.shape[1] * total.itemsize), 1)
+    for start in range(0, len(total), rows):
+        total[start : start + rows].add_(widened_product(left[start : start + rows], right, total.dtype))
+
+
+def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right, of 16-bit inputs, without rounding the result to 16 bits."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def blocked_product(left: Tensor, right: Tensor) -> Tensor:
+    """left (rows, V) @ right (V, D): a sum over the vocabulary, made in blocks so that less of it is rounded away."""
+    if left.dtype.itemsize < 4:  # rounded to 16 bits at the end, which outweighs the sum's own error
+        return left @ right
+    size = max(LEAST_SUMMED_AT_ONCE, math.ceil(len(right) / MOST_BLOCKS))
+    total = left[:, :size] @ right[:size]
+    for start in range(size, len(right), size):
+        total.add_(left[:, start : start + size] @ right[start : start + size])
+    return total
+
+
+def run_chunks(
+    head: Head,
+    tokens: Tokens,
+    terms: Terms,
+    rows: int,
+    scale: Tensor | None = None,
+    gradients: Gradients | None = None,
+) -> Tensor:
+    """The loss of every token that counts (count,), and, added to `gradients`, the gradient of its sum times `scale`.
+
+    `scale` (count, 1) weighs the tokens.
+    """
+    rows = min(rows, tokens.count)
+    shape = (rows, len(head.weight))
+    buffer = torch.empty(shape, dtype=head.accumulate, device=head.hidden.device)
+    narrow = None if head.weight.dtype == head.accumulate else torch.empty_like(buffer, dtype=head.weight.dtype)
+    losses = torch.empty(tokens.count, dtype=torch.float64, device=head.hidden.device)
+    for start, stop in tokens.chunks(rows):
+        hidden = tokens.gather(head.hidden, start, stop).to(head.weight.dtype)
+        logits = head.logits(hidden, buffer, narrow)
+        labels = tokens.labels[start:stop].unsqueeze(1)
+        if gradients is None or scale is None:
+            losses[start:stop] = loss_(logits, labels, terms).loss
+            continue
+        losses[start:stop] = loss_and_gradient_(logits, labels, terms, scale[start:stop])
+        if gradients.bias is not None:
+            gradients.bias.add_(logits.sum(dim=0))
+        gradient = logits if narrow is None else narrow[: len(logits)].copy_(logits)
+        gradients.add(head, tokens, (start, stop), hidden, gradient)
+    return losses
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Per token: its loss (rows,), the sum of the exponentials that now stand in the buffer, log-sum-exp (rows, 1)."""
+
+    loss: Tensor
+    total: Tensor
+    log_total: Tensor
+
+
+def loss_(logits: Tensor, labels: Tensor, terms: Terms) -> Softmax:
+    """The loss of each row of `logits`, which become exp(logits - their maximum)."""
+    highest = logits.amax(dim=1, keepdim=True)
+    logits.sub_(highest)
+    target = logits.gather(1, labels)
+    mean = logits.mean(dim=1, keepdim=True) if terms.label_smoothing else None
+    total = logits.exp_().sum(dim=1, keepdim=True).double()
+    shifted = total.log()
+    loss = shifted - target
+    if mean is not None:
+        loss = (1 - terms.label_smoothing) * loss + terms.label_smoothing * (shifted - mean)
+    log_total = shifted + highest
+    if terms.z_loss:
+        loss = loss + terms.z_loss * log_total.square()
+    return Softmax(loss.squeeze(1), total, log_total)
+
+
+def loss_and_gradient_(logits: Tensor, labels: Tensor, terms: Terms, scale: Tensor) -> Tensor:
+    """The loss of each row of `logits`, which become its gradient times `scale` (rows, 1).
+
+    d loss / d l_v = p_v (1 + 2 z lse) - (1 - e) [v = y] - e / V, for smoothing e and z-loss z.
+    """
+    softmax = loss_(logits, labels, terms)
+    pull = scale * (1 + 2 * terms.z_loss * softmax.log_total) if terms.z_loss else scale
+    logits.mul_((pull / softmax.total).to(logits.dtype))
+    if terms.label_smoothing:
+        logits.sub_(scale * (terms.label_smoothing / logits.shape[1]))
+    # One label a row: a plain scatter, deterministic on every device.
+    logits.scatter_(1, labels, logits.gather(1, labels) - (1 - terms.label_smoothing) * scale)
+    return softmax.loss
