@@ -135,9 +135,9 @@ def verify(
     given = None if plan_file is None else Plan.from_json(plan_file)
     subject = subject_of(question, dry=False)
     report = subject.verify(given or planned(subject))
-    show(str(report))
     if not report.ok:
-        raise VerificationFailed("the planned step is not equal to the plain one")
+        raise VerificationFailed(str(report))
+    show(str(report))
 
 
 def planned(subject: "Subject") -> "Plan":

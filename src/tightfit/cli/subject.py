@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from torch import nn
@@ -22,9 +22,7 @@ from tightfit.planner.estimate import Estimate
 from tightfit.planner.plan import Plan
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.trace.build import build_dry
-
-if TYPE_CHECKING:
-    from tightfit import Verification
+from tightfit.verify import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent
 SIZE, LENGTH = 1, 1024  # of a batch, where the question gives none
@@ -53,9 +51,9 @@ class Subject:
                 self.model, self.batch, budget, loss=self.loss, levers=self.levers, blocks=self.blocks, **self.step
             )
 
-    def verify(self, plan: Plan) -> "Verification":
+    def verify(self, plan: Plan) -> Verification:
         with self.rejections():
-            return tightfit.verify(self.model, self.batch, plan, loss=self.loss)
+            return verify(self.model, self.batch, plan, loss=self.loss)
 
     @contextmanager
     def rejections(self) -> Iterator[None]:
