@@ -1,0 +1,77 @@
+"""The house is built as `docs/architecture.md` says: who may import whom."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "tightfit"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def places():
+    """The rows of the table "The house", in their order."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text.split("## The house")[1].split("\n## ")[0]
+    return re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+
+
+def place_of(module):
+    """The row that a module such as `config.schema` belongs to: the one with the longest name that it starts with."""
+    return max((p for p in places() if f"{module}.".startswith(f"{p}.")), key=len, default=None)
+
+
+def module_of(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path):
+    """The modules of this package that a file imports anywhere in it, each without the package's own name."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name.removeprefix("tightfit.") for name in names if name.startswith("tightfit."))
+
+
+def public_names():
+    """What `from tightfit import ...` gives: no module, and so in no row."""
+    import tightfit
+
+    return set(tightfit.__all__)
+
+
+def test_the_table_names_every_package_and_file_and_nothing_else():
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert {place.split(".")[0] for place in places()} == parts
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_a_module_imports_only_what_stands_above_it(path):
+    order = {place: rank for rank, place in enumerate(places())}
+    own = order[place_of(module_of(path))]
+    names = [name for name in imported(path) if name not in public_names()]
+    below = [name for name in names if order[place_of(name)] > own]
+    assert not below, f"{module_of(path)} imports {below}, which stand below it in docs/architecture.md"
+
+
+def test_the_paths_that_the_page_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    missing = [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()
+               and not (ROOT / "src" / name).exists()]  # fmt: skip
+    assert named
+    assert not missing
+
+
+def test_only_the_command_line_prints_and_exits():
+    for path in FILES:
+        if place_of(module_of(path)) == "cli":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = called.id if isinstance(called, ast.Name) else None
+            assert name not in ("print", "exit", "SystemExit"), f"{path}, line {called.lineno}"
