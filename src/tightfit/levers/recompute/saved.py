@@ -37,7 +37,8 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     storage = tensor.untyped_storage() if has_plain_storage(tensor) else None
     product = None if storage is None else product_of(storage)
     if product is None or product.blank or is_aliased(storage):
-        return Held(tensor, tensor._version)
+        # Without its graph: a saved result would hold the very node that holds it.
+        return Held(tensor.detach(), tensor._version)
     return Promise(product, Geometry.of(tensor))
 
 
