@@ -1,0 +1,7 @@
+"""The operators that levers swap in: each a reference, a low-memory version, one public function."""
+
+from tightfit.ops.attention import attention
+from tightfit.ops.cross_entropy import linear_cross_entropy
+from tightfit.ops.gated import geglu, swiglu
+
+__all__ = ["attention", "geglu", "linear_cross_entropy", "swiglu"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _autograd
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import InputError
@@ -240,5 +241,5 @@ class TokenLosses(torch.autograd.Function):
 def graph_is_kept() -> bool:
     """Whether the running backward pass leaves saved tensors for another one (`retain_graph=True`)."""
     # Private, in torch 2.11 and 2.13; where a release drops it, every gradient is copied once.
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else asked()
