@@ -8,10 +8,7 @@ Plain, kept and recomputed steps are interleaved and the medians are compared, s
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from environment import environment
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.operators import traits_of
@@ -112,18 +110,6 @@ def compare(times: tuple[float, float], plain: tuple[float, float], operators: i
     }
 
 
-def machine() -> dict[str, str | int]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-    }
-
-
 def main(print_line: Callable[[str], None] = print) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=4)
@@ -131,7 +117,7 @@ def main(print_line: Callable[[str], None] = print) -> None:
     parser.add_argument("--output", type=Path, help="write the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(1)  # nothing here is worth a second thread
-    text = json.dumps({"machine": machine(), "cases": measure(options.blocks, options.repeats)}, indent=2)
+    text = json.dumps({"environment": environment(), "cases": measure(options.blocks, options.repeats)}, indent=2)
     if options.output is not None:
         options.output.write_text(text + "\n")
     print_line(text)

@@ -299,6 +299,16 @@ class DataWrite(Mlp):
         return x + self.second(later)
 
 
+@trap("a write through an older alias")
+class OlderAlias(Mlp):
+    def forward(self, x):
+        hidden = self.first(x)
+        alias = hidden.data
+        hidden = hidden.relu_()
+        alias[:, 0] = 0.3
+        return x + self.second(hidden.sin())
+
+
 @trap("dtype views")
 class DtypeViews(Mlp):
     def forward(self, x):

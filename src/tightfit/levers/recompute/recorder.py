@@ -143,6 +143,7 @@ def writes_only_held(traits: Traits, targets: Sequence[torch.Tensor]) -> bool:
 def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequence[torch.Tensor]) -> Operation | None:
     """Note the call with references in place of tensors, before it runs; None if it reads what others may write."""
     exposed = False
+    references: list[Reference] = []
 
     def refer(tensor: torch.Tensor) -> Any:
         nonlocal exposed
@@ -150,17 +151,18 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
             return tensor
         storage = tensor.untyped_storage()
         exposed |= is_exposed(storage)
-        product = product_of(storage)
-        if product is None or (product.blank and not any(tensor is target for target in targets)):
-            return Reference(root_of(tensor), Geometry.of(tensor))
-        return Reference(product, Geometry.of(tensor))
+        value = product_of(storage)
+        if value is None or (value.blank and not any(tensor is target for target in targets)):
+            value = root_of(tensor)
+        references.append(Reference(value, Geometry.of(tensor)))
+        return references[-1]
 
     held_args = map_instances(torch.Tensor, refer, args)
-    held_kwargs = dict(zip(kwargs, map_instances(torch.Tensor, refer, kwargs.values()), strict=True))
+    held_kwargs = kwargs and dict(zip(kwargs, map_instances(torch.Tensor, refer, kwargs.values()), strict=True))
     if exposed:
         return None
     state = GeneratorState.of(generator_of(args, kwargs)) if traits.is_random else None
-    return Operation(func, traits, held_args, held_kwargs, state)
+    return Operation(func, traits, held_args, held_kwargs, references, state)
 
 
 def preserve(target: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     product = None if storage is None else product_of(storage)
     if product is None or product.blank or is_aliased(storage):
         # Without its graph: a saved result would hold the very node that holds it.
-        return Held(tensor.detach(), tensor._version)
+        return Held(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
     return Promise(product, Geometry.of(tensor))
 
 

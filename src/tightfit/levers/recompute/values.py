@@ -199,14 +199,22 @@ class Operation:
         "written",
     )
 
-    def __init__(self, operator: Any, traits: Traits, args: tuple, kwargs: dict, generator_state: Any):
+    def __init__(
+        self,
+        operator: Any,
+        traits: Traits,
+        args: tuple,
+        kwargs: dict,
+        references: list[Reference],
+        generator_state: Any,
+    ):
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
         self.generator_state = generator_state
         self.default_dtype = torch.get_default_dtype()  # what constants without a dtype become
         self.sequence = next(_sequence)  # arguments are always recorded before results
-        self.references = list(instances(Reference, (*args, *kwargs.values())))
+        self.references = references
         self.written: list[Reference] = []
         if traits.written:
             self.written = list(instances(Reference, written_arguments(traits, args, kwargs)))
