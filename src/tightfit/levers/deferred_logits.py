@@ -1,196 +1,226 @@
 """Logits that are not computed until somebody needs them, and never where a cross-entropy takes them in.
 
-A head that defers returns `DeferredLogits` in the place of its product. Whatever keeps the vocabulary last (slices
-of batch and sequence, views, casts) stays deferred; `F.cross_entropy` becomes the chunked loss; anything else
+A head that defers returns `DeferredLogits` in the place of its product. Whatever leaves the vocabulary alone (slices
+of batch and sequence, views, a cast to fp32) stays deferred; `F.cross_entropy` becomes the chunked loss; anything else
 computes the logits and goes on as if nothing had been deferred.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_iter, tree_map_only
 
+from tightfit.errors import LeverError
+from tightfit.levers.leading_views import LEADING_VIEWS
 from tightfit.ops.cross_entropy import linear_cross_entropy, product_dtype
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to compute logits: `hidden` (..., D), `weight` (V, D), `bias` (V,) or None, and the casts that followed."""
+class Head:
+    """The product hidden (..., D) @ weight.T + bias as it stood when the head ran: inputs, versions, autocast."""
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    chunk_size: int | None
-    autocast: tuple[bool, torch.dtype]  # as it was when the head ran
-    casts: tuple[torch.dtype, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.hidden.shape[:-1], self.weight.shape[0])
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None):
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.chunk_size = chunk_size
+        device = hidden.device.type
+        self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.dtype = product_dtype(hidden)
+        self.versions = self.current_versions()
+        self.loss_taken = False
+        self.family: list[weakref.ref[DeferredLogits]] = []
 
     @property
-    def dtype(self) -> torch.dtype:
-        if self.casts:
-            return self.casts[-1]
-        with self.precision():
-            return product_dtype(self.hidden)
+    def vocabulary(self) -> int:
+        return self.weight.shape[0]
+
+    def current_versions(self) -> tuple[int, ...]:
+        return tuple(t._version for t in (self.hidden, self.weight, self.bias) if t is not None)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The autocast state in which the head ran."""
         enabled, dtype = self.autocast
         return torch.autocast(self.hidden.device.type, dtype, enabled=enabled)
 
-    def logits(self) -> Tensor:
-        """The real logits, as the head would have computed them."""
-        with self.precision():
-            logits = F.linear(self.hidden, self.weight, self.bias)
-        for dtype in self.casts:
-            logits = logits.to(dtype)
-        return logits
-
-    def cross_entropy(self, labels: Tensor, **options: Any) -> Tensor:
-        """The chunked loss; `hidden` has two dimensions."""
-        with self.precision():
-            return linear_cross_entropy(
-                self.hidden, self.weight, labels, bias=self.bias, chunk_size=self.chunk_size, **options
+    def check_unchanged(self) -> None:
+        if self.versions != self.current_versions():
+            raise LeverError(
+                "chunked loss: the logits are needed only now, but the head's weight or its input was written to since "
+                "(an optimizer step?): read the logits before that, or undo the lever"
             )
+
+    def logits(self) -> Tensor:
+        """The logits, as the head would have computed them."""
+        self.check_unchanged()
+        with torch.enable_grad(), self.precision():
+            return F.linear(self.hidden, self.weight, self.bias)
+
+    def materialise(self) -> None:
+        """Compute the logits and everything made from them so far, so that later writes reach what they should."""
+        for reference in list(self.family):
+            member = reference()
+            if member is not None:
+                member.compute()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How deferred logits came from others: the operation, its other arguments, and whether autograd watched."""
+
+    parent: "DeferredLogits"
+    operation: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    watched: bool
+
+    def compute(self) -> Tensor:
+        assert self.parent.content is not None, "parents are computed first"
+        with torch.set_grad_enabled(self.watched):
+            return self.operation(self.parent.content, *self.args, **self.kwargs)
+
+
+class Product(torch.autograd.Function):
+    """Gives deferred logits their place in the graph, for code that takes a tensor without asking Python."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, product: torch.dtype, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.product = product
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        return Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        rows = gradients[0].to(ctx.product).flatten(0, -2)
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        return (
+            (rows @ weight.to(ctx.product)).view(hidden.shape).to(hidden.dtype) if of_hidden else None,
+            (rows.mT @ hidden.to(ctx.product).flatten(0, -2)).to(weight.dtype) if of_weight else None,
+            rows.sum(dim=0).to(bias.dtype) if of_bias else None,
+            None,
+            None,
+        )
 
 
 class DeferredLogits(Tensor):
-    """A tensor without memory that knows how its content would be computed."""
+    """A tensor without memory that knows how its content would be computed.
 
-    recipe: Recipe
-    computed: Tensor | None
+    `hidden` (..., D) are the hidden states of its tokens; `content` the logits once somebody needed them.
+    """
+
+    head: Head
+    hidden: Tensor
+    origin: Origin | None
+    content: Tensor | None
 
     @staticmethod
-    def of(recipe: Recipe) -> "DeferredLogits":
-        deferred = Tensor._make_wrapper_subclass(
-            DeferredLogits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=False
-        )
-        deferred.recipe = recipe
-        deferred.computed = None
+    def of(head: Head, hidden: Tensor, dtype: torch.dtype, origin: Origin | None = None) -> "DeferredLogits":
+        deferred: Any = Product.apply(hidden, head.weight, head.bias, head.dtype, dtype)
+        deferred.head, deferred.hidden, deferred.origin, deferred.content = head, hidden, origin, None
+        head.family.append(weakref.ref(deferred))
         return deferred
 
+    def compute(self) -> None:
+        if self.content is None:
+            self.content = self.head.logits() if self.origin is None else self.origin.compute()
+
     def materialise(self) -> Tensor:
-        """The real logits, computed once."""
-        if self.computed is None:
-            self.computed = self.recipe.logits()
-        return self.computed
+        """The real logits."""
+        if self.content is None:
+            self.head.materialise()
+        assert self.content is not None, "every member of the family is computed"
+        return self.content
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {} if kwargs is None else dict(kwargs)
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
-        if func in _REQUIRES_GRAD:
-            return True
-        handler = _DEFERRED.get(func)
-        first = args[0] if args else kwargs.get("input")
-        if handler is not None and isinstance(first, DeferredLogits) and first.computed is None:
-            result = handler(first, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        if args and isinstance(args[0], DeferredLogits) and args[0].content is None:
+            result = still_deferred(args[0], func, args[1:], kwargs)
             if result is not None:
                 return result
-        return _with_real_logits(func, args, kwargs)
+        if func in _OBSERVES_GRADIENT and any(
+            isinstance(leaf, DeferredLogits) and leaf.head.loss_taken for leaf in tree_iter((args, kwargs))
+        ):
+            raise LeverError(
+                "chunked loss: the gradient of the logits is asked for, but the loss took them in without computing "
+                "them: ask before the loss, or undo the lever"
+            )
+        args, kwargs = computed(DeferredLogits.materialise, args, kwargs)
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _with_real_logits(func, args, kwargs or {})
+        # Reached where code below Python takes the tensor; the gradient then goes by `Product`.
+        args, kwargs = computed(values, args, {} if kwargs is None else kwargs)
+        return func(*args, **kwargs)
 
 
-def _with_real_logits(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.materialise, (args, kwargs))
-    return func(*args, **kwargs)
+def computed(how: Callable[[DeferredLogits], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """The arguments with the logits in the place of those that are deferred."""
+    return tree_map_only(DeferredLogits, how, args), tree_map_only(DeferredLogits, how, kwargs)
 
 
-# What stays deferred. A handler returns None where its arguments touch the vocabulary, and the logits are computed.
+def values(logits: DeferredLogits) -> Tensor:
+    """The content, for use below autograd and autocast."""
+    if logits.content is not None:
+        return logits.content.detach()
+    head = logits.head
+    head.check_unchanged()
+    bias = None if head.bias is None else head.bias.to(head.dtype)
+    return F.linear(logits.hidden.to(head.dtype), head.weight.to(head.dtype), bias).to(logits.dtype).detach()
 
 
-def _sliced(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
-    entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(entry, list | range) for entry in entries):
+def still_deferred(logits: DeferredLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """What `func(logits, ...)` gives without the logits, or None where it needs them."""
+    if func is F.cross_entropy:
+        return cross_entropy(logits, *args, **kwargs)
+    if func in LEADING_VIEWS:
+        hidden, dtype = LEADING_VIEWS[func](logits.hidden, logits.head.vocabulary, *args, **kwargs), logits.dtype
+    else:
+        hidden, dtype = logits.hidden, cast_dtype(logits, func, args, kwargs)
+    if hidden is None or dtype is None:
         return None
-    if _touches_last(entries, logits.recipe.hidden.dim()):
-        return None
-    return DeferredLogits.of(replace(logits.recipe, hidden=logits.recipe.hidden[index]))
-
-
-def _touches_last(entries: tuple, dims: int) -> bool:
-    """Whether an index reaches the last dimension with more than a full slice."""
-    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), None)
-    before = entries if position is None else entries[:position]
-    after = () if position is None else entries[position + 1 :]
-    if _consumed(before) >= dims:
-        return True
-    consuming = [entry for entry in after if entry is not None]
-    return bool(consuming) and not (isinstance(consuming[-1], slice) and consuming[-1] == slice(None))
-
-
-def _consumed(entries: tuple) -> int:
-    """How many dimensions these index entries take up."""
-    return sum(_width(entry) for entry in entries)
-
-
-def _width(entry: Any) -> int:
-    if entry is None:
-        return 0
-    is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8)
-    return entry.dim() if is_mask else 1
-
-
-def _viewed(logits: DeferredLogits, *shape: Any, **named: Any) -> DeferredLogits | None:
-    wanted = tuple(named.get("shape", named.get("size", shape)))
-    if len(wanted) == 1 and isinstance(wanted[0], tuple | list | torch.Size):
-        wanted = tuple(wanted[0])
-    if not wanted or not all(isinstance(size, int) for size in wanted):
-        return None
-    vocabulary, count = logits.recipe.shape[-1], logits.recipe.hidden.shape[:-1].numel()
-    if wanted[-1] == -1:
-        rest = torch.Size(wanted[:-1]).numel()
-        wanted = (*wanted[:-1], count * vocabulary // rest if rest > 0 else -1)
-    if len(wanted) < 2 or wanted[-1] != vocabulary:
-        return None
-    hidden = logits.recipe.hidden
-    return DeferredLogits.of(replace(logits.recipe, hidden=hidden.reshape(*wanted[:-1], hidden.shape[-1])))
-
-
-def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits | None:
-    dims = logits.recipe.hidden.dim()
-    if end_dim % dims == dims - 1:
-        return None
-    return DeferredLogits.of(replace(logits.recipe, hidden=logits.recipe.hidden.flatten(start_dim, end_dim)))
-
-
-def _same(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
-    return None if args or kwargs else logits
-
-
-def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits]:
-    def cast(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits:
-        return _casted(logits, dtype)
-
-    return cast
-
-
-def _casted(logits: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
-    if dtype == logits.recipe.dtype:
+    if hidden is logits.hidden and dtype == logits.dtype:
         return logits
-    return DeferredLogits.of(replace(logits.recipe, casts=(*logits.recipe.casts, dtype)))
+    return DeferredLogits.of(logits.head, hidden, dtype, Origin(logits, func, args, kwargs, torch.is_grad_enabled()))
 
 
-def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
-    given = [*args, *kwargs.values()]
-    target = given[0] if len(given) == 1 else None
-    return _casted(logits, target) if isinstance(target, torch.dtype) and target.is_floating_point else None
+def cast_dtype(logits: DeferredLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype after `.float()` or `.to(...)`, where that keeps all that the logits hold and their device."""
+    if func is Tensor.float and not args and not kwargs:
+        wanted = torch.float32
+    elif func is Tensor.to and set(kwargs) <= {"dtype", "device", "non_blocking"} and len(args) < 3:
+        named = [value for name, value in kwargs.items() if name != "non_blocking"]
+        targets = [logits.device if target is None else target for target in (*args, *named)]
+        wanted = next((target for target in targets if isinstance(target, torch.dtype)), logits.dtype)
+        if any(t != wanted and not is_device_of(logits, t) for t in targets):
+            return None
+    else:
+        return None
+    widened = wanted == torch.float32 and logits.dtype != torch.float64
+    return wanted if wanted == logits.dtype or widened else None
 
 
-def _cross_entropy(
+def is_device_of(logits: DeferredLogits, target: Any) -> bool:
+    return isinstance(target, str | torch.device) and torch.device(target) == logits.device
+
+
+def cross_entropy(
     logits: DeferredLogits,
-    target: Tensor,
+    target: Any,
     weight: Tensor | None = None,
     size_average: Any = None,
     ignore_index: int = -100,
@@ -198,41 +228,41 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    plain = weight is None and size_average is None and reduce is None
-    widens = all(cast.itemsize >= logits.recipe.dtype.itemsize or cast == torch.float32 for cast in logits.recipe.casts)
-    if not plain or not widens or logits.recipe.hidden.dim() != 2 or target.is_floating_point():
+    """`F.cross_entropy` in chunks; None for class weights, soft targets and what PyTorch would refuse."""
+    if weight is not None or size_average is not None or reduce is not None:
         return None
-    loss = logits.recipe.cross_entropy(
-        target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
+    if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != logits.hidden.shape[:1]:
+        return None
+    if logits.hidden.dim() != 2:
+        return None
+    head = logits.head
+    head.check_unchanged()
+    with head.precision():
+        loss = linear_cross_entropy(
+            logits.hidden,
+            head.weight,
+            target,
+            bias=head.bias,
+            ignore_index=ignore_index,
+            reduction=reduction,  # pyright: ignore[reportArgumentType] (checked there)
+            label_smoothing=label_smoothing,
+            chunk_size=head.chunk_size,
+        )
+    head.loss_taken = True
     # PyTorch's own loss has the logits' dtype, except under autocast, which computes it in fp32.
-    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(logits.recipe.dtype)
+    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(logits.dtype)
 
 
-_DEFERRED: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _sliced,
-    Tensor.view: _viewed,
-    Tensor.reshape: _viewed,
-    torch.reshape: _viewed,
-    Tensor.flatten: _flattened,
-    torch.flatten: _flattened,
-    Tensor.contiguous: _same,
-    Tensor.float: _cast(torch.float32),
-    Tensor.double: _cast(torch.float64),
-    Tensor.bfloat16: _cast(torch.bfloat16),
-    Tensor.half: _cast(torch.float16),
-    Tensor.to: _to,
-    F.cross_entropy: _cross_entropy,
-}
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
-
+# Answered by the tensor without memory itself.
 _METADATA = {
-    *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")),
+    *_getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"),
+    *_getters("requires_grad", "is_leaf", "grad_fn", "is_sparse", "is_quantized", "is_nested", "_version"),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-_REQUIRES_GRAD = {_getter("requires_grad")}
+_OBSERVES_GRADIENT = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}

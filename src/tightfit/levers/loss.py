@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError
-from tightfit.internals import without_dynamo
-from tightfit.levers.deferred_logits import DeferredLogits, Recipe
+from tightfit.levers.deferred_logits import DeferredLogits, Head
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.region import FrugalForward
+from tightfit.ops.cross_entropy import product_dtype
 
 
 class DeferringForward(FrugalForward):
@@ -21,33 +21,48 @@ class DeferringForward(FrugalForward):
         super().__init__(module, path)
         self.chunk_size = chunk_size
 
-    @without_dynamo
-    def __call__(self, hidden: torch.Tensor) -> Any:
+    def __call__(self, input: torch.Tensor) -> Any:
         head = self.module
         assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
-        needs_grad = hidden.requires_grad or any(p.requires_grad for p in head.parameters(recurse=False))
-        if not (torch.is_grad_enabled() and needs_grad):
-            return self.original(hidden)
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return DeferredLogits.of(Recipe(hidden, head.weight, head.bias, self.chunk_size, autocast))
+        # The compiler sees the plain head: it has its own ways with the logits.
+        if torch.compiler.is_compiling() or not can_defer(head, input):
+            return self.original(input)
+        made = Head(input, head.weight, head.bias, self.chunk_size)
+        return DeferredLogits.of(made, input, made.dtype)
+
+
+def can_defer(head: nn.Linear, hidden: torch.Tensor) -> bool:
+    """Whether gradients are wanted, and the product is one that `F.linear` would make of plain tensors."""
+    tensors = [hidden, head.weight] if head.bias is None else [hidden, head.weight, head.bias]
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return False
+    plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
+    fits = hidden.dim() >= 2 and hidden.shape[-1] == head.weight.shape[-1]
+    one_dtype = product_dtype(hidden) != hidden.dtype or all(tensor.dtype == hidden.dtype for tensor in tensors)
+    return plain and fits and one_dtype and hidden.is_floating_point()
 
 
 def apply_chunked_loss(model: nn.Module, head_path: str, chunk_size: int | None = None) -> Applied:
-    """Compute the cross-entropy of `head_path`'s output without ever holding all logits.
+    """Compute the cross-entropy of a head's output without ever holding all its logits.
 
-    `chunk_size` is the number of tokens whose logits exist at a time; None leaves it to the operator. A model that
-    does anything else with its logits gets them. Returns a handle with `undo()`. Raises `LeverError` if the path is
-    no linear layer.
+    `head_path` is the path of the `nn.Linear` that makes the logits (..., V); `chunk_size` the number of tokens whose
+    logits exist at a time, None leaves it to `linear_cross_entropy`. While gradients are recorded the head returns
+    `DeferredLogits`; what the model or its caller does with them stays the same, and where that is more than views and
+    a cross-entropy, they are computed. A cross-entropy of which every label is ignored is 0, not NaN.
+
+    Returns a handle with `undo()`. Raises `LeverError` where the path is no plain linear layer, where its forward is
+    already replaced, or where `chunk_size` is less than 1.
     """
     try:
         head = model.get_submodule(head_path)
     except AttributeError:
         raise LeverError(f"chunked loss: the model has no module {head_path!r}") from None
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise LeverError(
             f"chunked loss: {head_path} is a {type(head).__name__}, wanted the nn.Linear that makes the logits"
         )
+    if "forward" in head.__dict__:
+        raise LeverError(f"chunked loss: the forward of {head_path} is already replaced: undo that first")
     if chunk_size is not None and chunk_size < 1:
         raise LeverError(f"chunked loss: chunk_size {chunk_size} is not at least 1")
     forward = DeferringForward(head, head_path, chunk_size)

@@ -3,8 +3,8 @@
 Forward, per chunk of queries, over its tiles: with s a tile's scores and m the running maximum,
 m' = max(m, max s), l' = l exp(m - m') + sum exp(s - m'), o' = o exp(m - m') + exp(s - m') v; the output is o / l
 (Milakov and Gimelshein 2018; Rabe and Staats 2021). Backward, with the probabilities p = exp(s - m) / l:
-dv += pᵀ do, ds = p (do vᵀ - sum(do * o)), dq += ds k, dk += dsᵀ q (Dao et al. 2022). The log-sum-exp is saved as its two
-parts m and l: of their sum m + log l the rounding would move all of a row's probabilities together, which made
+dv += pᵀ do, ds = p (do vᵀ - sum(do * o)), dq += ds k, dk += dsᵀ q (Dao et al. 2022). The log-sum-exp is saved as its
+two parts m and l: of their sum m + log l the rounding would move all of a row's probabilities together, which made
 gradients in fp32 a quarter less exact than those of a plain softmax. What divides by l is do, a row at a time.
 """
 
@@ -112,7 +112,7 @@ class Tiles:
         return scores
 
     def attend(self, q0: int) -> tuple[Tensor, Tensor]:
-        """Output (..., Dv), and maximum and sum of exponentials (..., 2), of a chunk; 0, 0 and 1 where nothing is seen."""
+        """Output (..., Dv) of a chunk, maximum and sum of exponentials (..., 2); 0, 0 and 1 where nothing is seen."""
         queries = self.queries(q0)
         out = queries.new_zeros(*queries.shape[:3], self.v.shape[3])
         total = queries.new_zeros(*queries.shape[:3], 1)
@@ -142,7 +142,7 @@ class Sums:
         self.mask = torch.zeros_like(tiles.mask, dtype=tiles.dtype) if of_mask and tiles.mask is not None else None
 
     def add(self, q0: int, gradient: Tensor, out: Tensor, log_sum: Tensor) -> None:
-        """Add what the chunk of queries at q0 gives; the three are the output's gradient, the output, and `attend`'s."""
+        """Add what the chunk at q0 gives, from the gradient of its output, its output, and its maximum and sum."""
         tiles = self.tiles
         queries = tiles.queries(q0)
         of_queries = torch.zeros_like(queries)
