@@ -1,0 +1,92 @@
+"""How the step of a training will run: planned for a budget, recomputing what was set by hand, or plain."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tightfit.config.schema import Config, RecomputeConfig
+from tightfit.errors import LeverError
+from tightfit.levers.recompute import recompute
+from tightfit.planner import api
+from tightfit.planner.blocks import find_blocks
+from tightfit.planner.plan import Footing, Plan
+from tightfit.step import Loss
+from tightfit.train.optimizer import OptimizerRecipe
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The step without and with its levers in figures, and the levers. Nothing is applied yet."""
+
+    plain: Footing
+    planned: Footing
+    micro_batches: int
+    plan: Plan | None = None
+    recompute: RecomputeConfig | None = None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.budget_bytes
+
+    @property
+    def has_levers(self) -> bool:
+        """Whether the step runs otherwise than the plain one."""
+        return self.plain != self.planned
+
+    def apply(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The levers, in force while the returned context is."""
+        if self.plan is not None:
+            return self.plan.apply(model)
+        return nullcontext() if self.recompute is None else recompute_by_hand(model, self.recompute)
+
+
+def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str) -> Fit:
+    """Predict the step on this batch, and plan it where the configuration has a budget.
+
+    `device` is the name of the one that it will run on; the model may lie elsewhere. Raises `CannotFit`, `LeverError`
+    and `TraceError`.
+    """
+    training, memory = config.training, config.memory
+    how: dict[str, Any] = {
+        "loss": loss,
+        "optimizer": OptimizerRecipe(training),
+        "precision": training.precision,
+        "device": device,
+        "micro_batches": training.gradient_accumulation_steps,
+        "grad_clip": training.grad_clip,
+    }
+    if memory.budget is not None:
+        plan = api.plan(model, batch, memory.budget, levers=memory.levers, **how)
+        plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
+        return Fit(plan.plain, plan.planned, plan.micro_batches, plan)
+    plain = api.estimate(model, batch, **how).footing
+    if memory.recompute is None:
+        return Fit(plain, plain, training.gradient_accumulation_steps)
+    with recompute_by_hand(model, memory.recompute):
+        planned = api.estimate(model, batch, **how).footing
+    return Fit(plain, planned, training.gradient_accumulation_steps, recompute=memory.recompute)
+
+
+def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:
+    """The lever as the section `memory.recompute` sets it, in force at once. Raises `LeverError`."""
+    patterns = [settings.blocks] if settings.blocks is not None else _block_patterns(model)
+    with ExitStack() as handles:
+        for pattern in patterns:
+            handles.enter_context(
+                recompute(model, pattern, segments=settings.segments, use_reentrant=settings.use_reentrant)
+            )
+        return handles.pop_all()
+
+
+def _block_patterns(model: nn.Module) -> list[str]:
+    """A glob for each list of repeated blocks."""
+    parents = sorted({path.rpartition(".")[0] for path in find_blocks(model)})
+    if not parents:
+        raise LeverError(
+            "memory.recompute: the model has no repeated blocks: name modules in memory.recompute.blocks, or remove "
+            "memory.recompute"
+        )
+    return [f"{parent}.*" if parent else "*" for parent in parents]

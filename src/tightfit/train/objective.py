@@ -1,0 +1,54 @@
+"""What a causal language model is trained to do: to predict each next token of its samples.
+
+The loss is a sum over tokens, divided by the number of valid tokens of the whole effective batch, which is counted
+before its first micro-batch runs. So the gradients of micro-batches add up to the gradient of the whole batch however
+ragged their valid tokens are, and a micro-batch without any adds exactly zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.levers.micro_batch import IGNORE_INDEX, valid_tokens
+
+VALID_TOKENS = "valid_tokens"
+_NOT_FOR_THE_MODEL = frozenset({"labels", VALID_TOKENS})
+
+
+@dataclass(frozen=True)
+class CausalLMLoss:
+    """`loss(model, batch)`: the batch's share of the mean cross-entropy of next tokens, a scalar.
+
+    `batch` is a mapping with `input_ids` and `labels`, int64 (B, T), labels equal to the ids (the shift is made here)
+    with -100 where nothing is to be learnt, and `valid_tokens`, an int that `counted` puts there; without it the
+    batch's own valid tokens are counted. All else in it goes to the model, which returns an object with `logits`
+    (B, T, V). Without a valid token the loss is zero, not NaN.
+    """
+
+    reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        divisor = batch[VALID_TOKENS] if VALID_TOKENS in batch else valid_tokens(batch)
+        logits = model(**{name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}).logits
+        total = F.cross_entropy(
+            logits.view(-1, logits.shape[-1]), next_tokens(batch["labels"]), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        return total / max(divisor, 1)
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """The target of each position, (B, T) to (B * T,); the last position of a row has none.
+
+    The labels are shifted and padded, not the logits: slicing those would copy the largest tensor of the step.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+
+
+def counted(batch: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The batch on a device, with the number of its valid tokens beside its tensors."""
+    tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    return {**tensors, VALID_TOKENS: valid_tokens(batch)}

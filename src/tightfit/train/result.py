@@ -1,0 +1,75 @@
+"""What a training reports: of each step, and at its end."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step.
+
+    `loss` is that of its batch before the update. `gradient_norm` is the norm before clipping, None without clipping.
+    `tokens` are those that went in so far. `memory_bytes` are what the process has resident on the CPU, and what the
+    allocator has handed out on CUDA, after the step.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    memory_bytes: int
+    skipped: bool = False  # the gradient scaler found an overflow: the weights did not move
+
+    def to_json(self) -> str:
+        """One line of metrics.jsonl. What is not finite becomes null: JSON has no such numbers."""
+        figures = asdict(self)
+        figures["grad_norm"] = figures.pop("gradient_norm")
+        return json.dumps({name: finite(value) for name, value in figures.items()}, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The outcome of a training, as result.json holds it. Bytes are ints, times in seconds.
+
+    `plain_peak_bytes` and `predicted_peak_bytes` are predicted for the step without and with its levers,
+    `measured_peak_bytes` is what the allocator recorded. `measured_step_seconds` is the median over the steps after the
+    second that were not profiled, None where there was none; `tokens_per_second` rests on it, or else on all steps.
+    `validation_loss` is the mean over all held-out tokens, None where nothing was held out, and `perplexity` its
+    exponential.
+    """
+
+    folder: str
+    plain_peak_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    budget_bytes: int | None
+    first_loss: float
+    last_loss: float
+    validation_loss: float | None
+    perplexity: float | None
+    tokens_per_second: float
+    predicted_step_seconds: float
+    measured_step_seconds: float | None
+    steps: int
+    skipped_steps: int
+    tokens: int
+    interrupted: bool
+    parameters: int
+    precision: str
+    device: str
+    versions: dict[str, str]
+    sample: str
+
+    def to_json(self) -> str:
+        """The text of result.json."""
+        return json.dumps({k: finite(v) for k, v in asdict(self).items()}, indent=1, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """None instead of a float that is infinite or not a number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,241 @@
+"""The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
+
+import itertools
+import json
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit import __version__
+from tightfit.config import Config, dump_config, load_config, parse_config
+from tightfit.data.prepare import PreparedData, check_fits, prepare_data
+from tightfit.devices.present import lookup
+from tightfit.errors import InputError, VerificationFailed
+from tightfit.models.generation import generate_text
+from tightfit.models.loading import build_model, position_limit, vocabulary_size
+from tightfit.planner.plan import Plan
+from tightfit.report.picture import memory_picture
+from tightfit.step import StepSettings
+from tightfit.train.evaluation import evaluation_loss
+from tightfit.train.fitting import Fit, fit
+from tightfit.train.loop import Record, Stepper, run_steps
+from tightfit.train.objective import CausalLMLoss, counted
+from tightfit.train.optimizer import OptimizerRecipe
+from tightfit.train.reporter import Reporter, SilentReporter, Start
+from tightfit.train.result import TrainResult
+from tightfit.train.storage import CONFIG, PICTURE, PLAN, RESULT, RunFolder
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
+SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
+
+
+def train(
+    config: str | Path | Config, overrides: Sequence[str] = (), *, reporter: Reporter | None = None
+) -> TrainResult:
+    """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
+
+    The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
+    memory.png, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
+
+    Ctrl-C ends it after the step that runs: what is done so far is written, then `KeyboardInterrupt` is raised.
+    Raises `InputError` for what is wrong in the configuration, the data or the folder, `CannotFit` where no plan
+    meets the budget, `VerificationFailed` where `memory.verify` finds a difference.
+    """
+    settings = _resolved(config, overrides)
+    folder = RunFolder(settings.output.folder)
+    folder.claim(overwrite=settings.output.overwrite)
+    with _threads(settings.training.num_threads):
+        result = _run(settings, folder, reporter or SilentReporter())
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
+def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
+    if not isinstance(config, Config):
+        return load_config(config, overrides)
+    return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
+
+
+def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
+    training = config.training
+    data = prepare_data(config.data, config.model)
+    model = build_model(config.model, seed=training.seed)
+    check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
+    reporter.on_note(_what_is_trained(model, data))
+    device = lookup(None if training.device == "auto" else training.device, notice=reporter.on_note)
+    batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
+    first = next(batches)
+    fitted = fit(model, counted(first), CausalLMLoss(), config, device.kind)
+    model.to(device.kind)
+    if fitted.plan is not None:
+        reporter.on_plan(fitted.plan)
+        if config.memory.verify:
+            _verify(model, counted(first, device.kind), fitted.plan, reporter)
+    _write_beginning(config, data, fitted, folder)
+    with fitted.apply(model):
+        record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter)
+        validation = None if record.interrupted else _validate(config, model, fitted, data)
+    sample = sample_text(model, data, seed=training.seed)
+    result = _result(config, folder, model, fitted, record, validation, device.name, sample)
+    _write_end(result, model, fitted, folder, reporter)
+    reporter.on_end(result)
+    return result
+
+
+def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    return (
+        f"{count / 1e6:.1f}M parameters; {len(data.training)} samples of {data.training.tokens.shape[1]} tokens to train "
+        f"on, {len(data.validation)} held out; vocabulary {data.tokenizer.vocab_size}"
+    )
+
+
+def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Reporter) -> None:
+    from tightfit.verification import verify
+
+    reporter.on_note("verifying the plan: the plain step against the planned one")
+    report = verify(model, batch, plan, loss=CausalLMLoss())
+    if not report.ok:
+        raise VerificationFailed(f"memory.verify: {report}")
+    reporter.on_note(str(report))
+
+
+def _steps(
+    config: Config,
+    model: nn.Module,
+    fitted: Fit,
+    batches: Iterator[dict[str, torch.Tensor]],
+    folder: RunFolder,
+    reporter: Reporter,
+) -> Record:
+    training = config.training
+    stepper = Stepper(
+        model=model,
+        optimizer=OptimizerRecipe(training)(model.parameters()),
+        loss=CausalLMLoss(),
+        settings=StepSettings(training.precision, training.grad_clip),
+        micro_batches=fitted.micro_batches,
+    )
+    reporter.on_start(
+        Start(
+            max_steps=training.max_steps,
+            log_every=training.log_every,
+            predicted_peak_bytes=fitted.planned.peak_bytes,
+            predicted_step_seconds=fitted.planned.step_seconds,
+            budget_bytes=fitted.budget_bytes,
+        )
+    )
+    torch.manual_seed(training.seed)  # dropout's numbers do not depend on what was planned or verified before
+    return run_steps(stepper, batches, training, folder, reporter)
+
+
+def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
+    return evaluation_loss(
+        model,
+        data.validation,
+        CausalLMLoss(),
+        micro_batch_size=config.training.batch_size // fitted.micro_batches,
+        precision=config.training.precision,
+    )
+
+
+def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
+    """The beginning of a sample that was held out, if one was, and what the model makes of it."""
+    samples = data.validation if len(data.validation) else data.training
+    return generate_text(
+        model,
+        data.tokenizer,
+        data.tokenizer.decode(samples.tokens[0, :PROMPT_TOKENS].tolist()),
+        max_new_tokens=SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
+        seed=seed,
+    )
+
+
+def _result(
+    config: Config,
+    folder: RunFolder,
+    model: nn.Module,
+    fitted: Fit,
+    record: Record,
+    validation: float | None,
+    device: str,
+    sample: str,
+) -> TrainResult:
+    return TrainResult(
+        folder=str(folder.path),
+        plain_peak_bytes=fitted.plain.peak_bytes,
+        predicted_peak_bytes=fitted.planned.peak_bytes,
+        measured_peak_bytes=record.measured_peak_bytes,
+        budget_bytes=fitted.budget_bytes,
+        first_loss=record.losses[0],
+        last_loss=record.losses[-1],
+        validation_loss=validation,
+        perplexity=None if validation is None else _exponential(validation),
+        tokens_per_second=record.tokens_per_second,
+        predicted_step_seconds=fitted.planned.step_seconds,
+        measured_step_seconds=record.step_seconds,
+        steps=record.steps,
+        skipped_steps=record.skipped,
+        tokens=record.tokens,
+        interrupted=record.interrupted,
+        parameters=sum(p.numel() for p in model.parameters()),
+        precision=config.training.precision,
+        device=device,
+        versions={"tightfit": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        sample=sample,
+    )
+
+
+def _exponential(loss: float) -> float:
+    """Infinite where it is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _write_beginning(config: Config, data: PreparedData, fitted: Fit, folder: RunFolder) -> None:
+    """What is known before the first step; only now do the files of an earlier run go."""
+    folder.clear()
+    folder.write(CONFIG, dump_config(config))
+    folder.write_tokenizer(data.tokenizer)
+    if fitted.plan is not None:
+        folder.write(PLAN, json.dumps(fitted.plan.to_dict(), indent=1) + "\n")
+
+
+def _write_end(result: TrainResult, model: nn.Module, fitted: Fit, folder: RunFolder, reporter: Reporter) -> None:
+    """Weights, picture, and last the result: where it stands, the run is complete."""
+    folder.write_model(model)
+    try:
+        picture = memory_picture(
+            fitted.plain,
+            fitted.planned if fitted.has_levers else None,
+            budget_bytes=fitted.budget_bytes,
+            measured_peak_bytes=result.measured_peak_bytes,
+            micro_batches=fitted.micro_batches,
+        )
+        folder.write(PICTURE, picture)
+    except InputError as error:  # a training does not fail for lack of a picture
+        reporter.on_note(str(error))
+    folder.write(RESULT, result.to_json())
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """The CPU's operators on `count` threads inside, and on as many as before afterwards."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
