@@ -115,20 +115,23 @@ def _mark_peak(axis: "Axes", footing: Footing, divisor: int, measured_bytes: int
 
 
 def _shade_phases(axis: "Axes", phases: Sequence[str]) -> None:
-    """Each phase in its tint, the long ones named at the top; recompute comes in many short runs, so it has a line in
-    the legend.
+    """Each phase in its tint and named at the top of its longest run; recompute comes in many short runs, so it has a
+    line in the legend instead.
     """
-    labelled: set[str] = set()
-    start = 0
+    runs: list[tuple[str, int, int]] = []  # phase, first operator, one past the last
     for phase, run in itertools.groupby(phases):
-        end = start + len(list(run))
-        in_legend = {"label": phase} if phase == "recompute" and phase not in labelled else {}
-        axis.axvspan(start, end, color=PHASE_TINTS[phase], zorder=0, linewidth=0, **in_legend)
-        if end - start >= LEAST_LABELLED * len(phases) and phase not in labelled:
-            axis.text((start + end) / 2, 0.99, phase, transform=axis.get_xaxis_transform(), ha="center", va="top")
-            labelled.add(phase)
-        labelled |= {phase} if in_legend else set()
-        start = end
+        start = runs[-1][2] if runs else 0
+        runs.append((phase, start, start + len(list(run))))
+    in_legend = False
+    for phase, start, end in runs:
+        label = phase if phase == "recompute" and not in_legend else None
+        in_legend = in_legend or label is not None
+        axis.axvspan(start, end, color=PHASE_TINTS[phase], zorder=0, linewidth=0, label=label)
+    for name in dict.fromkeys(phase for phase in phases if phase != "recompute"):
+        _, start, end = max((run for run in runs if run[0] == name), key=lambda run: run[2] - run[1])
+        if end - start >= LEAST_LABELLED * len(phases):
+            middle = (start + end) / 2
+            axis.text(middle, 0.99, name, transform=axis.get_xaxis_transform(), ha="center", va="top")
 
 
 def _what_runs(micro_batches: int) -> str:

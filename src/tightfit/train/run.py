@@ -92,8 +92,8 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
 def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     count = sum(p.numel() for p in model.parameters())
     return (
-        f"{count / 1e6:.1f}M parameters; {len(data.training)} samples of {data.training.tokens.shape[1]} tokens to train "
-        f"on, {len(data.validation)} held out; vocabulary {data.tokenizer.vocab_size}"
+        f"{count / 1e6:.1f}M parameters, vocabulary {data.tokenizer.vocab_size}; {len(data.training)} samples of "
+        f"{data.training.tokens.shape[1]} tokens to train on, {len(data.validation)} held out"
     )
 
 
