@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from tightfit.errors import LeverError
@@ -97,7 +96,6 @@ class Product(torch.autograd.Function):
         return Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         rows = gradients[0].to(ctx.product).flatten(0, -2)

@@ -92,18 +92,13 @@ class Head:
 
 
 class Gradients:
-    """Sums of the gradients of hidden, weight and bias: the last two in fp32 until they are done."""
+    """Sums of the gradients of hidden, weight and bias, in fp32 (fp64 for fp64) whatever these are."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]):
-        of_hidden, of_weight, of_bias = needed
-        self.sources = hidden, weight, bias
-        self.hidden = torch.zeros_like(hidden) if of_hidden else None
-        self.weight = self.zeros(weight) if of_weight else None
-        self.bias = self.zeros(bias) if of_bias and bias is not None else None
-
-    @staticmethod
-    def zeros(source: Tensor) -> Tensor:
-        return torch.zeros_like(source, dtype=accumulation_dtype(source.dtype))
+        self.hidden, self.weight, self.bias = (
+            torch.zeros_like(source, dtype=accumulation_dtype(source.dtype)) if need and source is not None else None
+            for source, need in zip((hidden, weight, bias), needed, strict=True)
+        )
 
     def add(self, head: Head, tokens: Tokens, span: tuple[int, int], hidden: Tensor, gradient: Tensor) -> None:
         """Add what `gradient` (rows, V) of a chunk's logits gives; `hidden` (rows, D) in the same dtype."""
@@ -111,15 +106,6 @@ class Gradients:
             tokens.scatter_(self.hidden, *span, blocked_product(gradient, head.weight))
         if self.weight is not None:
             add_product_(self.weight, gradient.t(), hidden)
-
-    def results(self) -> list[Tensor | None]:
-        """The gradients in the dtypes of what they belong to."""
-        made = []
-        for name, source in zip(("hidden", "weight", "bias"), self.sources, strict=True):
-            gradient = getattr(self, name)
-            setattr(self, name, None)
-            made.append(gradient if source is None or gradient is None else gradient.to(source.dtype))
-        return made
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -141,8 +127,8 @@ def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 def blocked_product(left: Tensor, right: Tensor) -> Tensor:
     """left (rows, V) @ right (V, D): a sum over the vocabulary, made in blocks so that less of it is rounded away."""
-    if left.dtype.itemsize < 4:  # rounded to 16 bits at the end, which outweighs the sum's own error
-        return left @ right
+    if left.dtype.itemsize < 4:  # summed in fp32 as it is; without its rounding a CPU takes three times as long
+        return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left @ right
     size = max(LEAST_SUMMED_AT_ONCE, math.ceil(len(right) / MOST_BLOCKS))
     total = left[:, :size] @ right[:size]
     for start in range(size, len(right), size):
@@ -162,7 +148,7 @@ def run_chunks(
 
     `scale` (count, 1) weighs the tokens.
     """
-    rows = min(rows, tokens.count)
+    rows = max(min(rows, tokens.count), 1)
     shape = (rows, len(head.weight))
     buffer = torch.empty(shape, dtype=head.accumulate, device=head.hidden.device)
     narrow = None if head.weight.dtype == head.accumulate else torch.empty_like(buffer, dtype=head.weight.dtype)

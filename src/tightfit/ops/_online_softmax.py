@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from tightfit.internals import NoAutocast
+from tightfit.ops._once import differentiable_once
 from tightfit.ops._visibility import Tile, Visibility
 
 
@@ -32,7 +31,7 @@ class ChunkedAttention(torch.autograd.Function):
         scale: float,
         chunk_size: int,
     ) -> Tensor:
-        with NoAutocast():
+        with torch.autocast(q.device.type, enabled=False):
             tiles = Tiles(q, k, v, mask, visibility, scale, chunk_size)
             out = q.new_empty(*q.shape[:3], v.shape[3])
             log_sum = q.new_empty(*q.shape[:3], 2, dtype=tiles.dtype)
@@ -45,10 +44,10 @@ class ChunkedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("attention")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, log_sum = ctx.saved_tensors
-        with NoAutocast():
+        with torch.autocast(q.device.type, enabled=False):
             tiles = Tiles(q, k, v, mask, *ctx.how)
             made = Sums(tiles, ctx.needs_input_grad)
             for q0 in tiles.starts():

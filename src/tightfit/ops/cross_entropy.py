@@ -5,17 +5,17 @@ second product with the vocabulary. For `reduction="none"` the tokens' weights a
 so the chunks run again there.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _autograd
-from torch.autograd.function import once_differentiable
 
 from tightfit.errors import InputError
-from tightfit.internals import NoAutocast
 from tightfit.ops._chunked_head import Gradients, Head, Terms, Tokens, accumulation_dtype, run_chunks
+from tightfit.ops._once import differentiable_once
 
 __all__ = ["linear_cross_entropy", "plain_linear_cross_entropy"]
 
@@ -185,24 +185,25 @@ class TotalLoss(torch.autograd.Function):
         # In fp16 the mean's small gradients would vanish: there the backward pass divides.
         inside = divisor if dtype != torch.float16 else 1
         ctx.divisor = divisor / inside
+        ctx.dtypes = dtypes(hidden, weight, bias)
         needed = [recording and need for need in ctx.needs_input_grad[:3]]
-        with NoAutocast():
+        with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, dtype)
             gradients = Gradients(hidden, weight, bias, needed) if any(needed) else None
             scale = torch.full((tokens.count, 1), 1 / inside, dtype=head.accumulate, device=hidden.device)
             losses = run_chunks(head, tokens, terms, rows, scale, gradients)
         if gradients is not None:
-            ctx.save_for_backward(*gradients.results())
+            ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         return (losses.sum() / divisor).to(head.accumulate)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0] / ctx.divisor
         # Scaled in place: a second copy of the weight's gradient would stand at the peak of the step.
         multiply = torch.mul if graph_is_kept() else torch.Tensor.mul_
-        made = [None if gradient is None else multiply(gradient, scale) for gradient in ctx.saved_tensors]
-        return (*made, None, None, None, None, None, None)
+        scaled = [None if gradient is None else multiply(gradient, scale) for gradient in ctx.saved_tensors]
+        return (*cast(scaled, ctx.dtypes), None, None, None, None, None, None)
 
 
 class TokenLosses(torch.autograd.Function):
@@ -221,21 +222,30 @@ class TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.tokens, ctx.terms, ctx.rows, ctx.dtype = tokens, terms, rows, dtype
-        with NoAutocast():
+        with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, dtype)
             losses = run_chunks(head, tokens, terms, rows)
         return tokens.spread(losses.to(head.accumulate))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        with NoAutocast():
+        with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, ctx.dtype)
             made = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
             scale = ctx.tokens.gather(gradients[0]).unsqueeze(1).to(accumulation_dtype(ctx.dtype))
             run_chunks(head, ctx.tokens, ctx.terms, ctx.rows, scale, made)
-        return (*made.results(), None, None, None, None)
+        sums = [made.hidden, made.weight, made.bias]
+        return (*cast(sums, dtypes(hidden, weight, bias)), None, None, None, None)
+
+
+def dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def cast(tensors: Sequence[Tensor | None], to: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(dtype) for tensor, dtype in zip(tensors, to, strict=True)]
 
 
 def graph_is_kept() -> bool:

@@ -1,0 +1,50 @@
+"""Backward passes that cannot be differentiated themselves, and say so."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import InputError
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def differentiable_once(name: str) -> Callable[[Backward], Backward]:
+    """Decorates an `autograd.Function`'s backward: its results may be used, but not differentiated.
+
+    PyTorch's `once_differentiable` looks at the incoming gradient only: where that is a constant, as for a loss, the
+    results come out as constants too, and a gradient penalty silently lacks them.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def guarded(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            if not torch.is_grad_enabled():
+                return results
+            return tuple(None if result is None else Refusal.apply(leaf(result), name) for result in results)
+
+        return guarded
+
+    return decorate
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+class Refusal(torch.autograd.Function):
+    """The identity, whose derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InputError(f"{ctx.name}: cannot be differentiated twice: use the plain version for second derivatives")
