@@ -2,18 +2,19 @@
 
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import tightfit
 from tightfit.cli import sources
 from tightfit.cli.question import Question
-from tightfit.config import Config, PretrainedModel, load_config
+from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
+from tightfit.data.prepare import prepare_data
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError, ModelError, TightfitError
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
@@ -22,7 +23,10 @@ from tightfit.planner.estimate import Estimate
 from tightfit.planner.plan import Plan
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.trace.build import build_dry
-from tightfit.verify import Verification, verify
+from tightfit.train.fitting import recompute_by_hand
+from tightfit.train.objective import CausalLMLoss, counted
+from tightfit.train.optimizer import OptimizerRecipe
+from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent
 SIZE, LENGTH = 1, 1024  # of a batch, where the question gives none
@@ -36,24 +40,32 @@ class Subject:
     model: nn.Module
     batch: Batch
     step: dict[str, Any]  # optimizer, precision, device, micro_batches and grad_clip, as `tightfit.estimate` takes them
+    optimizer: str  # by the name that the user knows
     loss: Loss | None = None
     budget: int | str | None = None
     levers: str | Sequence[str] | None = None
     blocks: str | None = None
+    recompute: RecomputeConfig | None = None  # set by hand
 
     def estimate(self) -> Estimate:
-        with self.rejections():
-            return api.estimate(self.model, self.batch, loss=self.loss, **self.step)
+        with self.rejections(), self.recomputing():
+            found = api.estimate(self.model, self.batch, loss=self.loss, **self.step)
+        return replace(found, optimizer=self.optimizer)
 
     def plan(self, budget: int | str) -> Plan:
         with self.rejections():
-            return api.plan(
+            found = api.plan(
                 self.model, self.batch, budget, loss=self.loss, levers=self.levers, blocks=self.blocks, **self.step
             )
+        return replace(found, optimizer=self.optimizer)
 
     def verify(self, plan: Plan) -> Verification:
         with self.rejections():
             return verify(self.model, self.batch, plan, loss=self.loss)
+
+    def recomputing(self) -> AbstractContextManager[Any]:
+        """What CONFIG recomputes by hand, in force."""
+        return nullcontext() if self.recompute is None else recompute_by_hand(self.model, self.recompute)
 
     @contextmanager
     def rejections(self) -> Iterator[None]:
@@ -86,25 +98,41 @@ def subject_of(question: Question, *, dry: bool) -> Subject:
 
 
 def _from_config(question: Question, dry: bool) -> Subject:
+    """The step that `tightfit train` would run, with its loss and its optimizer."""
     assert question.config is not None, "the question has a CONFIG"
     config = load_config(question.config, question.settings)
-    model = _build(config, dry)
     training = config.training
+    model = _build(config, dry)
     return Subject(
         name=type(model).__name__,
         model=model,
-        batch=_tokens(model, training.batch_size, config.data.sequence_length, "data.sequence_length"),
+        batch=counted(_ids(model, config) if dry else _first_batch(config)),
         step={
-            "optimizer": training.optimizer,
+            "optimizer": OptimizerRecipe(training),
             "precision": training.precision,
             "device": None if training.device == "auto" else training.device,
             "micro_batches": training.gradient_accumulation_steps,
             "grad_clip": training.grad_clip,
         },
+        optimizer=training.optimizer,
+        loss=CausalLMLoss(),
         budget=config.memory.budget,
         levers=config.memory.levers,
         blocks=question.blocks,
+        recompute=config.memory.recompute,
     )
+
+
+def _ids(model: nn.Module, config: Config) -> dict[str, Tensor]:
+    """A batch of the right shape, without reading the corpus."""
+    length = config.data.sequence_length
+    return _tokens(model, config.training.batch_size, length, "data.sequence_length").tensors()
+
+
+def _first_batch(config: Config) -> dict[str, Tensor]:
+    """The batch that the training would begin with."""
+    data = prepare_data(config.data, config.model)
+    return next(data.batches(config.training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle))
 
 
 def _build(config: Config, dry: bool) -> nn.Module:
@@ -133,6 +161,7 @@ def _from_model(question: Question, dry: bool) -> Subject:
             "micro_batches": question.micro_batches or 1,
             "grad_clip": question.grad_clip,
         },
+        optimizer=question.optimizer or "adamw",
         budget=question.budget,
         levers=question.allowed,
         blocks=question.blocks,

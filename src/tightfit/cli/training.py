@@ -1,10 +1,105 @@
-"""`train`: the whole road."""
+"""`train`: the whole road, with a progress bar and the outcome at the end."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from tightfit.cli import options
+from tightfit.cli.asking import columns
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tightfit import Plan, TrainResult
 
 
-def train(config: options.Config = None, overrides: options.Overrides = None) -> None:
+def train(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML configuration of a training.", show_default=False)
+    ],
+    overrides: options.Overrides = None,
+) -> None:
     """Train a model as CONFIG says, within its memory budget.
 
-    [dim]tightfit train examples/quickstart.yaml memory.budget=0.4x training.max_steps=100[/]
+    The peak is predicted before the first step, and measured. The run's
+    folder then holds the weights, the tokenizer, the plan, the metrics and
+    a picture of the memory. Ctrl-C ends it after the step that runs.
+
+    [dim]tightfit train examples/quickstart.yaml[/]
+
+    [dim]tightfit train my.yaml memory.budget=20GiB training.precision=bf16[/]
     """
+    from tightfit.cli.progress import ProgressReporter
+    from tightfit.train import train as run
+
+    reporter = ProgressReporter()
+    try:
+        with reporter:
+            run(config, tuple(overrides or ()), reporter=reporter)
+    finally:  # an interrupted training has an outcome too
+        if reporter.result is not None:
+            typer.echo(outcome(reporter.result, reporter.plan, columns()))
+
+
+def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
+    """Plain, predicted and measured side by side; the losses; a sample; where everything is."""
+    from tightfit.planner.describe import rendered
+
+    return rendered(
+        "",
+        figures(result, plan),
+        "",
+        *losses(result),
+        "",
+        "A sample:",
+        *(f"  {line}" for line in result.sample.splitlines()),
+        "",
+        f"The run is in {result.folder}: memory.png shows the step, plan.json why.",
+        width=width,
+    )
+
+
+def figures(result: "TrainResult", plan: "Plan | None") -> "Table":
+    """Memory and time of a step: plain, as predicted for the step that ran, and as measured."""
+    from tightfit.planner.describe import table_of
+    from tightfit.units import format_bytes, format_seconds
+
+    measured = result.measured_step_seconds
+    table = table_of("", "plain", "predicted", "measured", "budget")
+    table.add_row(
+        "peak memory",
+        format_bytes(result.plain_peak_bytes),
+        format_bytes(result.predicted_peak_bytes),
+        format_bytes(result.measured_peak_bytes),
+        "" if result.budget_bytes is None else format_bytes(result.budget_bytes),
+    )
+    table.add_row(
+        "of plain",
+        "100%",
+        *(
+            f"{peak / result.plain_peak_bytes:.1%}"
+            for peak in (result.predicted_peak_bytes, result.measured_peak_bytes)
+        ),
+        "" if result.budget_bytes is None else f"{result.budget_bytes / result.plain_peak_bytes:.1%}",
+    )
+    plain_step = "" if plan is None else format_seconds(plan.plain.step_seconds)
+    table.add_row(
+        "step",
+        plain_step,
+        format_seconds(result.predicted_step_seconds),
+        "" if measured is None else format_seconds(measured),
+    )
+    return table
+
+
+def losses(result: "TrainResult") -> list[str]:
+    """How the loss fell, in sentences."""
+    lines = [
+        f"Loss {result.first_loss:.3f} -> {result.last_loss:.3f} in {result.steps} steps "
+        f"({result.tokens:,} tokens, {result.tokens_per_second:,.0f} a second)."
+    ]
+    if result.validation_loss is not None:
+        lines.append(f"On held-out text {result.validation_loss:.3f} (perplexity {result.perplexity:.1f}).")
+    if result.skipped_steps:
+        lines.append(f"{result.skipped_steps} steps were skipped: gradients beyond fp16, the scale was lowered.")
+    return lines

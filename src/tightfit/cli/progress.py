@@ -1,0 +1,87 @@
+"""How a training goes, on stderr: a bar on a terminal, plain lines elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from tightfit.planner.describe import rendered, summary
+from tightfit.planner.plan import Plan
+from tightfit.train import Start, StepMetrics, TrainResult
+
+LINES = 15  # of a training whose output is no terminal, beside the first and the last
+
+
+class ProgressReporter:
+    """Shows loss, speed and memory while a training runs. A context manager: the bar is taken down at its end.
+
+    `plan` and `result` are what it was told last, None before.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(stderr=True, highlight=False, markup=False)
+        self.plan: Plan | None = None
+        self.result: TrainResult | None = None
+        self._start: Start | None = None
+        self._peak_bytes: int | None = None
+        self._bar = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            refresh_per_second=2,
+            disable=not self.console.is_terminal,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_note(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
+
+    def on_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self.console.print(rendered("", *summary(plan), "", width=self.console.width))
+
+    def on_start(self, start: Start) -> None:
+        self._start = start
+        self._bar.update(self._task, total=start.max_steps)
+        self._bar.start()
+
+    def on_peak(self, measured_peak_bytes: int) -> None:
+        self._peak_bytes = measured_peak_bytes
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        assert self._start is not None, "a training starts before its first step"
+        shown = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  {self.memory(metrics)}"
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=metrics.step, description=shown)
+        elif metrics.step in (1, self._start.max_steps) or metrics.step % max(1, self._start.max_steps // LINES) == 0:
+            self.on_note(f"step {metrics.step}/{self._start.max_steps}  {shown}")
+
+    def on_end(self, result: TrainResult) -> None:
+        self.result = result
+
+    def memory(self, metrics: StepMetrics) -> str:
+        """What is in use now, and the peak of a step beside its budget."""
+        assert self._start is not None, "a training starts before its first step"
+        peak = self._start.predicted_peak_bytes if self._peak_bytes is None else self._peak_bytes
+        budget = self._start.budget_bytes
+        return f"now {brief(metrics.memory_bytes)}  peak {brief(peak)}" + (
+            "" if budget is None else f" of {brief(budget)}"
+        )
+
+
+def brief(count: int) -> str:
+    """Bytes in as few characters as a bar has room for: `238 MiB`, `21.4 GiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
