@@ -12,6 +12,7 @@ from tightfit.planner.plan import Plan
 from tightfit.train import Start, StepMetrics, TrainResult
 
 LINES = 15  # of a training whose output is no terminal, beside the first and the last
+BESIDE = 21  # columns that step, bar and remaining time take at least
 
 
 class ProgressReporter:
@@ -63,25 +64,27 @@ class ProgressReporter:
 
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._start is not None, "a training starts before its first step"
-        shown = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  {self.memory(metrics)}"
+        shown = [f"loss {metrics.loss:.3f}", *self.memory(metrics), f"{metrics.tokens_per_second:,.0f} tok/s"]
         if not self._bar.disable:
-            self._bar.update(self._task, completed=metrics.step, description=shown)
+            room = self.console.width - BESIDE
+            while len("  ".join(shown)) > room and len(shown) > 1:
+                shown.pop()
+            self._bar.update(self._task, completed=metrics.step, description="  ".join(shown))
         elif metrics.step in (1, self._start.max_steps) or metrics.step % max(1, self._start.max_steps // LINES) == 0:
-            self.on_note(f"step {metrics.step}/{self._start.max_steps}  {shown}")
+            self.on_note("  ".join((f"step {metrics.step}/{self._start.max_steps}", *shown)))
 
     def on_end(self, result: TrainResult) -> None:
         self.result = result
 
-    def memory(self, metrics: StepMetrics) -> str:
-        """What is in use now, and the peak of a step beside its budget."""
+    def memory(self, metrics: StepMetrics) -> tuple[str, str]:
+        """The peak of a step beside its budget, and what is in use now."""
         assert self._start is not None, "a training starts before its first step"
         peak = self._start.predicted_peak_bytes if self._peak_bytes is None else self._peak_bytes
         budget = self._start.budget_bytes
-        return f"now {brief(metrics.memory_bytes)}  peak {brief(peak)}" + (
-            "" if budget is None else f" of {brief(budget)}"
-        )
+        within = brief(peak) if budget is None else f"{brief(peak)} of {brief(budget)}"
+        return f"peak {within}", f"now {brief(metrics.memory_bytes)}"
 
 
 def brief(count: int) -> str:
-    """Bytes in as few characters as a bar has room for: `238 MiB`, `21.4 GiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    """Bytes in as few characters as a bar has room for: `238M`, `21.4G`, in binary units."""
+    return f"{count / 2**30:.1f}G" if count >= 2**30 else f"{count / 2**20:.0f}M"

@@ -101,5 +101,7 @@ def losses(result: "TrainResult") -> list[str]:
     if result.validation_loss is not None:
         lines.append(f"On held-out text {result.validation_loss:.3f} (perplexity {result.perplexity:.1f}).")
     if result.skipped_steps:
-        lines.append(f"{result.skipped_steps} steps were skipped: gradients beyond fp16, the scale was lowered.")
+        lines.append(
+            f"{result.skipped_steps} of {result.steps} steps skipped: gradients beyond fp16, so the scale fell."
+        )
     return lines

@@ -1,0 +1,155 @@
+import io
+import json
+import signal
+
+import pytest
+import yaml
+from rich.console import Console
+
+from command_line import tightfit
+from tightfit.cli.progress import ProgressReporter
+from tightfit.cli.training import outcome
+from tightfit.train import Start, StepMetrics, TrainResult
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a training of three small steps, with these sections laid over it, and gives its path."""
+
+    def write(**sections):
+        (tmp_path / "text.txt").write_text(TEXT)
+        content = {
+            "model": {
+                "hidden_size": 32,
+                "num_layers": 2,
+                "num_heads": 2,
+                "vocab_size": 300,
+                "max_position_embeddings": 64,
+            },
+            "data": {"source": str(tmp_path / "text.txt"), "sequence_length": 32, "vocab_size": 300},
+            "training": {"max_steps": 3, "batch_size": 4},
+            "memory": {"budget": "0.8x"},
+            "output": {"folder": str(tmp_path / "run")},
+        }
+        for name, keys in sections.items():
+            content[name] = {**content[name], **keys}
+        path = tmp_path / "training.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def test_a_training_ends_with_plain_predicted_and_measured_and_generates(config, tmp_path):
+    done = tightfit("train", config())
+    assert done.code == 0, done.err
+    assert "step 1/3  loss " in done.err
+    assert "peak memory" in done.out
+    assert "Loss " in done.out
+    assert f"The run is in {tmp_path / 'run'}" in " ".join(done.out.split())
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["measured_peak_bytes"] <= result["budget_bytes"]
+    text = tightfit("generate", tmp_path / "run", "--prompt", "the quick", "--max-new-tokens", 3, "--seed", 1)
+    assert text.out.startswith("the quick")
+    assert tightfit("generate", tmp_path / "run", "--prompt", "the quick", "--max-new-tokens", 3, "--seed", 1) == text
+
+
+def refused(config, *overrides, code=2):
+    done = tightfit("train", config, *overrides)
+    assert done.code == code
+    assert done.out == ""
+    return done.error
+
+
+def test_an_empty_corpus_and_a_broken_line_are_told_by_place(config, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert "holds no text" in refused(config(data={"source": str(tmp_path / "empty.txt")}))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "fine"}\n{"text": broken}\n')
+    assert f"{lines}, line 2, column 10: not valid JSON" in refused(config(data={"source": str(lines)}))
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(config):
+    assert "larger than the model's of 260" in refused(config(model={"vocab_size": 260}))
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_read(config, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    line = refused(config(output={"folder": str(tmp_path / "file" / "run")}, data={"source": str(tmp_path / "none")}))
+    assert "cannot be written" in line
+
+
+def test_a_budget_that_nothing_fits_ends_with_its_own_exit_code(config):
+    assert "cannot fit: the least is" in refused(config(), "memory.budget=1KB", code=3)
+
+
+def test_ctrl_c_keeps_what_is_done_and_ends_with_130(config, monkeypatch, tmp_path):
+    def interrupt_after_one(self, metrics):
+        if metrics.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ProgressReporter, "on_step", interrupt_after_one)
+    done = tightfit("train", config(memory={"budget": None}))
+    assert done.code == 130
+    assert "peak memory" in done.out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
+
+
+START = Start(max_steps=30, log_every=1, predicted_peak_bytes=2**28, predicted_step_seconds=1.0, budget_bytes=2**29)
+
+
+def metrics(step):
+    return StepMetrics(step, 5.25, 1e-3, 0.5, 100 * step, 1234.0, 0.1, 700 * 2**20)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_bar_shows_steps_loss_speed_and_memory_on_one_line(width):
+    screen = io.StringIO()
+    reporter = ProgressReporter(Console(file=screen, force_terminal=True, width=width, color_system=None))
+    with reporter:
+        reporter.on_start(START)
+        reporter.on_step(metrics(7))
+    last = screen.getvalue().split("\r")[-1].splitlines()[0]
+    assert "7/30" in last
+    assert "loss 5.250" in last
+    assert "peak 256M of 512M" in last
+    assert ("now 700M  1,234 tok/s" in last) == (width >= 80)
+    assert len(last.removeprefix("\x1b[2K")) <= width
+
+
+def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step():
+    screen = io.StringIO()
+    reporter = ProgressReporter(Console(file=screen, width=80))
+    with reporter:
+        reporter.on_start(START)
+        for step in range(1, 31):
+            reporter.on_step(metrics(step))
+    lines = screen.getvalue().splitlines()
+    assert lines[0].startswith("step 1/30  loss 5.250")
+    assert lines[-1].startswith("step 30/30")
+    assert 10 < len(lines) < 20
+    assert "\x1b" not in screen.getvalue()
+
+
+def test_the_measured_peak_takes_the_place_of_the_predicted_one():
+    screen = io.StringIO()
+    reporter = ProgressReporter(Console(file=screen, width=80))
+    reporter.on_start(START)
+    reporter.on_peak(3 * 2**26)
+    reporter.on_step(metrics(1))
+    assert "peak 192M of 512M" in screen.getvalue()
+
+
+def test_skipped_steps_and_unknown_times_are_told():
+    result = TrainResult(
+        folder="runs/x", plain_peak_bytes=400, predicted_peak_bytes=200, measured_peak_bytes=100, budget_bytes=None,
+        first_loss=9.0, last_loss=5.0, validation_loss=None, perplexity=None, tokens_per_second=10.0,
+        predicted_step_seconds=1.0, measured_step_seconds=None, steps=2, skipped_steps=1, tokens=64, interrupted=False,
+        parameters=5, precision="fp16", device="cpu", versions={}, sample="a\nb",
+    )  # fmt: skip
+    text = outcome(result, None, 80)
+    assert "1 of 2 steps skipped" in text
+    assert "50.0%" in text
+    assert "25.0%" in text
