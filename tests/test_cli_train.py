@@ -30,7 +30,7 @@ def config(tmp_path):
             },
             "data": {"source": str(tmp_path / "text.txt"), "sequence_length": 32, "vocab_size": 300},
             "training": {"max_steps": 3, "batch_size": 4},
-            "memory": {"budget": "0.8x"},
+            "memory": {"budget": "0.95x", "levers": "exact"},
             "output": {"folder": str(tmp_path / "run")},
         }
         for name, keys in sections.items():
