@@ -14,13 +14,13 @@ _HOMES: dict[str, str] = {
     "Plan": "tightfit.planner.plan",
     "TokenBatch": "tightfit.step",
     "TrainResult": "tightfit.train",
-    "Verification": "tightfit.verify",
+    "Verification": "tightfit.verification",
     "build_dry": "tightfit.trace.build",
     "estimate": "tightfit.planner.api",
     "plan": "tightfit.planner.api",
     "recompute": "tightfit.levers.recompute",
     "train": "tightfit.train",
-    "verify": "tightfit.verify",
+    "verify": "tightfit.verification",
 }
 
 __all__ = [*_HOMES, "__version__"]

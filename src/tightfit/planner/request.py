@@ -21,6 +21,7 @@ from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.dry_run import OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.step import trace_part, trace_step
+from tightfit.trace.workspace import Workspace, cpu_workspace, no_workspace
 
 EXACT_LEVERS = ("recompute",)
 ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
@@ -59,6 +60,10 @@ class Request:
     @cached_property
     def cost(self) -> OperatorCost:
         return CostModel(self.device).operator_seconds
+
+    @property
+    def workspace(self) -> Workspace:
+        return cpu_workspace if self.device.kind == "cpu" else no_workspace
 
     @property
     def rounding(self) -> int:
@@ -112,6 +117,7 @@ class Tracer:
                 optimizer=request.optimizer,
                 settings=request.settings,
                 cost=request.cost,
+                workspace=request.workspace,
                 rounding=request.rounding,
             )
 
@@ -129,6 +135,7 @@ class Tracer:
                 state_bytes=state_bytes(plain),
                 with_gradient=plain.with_gradient,
                 cost=request.cost,
+                workspace=request.workspace,
                 rounding=request.rounding,
             )
 

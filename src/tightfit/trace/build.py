@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from tightfit.trace.dry_run import DryRun
@@ -14,7 +15,11 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     train.
     """
     ledger = Ledger()
-    with DryRun(ledger, ModuleTracker(nn.Module())):
-        model = factory()
+    state = torch.get_rng_state()
+    try:
+        with DryRun(ledger, ModuleTracker(nn.Module())):
+            model = factory()
+    finally:
+        torch.set_rng_state(state)  # small tensors are drawn for real
     ledger.close()
     return model

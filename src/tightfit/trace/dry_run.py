@@ -23,7 +23,7 @@ from tightfit.trace.questions import Questions
 from tightfit.trace.record import OperatorRecord, Phase
 from tightfit.trace.rules import CHOOSING, INDEXING, balanced_choice, choice_bound
 from tightfit.trace.shapes import TensorShape, is_hollow, result_shapes, set_hollow, signature
-from tightfit.trace.workspace import workspace_bytes
+from tightfit.trace.workspace import Workspace, cpu_workspace
 
 aten = torch.ops.aten
 KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
@@ -39,11 +39,18 @@ def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorSh
 class DryRun(TorchDispatchMode):
     """The mode under which a step runs dry; fills a `Ledger` and a list of operators."""
 
-    def __init__(self, ledger: Ledger, modules: ModuleTracker, cost: OperatorCost = no_cost):
+    def __init__(
+        self,
+        ledger: Ledger,
+        modules: ModuleTracker,
+        cost: OperatorCost = no_cost,
+        workspace: Workspace = cpu_workspace,
+    ):
         super().__init__()
         self.ledger = ledger
         self.modules = modules
         self.cost = cost
+        self.workspace = workspace
         self.phase = Phase.FORWARD
         self.questions = Questions(modules)
         self.operators: list[OperatorRecord] = []
@@ -225,7 +232,7 @@ class DryRun(TorchDispatchMode):
             constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
             price = self._costs[key] = (
                 self.cost(traits.name, shapes, outputs, constants),
-                workspace_bytes(traits.name, shapes),
+                self.workspace(traits.name, shapes),
             )
         return price
 

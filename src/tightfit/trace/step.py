@@ -1,6 +1,5 @@
 """Runs a whole training step dry and returns its record."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils._pytree import tree_iter
 
 from tightfit.activity import now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, state_tensors
+from tightfit.memory.allocator import collector_off
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
 from tightfit.trace.ledger import Ledger
@@ -18,6 +18,7 @@ from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.shapes import TensorShape, is_hollow
+from tightfit.trace.workspace import Workspace, cpu_workspace
 
 TRACED_PARTS = 2  # the second micro-batch finds the gradients of the first; all later ones are like it
 
@@ -42,6 +43,7 @@ def trace_step(
     optimizer: str | OptimizerFactory | torch.optim.Optimizer = "adamw",
     settings: StepSettings | None = None,
     cost: OperatorCost = no_cost,
+    workspace: Workspace = cpu_workspace,
     rounding: int = 1,
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
@@ -51,7 +53,7 @@ def trace_step(
     """
     settings = settings or StepSettings()
     traced = list(parts[-TRACED_PARTS:])
-    with _dry(model, parts, cost, rounding) as dry:
+    with _dry(model, parts, cost, workspace, rounding) as dry:
         twin = build_optimizer(optimizer, model.parameters())
         boundaries = run_twice(dry, model, traced, loss, twin, settings)
         return record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
@@ -66,6 +68,7 @@ def trace_part(
     state_bytes: int,
     with_gradient: Sequence[str],
     cost: OperatorCost = no_cost,
+    workspace: Workspace = cpu_workspace,
     rounding: int = 1,
 ) -> StepTrace:
     """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
@@ -73,7 +76,7 @@ def trace_part(
     What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
     gradient, which is there from the start if micro-batches came before.
     """
-    with _dry(model, parts, cost, rounding) as dry:
+    with _dry(model, parts, cost, workspace, rounding) as dry:
         dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         if len(parts) > 1:
             for name in with_gradient:
@@ -85,12 +88,14 @@ def trace_part(
 
 
 @contextmanager
-def _dry(model: nn.Module, parts: Sequence[Part], cost: OperatorCost, rounding: int) -> Iterator[DryRun]:
+def _dry(
+    model: nn.Module, parts: Sequence[Part], cost: OperatorCost, workspace: Workspace, rounding: int
+) -> Iterator[DryRun]:
     """A dry run about to begin; everything it touches is put back afterwards."""
     batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
     ledger = Ledger(rounding=rounding)
-    with everything_restored(model, *batch), ModuleTracker(model) as modules, _quiet_collector():
-        dry = DryRun(ledger, modules, cost)
+    with everything_restored(model, *batch), ModuleTracker(model) as modules, collector_off():
+        dry = DryRun(ledger, modules, cost, workspace)
         try:
             announce(ledger, model, batch)
             with dry, _filling_off(), _watching_saves(ledger):
@@ -187,19 +192,6 @@ def _watching_saves(ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         now.on_save = None
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Garbage of earlier runs must not be freed inside the record, and hide what is allocated there."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

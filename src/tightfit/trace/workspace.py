@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 
+from tightfit.memory.allocator import cpu_rise
 from tightfit.trace.shapes import TensorShape
+
+aten = torch.ops.aten
 
 
 def cpu_attention_splits(query_length: int, key_length: int) -> tuple[int, int]:
@@ -31,23 +35,83 @@ def _cpu_attention(inputs: Sequence[TensorShape]) -> int:
 
 
 def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
-    # Per thread: scores and their gradient, and both in the input's type where that is narrower; once: a row of sums.
-    query, key = inputs[1], inputs[2]
+    # Per thread: scores and their gradient, and both in the input's type where that is narrower; once: a row of
+    # sums. A gradient that does not lie in memory as (batch, length, heads, width) is copied so (measured, all
+    # layouts).
+    gradient, query, key = inputs[:3]
     rows, columns = cpu_attention_splits(query.shape[-2], key.shape[-2])
     width = 8 if query.dtype == torch.float64 else 4
     per_thread = 2 * rows * columns * width
+    products = 0
     if query.dtype.itemsize == 2:
         per_thread += 2 * rows * columns * 2
-    return torch.get_num_threads() * per_thread + rows * width
+        products = _narrow_products(min(query.shape[-2], 768), min(key.shape[-2], 512), query.shape[-1], query.dtype)
+    _, heads, length, head_width = gradient.shape
+    in_place = gradient.stride == (length * heads * head_width, head_width, heads * head_width, 1)
+    return torch.get_num_threads() * per_thread + rows * width + products + (0 if in_place else gradient.bytes)
 
 
-WORKSPACES: dict[str, Callable[[Sequence[TensorShape]], int]] = {
+@cache
+def _narrow_products(query_length: int, key_length: int, width: int, dtype: torch.dtype) -> int:
+    """Scratch memory that oneDNN takes for the products of 16-bit attention, which depends on the instruction set.
+
+    Measured: one small head is run for real at lengths that are split as the asked ones, and what the formula
+    explains is taken off.
+    """
+    shape_q, shape_k = (1, query_length, 1, width), (1, key_length, 1, width)
+    query, key, value = (torch.ones(shape, dtype=dtype).transpose(1, 2) for shape in (shape_q, shape_k, shape_k))
+    with torch.no_grad():
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        rise = cpu_rise(
+            lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                out, query, key, value, out, logsumexp, 0.0, False
+            )
+        )
+    rows, columns = cpu_attention_splits(query_length, key_length)
+    explained = torch.get_num_threads() * rows * columns * (2 * 4 + 2 * 2) + rows * 4
+    return max(0, rise - explained - query.nbytes - key.nbytes - value.nbytes)
+
+
+def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
+    if inputs[0].dtype.itemsize != 2 or sum(shape.bytes for shape in inputs) > LARGEST_PRODUCT:
+        return 0
+    return _measured_product(operator, tuple(inputs))
+
+
+@cache
+def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...]) -> int:
+    """Scratch memory of a 16-bit product, which oneDNN chooses by shape and instruction set: it is run once for
+    real.
+    """
+    operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
+    with torch.no_grad():
+        results = [operator(*operands)]
+        rise = cpu_rise(lambda: results.append(operator(*operands)))
+    return rise - results[0].untyped_storage().nbytes()
+
+
+# Operands of 16-bit products beyond this size are not run for real; their scratch memory, of a few MiB at most, is
+# small beside them.
+LARGEST_PRODUCT = 64 * 2**20
+
+_CPU: dict[str, Callable[[Sequence[TensorShape]], int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _cpu_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _cpu_attention_backward,
+    "aten.mm.default": partial(_cpu_product, aten.mm.default),
+    "aten.addmm.default": partial(_cpu_product, aten.addmm.default),
+    "aten.bmm.default": partial(_cpu_product, aten.bmm.default),
+    "aten.baddbmm.default": partial(_cpu_product, aten.baddbmm.default),
 }
 
+Workspace = Callable[[str, Sequence[TensorShape]], int]
 
-def workspace_bytes(name: str, inputs: Sequence[TensorShape]) -> int:
-    """Bytes of scratch memory of one operator call."""
-    formula = WORKSPACES.get(name)
+
+def cpu_workspace(name: str, inputs: Sequence[TensorShape]) -> int:
+    """Bytes of scratch memory of one operator call on this CPU."""
+    formula = _CPU.get(name)
     return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)
+
+
+def no_workspace(name: str, inputs: Sequence[TensorShape]) -> int:
+    """For devices whose scratch memory is not known yet."""
+    return 0

@@ -1,0 +1,1 @@
+"""What a process really takes: measured, never predicted."""

@@ -1,0 +1,87 @@
+"""The measured peak of a step: what the allocator itself recorded while it ran."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Kineto, on which the profiler rests, reads this variable when it is first used, and writes lines below this level to
+# stderr whenever a profile starts and stops, up to level 5 (USDT).
+_KINETO_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
+
+
+def measured_peak(step: Callable[[], Any], resident: Iterable[Tensor]) -> int:
+    """Bytes in use at the highest point of `step()`, on the device where `resident` lies.
+
+    On the CPU the bytes of `resident` (each storage once: what is there before the step and stays) and the highest
+    point above them in the allocator's own record; on CUDA the allocator's own peak, whatever it counts. Garbage is
+    collected before and not during the step: what an earlier run left would be freed inside the record and hide what
+    is allocated there. Kernels that take memory past the allocator (oneDNN's scratch) are not in it.
+    """
+    resident = list(resident)
+    device = next((tensor.device for tensor in resident), torch.device("cpu"))
+    gc.collect()
+    with collector_off():
+        if device.type == "cuda":
+            return _cuda_peak(step, device)
+        return storage_bytes(resident) + cpu_rise(step)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _cuda_peak(step: Callable[[], Any], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def cpu_rise(step: Callable[[], Any]) -> int:
+    """The highest point of the CPU allocator's record during the step, above where it began; at least zero."""
+    with _silent_kineto():
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        with profile:
+            step()
+    results: Any = profile.profiler and profile.profiler.kineto_results
+    assert results is not None, "the profile has ended"
+    now = highest = 0
+    for event in results.events():
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
+            now += event.nbytes()
+            highest = max(highest, now)
+    return highest
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No cycle of objects is freed inside: what an earlier run left would hide what is allocated meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """Keeps Kineto from writing to the terminal, unless the user chose a level or has profiled before."""
+    chosen = os.environ.get(_KINETO_LEVEL)
+    os.environ.setdefault(_KINETO_LEVEL, _NOTHING)
+    try:
+        yield
+    finally:
+        if chosen is None:
+            del os.environ[_KINETO_LEVEL]

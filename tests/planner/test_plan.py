@@ -1,0 +1,147 @@
+"""A plan's peak is the allocator's, within the budget, and its gradients are the plain ones."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit import Plan, TokenBatch, plan, verify
+from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
+from tiny import allocator_peak, decoder, token_batch
+
+BUDGETS = ("0.8x", "0.65x", "0.5x")
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_measured_peak_is_the_planned_one_and_within_the_budget(budget, precision):
+    from tightfit.step import StepSettings
+
+    model, batch = decoder(), token_batch(8)
+    made = plan(model, batch, budget, precision=precision, levers="rounding")
+    with made.apply(model):
+        measured = allocator_peak(model, batch, settings=StepSettings(precision), micro_batches=made.micro_batches)
+    assert measured <= made.budget_bytes
+    assert made.peak_bytes == pytest.approx(measured, rel=0.001)
+    assert made.budget_bytes <= made.plain_peak_bytes * float(budget[:-1])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_exact_plan_changes_no_bit(dropout):
+    model, batch = decoder(dropout=dropout), token_batch(8)
+    for budget in ("0.8x", "0.7x"):
+        report = verify(model, batch, plan(model, batch, budget))
+        assert report.ok, str(report)
+        assert report.planned_error is None
+
+
+def test_levers_exact_to_rounding_are_no_further_from_fp64_than_the_plain_run():
+    model, batch = decoder(), token_batch(8)
+    made = plan(model, batch, "0.45x", levers="rounding")
+    assert made.micro_batches > 1 or made.chunked_loss is not None
+    report = verify(model, batch, made)
+    assert report.ok, str(report)
+    assert report.planned_error <= report.plain_error
+
+
+def test_the_peak_never_rises_when_the_budget_falls():
+    model, batch = decoder(), token_batch(8)
+    plain = plan(model, batch, "1x").plain_peak_bytes
+    peaks = []
+    for share in torch.linspace(1.0, 0.4, 12).tolist():
+        try:
+            made = plan(model, batch, int(share * plain), levers="rounding")
+        except CannotFit:
+            break
+        assert made.peak_bytes <= made.budget_bytes
+        peaks.append(made.peak_bytes)
+    assert len(peaks) > 6
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_budget_above_the_plain_peak_changes_nothing():
+    model, batch = decoder(), token_batch()
+    made = plan(model, batch, "2x")
+    assert made.peak_bytes == made.plain_peak_bytes
+    assert all(choice.action == "keep" for choice in made.choices)
+
+
+def test_what_cannot_fit_says_the_least_and_what_holds_it_up():
+    model, batch = decoder(), token_batch(8)
+    with pytest.raises(CannotFit, match=r"the least is .* reached by .* held up in") as caught:
+        plan(model, batch, "1MB", levers="rounding")
+    least = plan(model, batch, caught.value.least_bytes, levers="rounding")
+    assert least.peak_bytes <= caught.value.least_bytes
+    assert caught.value.exit_code == 3
+
+
+def test_a_plan_survives_its_json(tmp_path):
+    model, batch = decoder(), token_batch(8)
+    made = plan(model, batch, "0.5x", levers="rounding")
+    made.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == made
+    raw = json.loads((tmp_path / "plan.json").read_text())
+    assert raw["peak_bytes"] == made.peak_bytes
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": 0}')
+    with pytest.raises(InputError, match="not a plan"):
+        Plan.from_json(tmp_path / "plan.json")
+    with pytest.raises(InputError, match="cannot be read"):
+        Plan.from_json(tmp_path / "none.json")
+
+
+def test_a_plan_is_for_the_model_it_was_made_for():
+    made = plan(decoder(), token_batch(), "2x")
+    with pytest.raises(LeverError, match="plan again"):
+        made.apply(decoder(hidden_size=32))
+
+
+def test_undo_restores_the_model():
+    model, batch = decoder(), token_batch(8)
+    before = [dict(m.__dict__) for m in model.modules()]
+    plan(model, batch, "0.5x", levers="rounding").apply(model).undo()
+    assert [dict(m.__dict__) for m in model.modules()] == before
+
+
+class Lone(nn.Module):
+    """No repeated blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix, self.head = nn.Embedding(900, 32), nn.Linear(32, 32), nn.Linear(32, 900)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.mix(self.embedding(input_ids)).relu())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_model_without_repeated_blocks_is_planned_by_loss_and_micro_batch():
+    model, batch = Lone(), TokenBatch(8, 64, 900)
+    made = plan(model, batch, "0.5x", levers="rounding")
+    assert made.choices == ()
+    assert made.peak_bytes <= made.budget_bytes
+    with pytest.raises(CannotFit):
+        plan(model, batch, "0.5x")
+
+
+def test_wrong_arguments_are_told():
+    model, batch = decoder(), token_batch()
+    with pytest.raises(BudgetError, match="22GiB"):
+        plan(model, batch, "22 parsecs")
+    with pytest.raises(InputError, match="lever 'magic'"):
+        plan(model, batch, "0.5x", levers=["magic"])
+    with pytest.raises(InputError, match="precision"):
+        plan(model, batch, "0.5x", precision="int3")
+    with pytest.raises(ModelError, match="no scalar loss"):
+        plan(model, {"input_ids": batch["input_ids"]}, "0.5x")
+    with pytest.raises(LeverError, match="no module matches"):
+        plan(model, batch, "0.5x", blocks="stages.*")
+
+
+def test_the_table_tells_plain_and_planned_and_what_was_not_taken():
+    text = str(plan(decoder(), token_batch(8), "0.6x", levers="rounding"))
+    for word in ("plain", "planned", "peak", "activations", "layers.0", "not taken"):
+        assert word in text.lower()

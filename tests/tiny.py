@@ -1,0 +1,53 @@
+"""Small real models and steps that many tests use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.levers.optimizer import build_optimizer, state_tensors
+from tightfit.memory.allocator import measured_peak
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.step import Loss, StepSettings, TokenBatch, forward_backward, model_loss, update
+from tightfit.trace.step import plain_tensors
+
+VOCABULARY = 600
+
+
+def decoder(**settings: Any) -> Decoder:
+    """A decoder of some 100k parameters whose activations outweigh them, on a fixed seed."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "vocab_size": VOCABULARY}
+    return Decoder(DecoderConfig(**{**sizes, "max_position_embeddings": 512, **settings}))
+
+
+def token_batch(size: int = 4, length: int = 96) -> dict[str, torch.Tensor]:
+    return TokenBatch(size, length, VOCABULARY).tensors()
+
+
+def allocator_peak(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss = model_loss,
+    optimizer: Any = "adamw",
+    settings: StepSettings | None = None,
+    micro_batches: int = 1,
+    applied: Callable[[], Any] | None = None,
+) -> int:
+    """Peak of the second real step, as the CPU allocator itself recorded it."""
+    settings = settings or StepSettings()
+    parts = as_parts(split_batch(batch, micro_batches), loss)
+    real = build_optimizer(optimizer, model.parameters())
+
+    def step() -> None:
+        forward_backward(model, parts, loss, settings.precision)
+        update(model, real, settings)
+
+    step()
+    tensors = [t for part in parts for t in part.batch.values() if isinstance(t, torch.Tensor)]
+    resident = [*model.parameters(), *model.buffers(), *plain_tensors(model), *state_tensors(real), *tensors]
+    return measured_peak(step, resident)
