@@ -1,0 +1,73 @@
+import struct
+import sys
+
+import pytest
+
+from tightfit.errors import InputError
+from tightfit.planner.plan import Footing
+from tightfit.report.picture import COLOURS, PHASE_TINTS, memory_picture
+from tightfit.trace.record import Category, Phase
+
+MIB = 2**20
+
+
+def footing(activations: tuple[int, ...], phases: tuple[str, ...]) -> Footing:
+    timeline = {str(category): tuple(MIB for _ in activations) for category in Category}
+    timeline["activations"] = tuple(size * MIB for size in activations)
+    return Footing(
+        peak_bytes=(max(activations) + len(timeline) - 1) * MIB,
+        step_seconds=1.0,
+        by_category={},
+        phase_peaks={},
+        seconds_by_phase={},
+        peak_phase="backward",
+        peak_module="",
+        peak_operator="",
+        timeline=timeline,
+        timeline_phases=phases,
+    )
+
+
+PLAIN = footing((1, 5, 9, 5, 1), ("forward", "forward", "backward", "backward", "optimizer"))
+PLANNED = footing((1, 2, 4, 2, 1), ("forward", "forward", "recompute", "backward", "optimizer"))
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    """Width and height from the header of a PNG."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+def test_the_picture_is_a_png_1200_pixels_wide():
+    png = memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB, measured_peak_bytes=9 * MIB, micro_batches=4)
+
+    assert size_of(png) == (1200, 600)
+
+
+def test_a_training_without_levers_or_budget_has_a_picture_too():
+    assert size_of(memory_picture(PLAIN, None))[0] == 1200
+
+
+def test_what_is_drawn_depends_on_the_plan_the_budget_and_the_measurement():
+    pictures = {
+        memory_picture(PLAIN, None),
+        memory_picture(PLAIN, PLANNED),
+        memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB),
+        memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB, measured_peak_bytes=9 * MIB),
+        memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB, measured_peak_bytes=9 * MIB, micro_batches=2),
+    }
+
+    assert len(pictures) == 5
+
+
+def test_every_category_has_a_colour_of_its_own_and_every_phase_a_tint():
+    assert set(COLOURS) == set(Category)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert set(PHASE_TINTS) == set(Phase)
+
+
+def test_without_matplotlib_the_way_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    with pytest.raises(InputError, match=r"matplotlib: pip install 'tightfit\[report\]'"):
+        memory_picture(PLAIN, None)
