@@ -26,7 +26,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch", "chunked_attention", "low_memory_mlp"]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch"]
 
 
 class Section(BaseModel):
@@ -155,7 +155,7 @@ class MemoryConfig(Section):
         "rounding"
     )
     """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch, chunked_attention, low_memory_mlp."""
+    recompute, chunked_loss, micro_batch."""
     recompute: RecomputeConfig | None = None
     """Recompute set by hand, as a mapping; null: left to the plan."""
     verify: bool = False

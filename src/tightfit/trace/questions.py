@@ -14,6 +14,7 @@ from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Assumption
 
 aten = torch.ops.aten
+_OURS = ("torch.", "tightfit.trace", "tightfit.levers", "tightfit.step", "tightfit.internals")
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Questions:
 
 
 def calling_line() -> str:
-    """File and line of the innermost frame that is neither PyTorch's nor the trace's."""
+    """File and line of the innermost frame that is the user's: neither PyTorch's nor this package's."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not (name.startswith(("torch.", "tightfit.trace"))):
+        if not name.startswith(_OURS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"

@@ -1,0 +1,160 @@
+"""At the measured peak of PyTorch's per-block checkpoint: how much faster is the plan?
+
+    python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json
+
+CPU26 (hidden 512, 8 layers, 8 heads, 2 kv heads, SwiGLU, vocabulary 6400, batch 4 x 256, fp32, AdamW). Steps of all
+variants are interleaved; a ratio is the median of the ratios within one round. Peaks are the CPU allocator's own
+record.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from environment import environment
+from tightfit import estimate, plan, recompute
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.memory.allocator import measured_peak
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
+
+CASES = {
+    "CPU26": (DecoderConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, vocab_size=6400), (4, 256)),
+    "CPU8": (DecoderConfig(hidden_size=256, num_layers=8, num_heads=8, vocab_size=6400), (8, 256)),
+}
+
+
+@contextmanager
+def pytorch_checkpoint(model: Decoder):
+    """PyTorch's own non-reentrant checkpoint around every block."""
+    originals = [layer.forward for layer in model.layers]
+    for layer, original in zip(model.layers, originals, strict=True):
+        layer.forward = lambda *args, f=original, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+    try:
+        yield
+    finally:
+        for layer in model.layers:
+            del layer.forward
+
+
+class Steps:
+    """Real training steps of one model."""
+
+    def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]):
+        self.model, self.batch = model, batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run(self, micro_batches: int) -> float:
+        started = time.perf_counter()
+        forward_backward(self.model, as_parts(split_batch(self.batch, micro_batches), model_loss), model_loss)
+        update(self.model, self.optimizer, StepSettings())
+        return time.perf_counter() - started
+
+    def peak(self, micro_batches: int) -> int:
+        resident = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *state_tensors(self.optimizer),
+            *self.batch.values(),
+        ]
+        return measured_peak(lambda: self.run(micro_batches), resident)
+
+
+def compare(case: str, rounds: int) -> dict:
+    config, (size, length) = CASES[case]
+    torch.manual_seed(0)
+    model = Decoder(config)
+    batch = TokenBatch(size, length, config.vocab_size).tensors()
+    steps = Steps(model, batch)
+    steps.run(1)
+    with pytorch_checkpoint(model):
+        steps.run(1)
+        budget = steps.peak(1)
+    started = time.perf_counter()
+    predicted = estimate(model, batch)
+    estimate_seconds = time.perf_counter() - started
+    plans = {}
+    for levers in ("exact", "rounding"):
+        started = time.perf_counter()
+        plans[levers] = plan(model, batch, budget, levers=levers)
+        plans[levers, "seconds"] = time.perf_counter() - started
+    variants: dict[str, tuple[Callable[[], AbstractContextManager], int]] = {
+        "plain": (nullcontext, 1),
+        "pytorch checkpoint": (lambda: pytorch_checkpoint(model), 1),
+        "recompute whole blocks": (lambda: recompute(model, "layers.*"), 1),
+        "plan exact": (lambda: plans["exact"].apply(model), plans["exact"].micro_batches),
+        "plan rounding": (lambda: plans["rounding"].apply(model), plans["rounding"].micro_batches),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    peaks = {}
+    for name, (applied, micro_batches) in variants.items():
+        with applied():
+            steps.run(micro_batches)
+            peaks[name] = steps.peak(micro_batches)
+    for _ in range(rounds):
+        for name, (applied, micro_batches) in variants.items():
+            with applied():
+                seconds[name].append(steps.run(micro_batches))
+    base = seconds["pytorch checkpoint"]
+    return {
+        "case": case,
+        "budget_bytes": budget,
+        "estimate_seconds": estimate_seconds,
+        "plan_seconds": {levers: plans[levers, "seconds"] for levers in ("exact", "rounding")},
+        "plain_predicted_bytes": predicted.peak_bytes,
+        "plans": {levers: describe(plans[levers]) for levers in ("exact", "rounding")},
+        "variants": {
+            name: {
+                "peak_bytes": peaks[name],
+                "median_seconds": statistics.median(times),
+                "least_seconds": min(times),
+                "times_as_fast_as_checkpoint": statistics.median(b / t for b, t in zip(base, times, strict=True)),
+            }
+            for name, times in seconds.items()
+        },
+    }
+
+
+def describe(made) -> dict:
+    return {
+        "peak_bytes": made.peak_bytes,
+        "predicted_seconds": made.step_seconds,
+        "predicted_plain_seconds": made.plain.step_seconds,
+        "micro_batches": made.micro_batches,
+        "chunked_loss": made.chunked_loss is not None,
+        "recompute_seconds": sum(choice.recompute_seconds for choice in made.choices),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append", help="default: CPU26")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    results = [compare(case, options.rounds) for case in options.case or ["CPU26"]]
+    for result in results:
+        print(
+            f"{result['case']}: budget {result['budget_bytes']:,} B, the measured peak of PyTorch's per-block checkpoint"
+        )
+        for name, row in result["variants"].items():
+            print(
+                f"  {name:24s} {row['peak_bytes']:>13,} B  {row['median_seconds']:7.3f} s "
+                f"(least {row['least_seconds']:.3f})  {row['times_as_fast_as_checkpoint']:.3f}x as fast"
+            )
+        print(f"  estimate {result['estimate_seconds']:.2f} s, plans {result['plan_seconds']}")
+    if options.output:
+        options.output.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
