@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 from torch import nn
 
+from environment import environment
 from tightfit import Plan, TokenBatch, estimate, plan, verify
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts, split_batch
@@ -133,18 +133,33 @@ def rows(case: str, levers: tuple[str, ...], precisions: tuple[str, ...]) -> Ite
                 }
 
 
+PAGE = """\
+# Accuracy
+
+Written by `python benchmarks/accuracy.py`; the figures are in `benchmarks/results/accuracy.json`.
+{cpu}, {threads} threads, torch {torch}. Peaks are bytes of the second step; measured is the CPU allocator's own record.
+No figure of a GPU has been measured yet.
+
+{count} configurations: median error {median:.6%}, worst {worst:.6%}; {within} of {count} within their budget; {verified}
+of {count} verified.
+
+| model | precision | levers | budget | predicted | measured | error | bit-equal | fp64 error, planned / plain |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
 def table(results: list[dict[str, Any]], where: dict[str, Any]) -> str:
     ran = [r for r in results if "measured" in r]
     errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in ran)
-    head = (
-        "# Accuracy\n\nWritten by `python benchmarks/accuracy.py`; the figures are in
-        `benchmarks/results/accuracy.json`.\n" f"{where['machine']['cpu']}, {where['threads']} threads, torch
-        {where['versions']['torch']}. Peaks are bytes of the " "second step;\nmeasured is the CPU allocator's own
-        record. No figure of a GPU has been measured yet.\n\n" f"{len(ran)} configurations: median error
-        {errors[len(errors) // 2]:.6%}, worst {errors[-1]:.6%}; " f"{sum(r.get('within', True) for r in ran)} of
-        {len(ran)} within their budget; " f"{sum(r.get('verified', True) for r in ran)} of {len(ran)} verified.\n\n"
-        "| model | precision | levers | budget | predicted | measured | error | bit-equal " "| error against fp64,
-        planned / plain |\n" "|---|---|---|---|---|---|---|---|---|\n"
+    head = PAGE.format(
+        cpu=where["machine"]["cpu"],
+        threads=where["threads"],
+        torch=where["versions"]["torch"],
+        count=len(ran),
+        median=errors[len(errors) // 2],
+        worst=errors[-1],
+        within=sum(r.get("within", True) for r in ran),
+        verified=sum(r.get("verified", True) for r in ran),
     )
     return head + "".join(map(line, results))
 

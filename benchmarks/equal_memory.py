@@ -26,6 +26,7 @@ from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
+from tightfit.train.measure import resident_tensors
 
 CASES = {
     "CPU26": (DecoderConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, vocab_size=6400), (4, 256)),
@@ -60,12 +61,7 @@ class Steps:
         return time.perf_counter() - started
 
     def peak(self, micro_batches: int) -> int:
-        resident = [
-            *self.model.parameters(),
-            *self.model.buffers(),
-            *state_tensors(self.optimizer),
-            *self.batch.values(),
-        ]
+        resident = resident_tensors(self.model, self.optimizer, self.batch)
         return measured_peak(lambda: self.run(micro_batches), resident)
 
 
