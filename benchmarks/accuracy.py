@@ -140,8 +140,8 @@ Written by `python benchmarks/accuracy.py`; the figures are in `benchmarks/resul
 {cpu}, {threads} threads, torch {torch}. Peaks are bytes of the second step; measured is the CPU allocator's own record.
 No figure of a GPU has been measured yet.
 
-{count} configurations: median error {median:.6%}, worst {worst:.6%}; {within} of {count} within their budget; {verified}
-of {count} verified.
+{count} configurations: median error {median:.6%}, worst {worst:.6%}.
+{within} of {count} within their budget, {verified} of {count} verified.
 
 | model | precision | levers | budget | predicted | measured | error | bit-equal | fp64 error, planned / plain |
 |---|---|---|---|---|---|---|---|---|

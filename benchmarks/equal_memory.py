@@ -139,9 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     results = [compare(case, options.rounds) for case in options.case or ["CPU26"]]
     for result in results:
-        print(
-            f"{result['case']}: budget {result['budget_bytes']:,} B, the measured peak of PyTorch's per-block checkpoint"
-        )
+        print(f"{result['case']}: budget {result['budget_bytes']:,} B, the peak of PyTorch's per-block checkpoint")
         for name, row in result["variants"].items():
             print(
                 f"  {name:24s} {row['peak_bytes']:>13,} B  {row['median_seconds']:7.3f} s "

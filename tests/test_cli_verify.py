@@ -1,7 +1,7 @@
 import json
 
 from command_line import tightfit
-from tightfit.verify import Difference, Verification
+from tightfit.verification import Difference, Verification
 
 DECODER = ("--model", "models_by_name:decoder", "--batch-size", 2, "--seq-len", 64)
 
