@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import Listener, settings
+from tiny_training import Listener, settings
 
 from tightfit.models.saving import load_model
 from tightfit.train import StepMetrics, train

@@ -40,7 +40,7 @@ class TrainResult:
     `measured_peak_bytes` is what the allocator recorded. `measured_step_seconds` is the median over the steps after the
     second that were not profiled, None where there was none; `tokens_per_second` rests on it, or else on all steps.
     `validation_loss` is the mean over all held-out tokens, None where nothing was held out, and `perplexity` its
-    exponential.
+    exponential. An `interrupted` training is neither evaluated nor sampled.
     """
 
     folder: str

@@ -82,7 +82,7 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
     with fitted.apply(model):
         record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter)
         validation = None if record.interrupted else _validate(config, model, fitted, data)
-    sample = sample_text(model, data, seed=training.seed)
+    sample = "" if record.interrupted else sample_text(model, data, seed=training.seed)
     result = _result(config, folder, model, fitted, record, validation, device.name, sample)
     _write_end(result, model, fitted, folder, reporter)
     reporter.on_end(result)

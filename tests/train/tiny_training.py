@@ -13,11 +13,11 @@ CORPUS = "".join(f"The {name} of {place} has {count} doors.\n" for count in rang
 
 
 def settings(folder: Path, **sections: dict[str, Any]) -> Config:
-    """A training of a decoder of some 40k parameters on a few hundred lines, in `folder`/run."""
+    """A training of a decoder of some 30k parameters on a few hundred lines, in `folder`/run."""
     corpus = folder / "corpus.txt"
     corpus.write_text(CORPUS)
     defaults: dict[str, dict[str, Any]] = {
-        "model": {"hidden_size": 32, "num_layers": 3, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 32},
+        "model": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 32},
         "data": {"source": str(corpus), "sequence_length": 32, "vocab_size": 300, "validation_fraction": 0.1},
         "training": {"max_steps": 4, "batch_size": 8, "learning_rate": 1e-2, "device": "cpu"},
         "memory": {},
