@@ -6,31 +6,10 @@ import pytest
 import torch
 from tiny_training import Listener, metrics, run, settings
 
-from tightfit.config import load_config
-from tightfit.data.tokenizer import load_tokenizer
-from tightfit.errors import CannotFit, OutputError
-from tightfit.models.generation import generate_text
-from tightfit.models.saving import load_model
-from tightfit.planner.plan import Plan
+from tightfit.errors import OutputError
 from tightfit.train import train
 
 BUDGET = {"budget": "0.6x", "levers": "exact"}
-
-
-def test_the_run_folder_holds_everything_and_nothing_half_written(tmp_path: Path):
-    config = settings(tmp_path, memory=BUDGET)
-
-    result = train(config)
-
-    folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir()} == {
-        "config.json", "config.yaml", "memory.png", "metrics.jsonl", "model.safetensors", "plan.json", "result.json",
-        "tokenizer.json",
-    }  # fmt: skip
-    assert load_config(folder / "config.yaml") == config
-    assert Plan.from_json(folder / "plan.json").budget_bytes == result.budget_bytes
-    assert json.loads((folder / "result.json").read_text())["measured_peak_bytes"] == result.measured_peak_bytes
-    assert generate_text(load_model(folder), load_tokenizer(folder), "The", max_new_tokens=2).startswith("The")
 
 
 def test_the_result_names_what_was_predicted_measured_and_reached(tmp_path: Path):
@@ -43,6 +22,12 @@ def test_the_result_names_what_was_predicted_measured_and_reached(tmp_path: Path
     assert (result["steps"], result["skipped_steps"], result["tokens"]) == (6, 0, 6 * 8 * 32)
     assert result["versions"]["torch"] == torch.__version__
     assert len(result["sample"]) > 0
+
+
+def test_the_picture_is_drawn(tmp_path: Path):
+    run(tmp_path, memory=BUDGET)
+
+    assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_metrics_are_written_for_logged_steps_and_for_the_first_and_the_last(tmp_path: Path):
@@ -77,24 +62,3 @@ def test_a_run_is_overwritten_only_where_that_is_allowed(tmp_path: Path):
     run(tmp_path, output={"overwrite": True, "folder": str(tmp_path / "run")})
 
     assert not (tmp_path / "run" / "plan.json").exists()
-
-
-def test_an_unwritable_folder_is_found_before_the_data_is_read(tmp_path: Path):
-    config = settings(tmp_path, output={"folder": str(tmp_path / "corpus.txt" / "run")}, data={"source": "missing"})
-
-    with pytest.raises(OutputError, match="cannot be written"):
-        train(config)
-
-
-def test_an_earlier_run_survives_a_training_that_never_begins(tmp_path: Path):
-    run(tmp_path)
-    before = (tmp_path / "run" / "result.json").read_text()
-
-    with pytest.raises(CannotFit):
-        run(
-            tmp_path,
-            memory={"budget": "1KB", "levers": "exact"},
-            output={"overwrite": True, "folder": str(tmp_path / "run")},
-        )
-
-    assert (tmp_path / "run" / "result.json").read_text() == before

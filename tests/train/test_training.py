@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,20 @@ import torch
 from tiny_training import Listener, metrics, run, settings
 
 import tightfit
-from tightfit.errors import BudgetError, ConfigError, DataError, LeverError, VerificationFailed
+from tightfit.config import load_config
+from tightfit.data.tokenizer import load_tokenizer
+from tightfit.errors import (
+    BudgetError,
+    CannotFit,
+    ConfigError,
+    DataError,
+    LeverError,
+    OutputError,
+    VerificationFailed,
+)
+from tightfit.models.generation import generate_text
+from tightfit.models.saving import load_model
+from tightfit.planner.plan import Plan
 from tightfit.train import loop, train
 from tightfit.verification import Difference, Verification
 
@@ -15,7 +29,7 @@ BUDGET = {"budget": "0.6x", "levers": "exact"}
 
 @pytest.fixture(autouse=True)
 def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than all the rest of a tiny training; the tests of its files have them."""
+    """They take longer than all the rest of a tiny training; `test_run_files.py` has them."""
     monkeypatch.setattr("tightfit.train.run.memory_picture", lambda *_, **__: b"")
     monkeypatch.setattr("tightfit.train.run.SAMPLE_TOKENS", 1)
 
@@ -201,3 +215,40 @@ def test_the_public_name_trains_whatever_was_imported_before(tmp_path: Path):
 def test_a_budget_below_zero_is_refused(tmp_path: Path):
     with pytest.raises((BudgetError, ConfigError), match="not above zero"):
         run(tmp_path, memory={"budget": 0})
+
+
+def test_the_run_folder_holds_everything_and_nothing_half_written(tmp_path: Path):
+    config = settings(tmp_path, memory=BUDGET)
+
+    result = train(config)
+
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "config.yaml", "memory.png", "metrics.jsonl", "model.safetensors", "plan.json", "result.json",
+        "tokenizer.json",
+    }  # fmt: skip
+    assert load_config(folder / "config.yaml") == config
+    assert Plan.from_json(folder / "plan.json").budget_bytes == result.budget_bytes
+    assert json.loads((folder / "result.json").read_text())["measured_peak_bytes"] == result.measured_peak_bytes
+    assert generate_text(load_model(folder), load_tokenizer(folder), "The", max_new_tokens=2).startswith("The")
+
+
+def test_an_unwritable_folder_is_found_before_the_data_is_read(tmp_path: Path):
+    config = settings(tmp_path, output={"folder": str(tmp_path / "corpus.txt" / "run")}, data={"source": "missing"})
+
+    with pytest.raises(OutputError, match="cannot be written"):
+        train(config)
+
+
+def test_an_earlier_run_survives_a_training_that_never_begins(tmp_path: Path):
+    run(tmp_path)
+    before = (tmp_path / "run" / "result.json").read_text()
+
+    with pytest.raises(CannotFit):
+        run(
+            tmp_path,
+            memory={"budget": "1KB", "levers": "exact"},
+            output={"overwrite": True, "folder": str(tmp_path / "run")},
+        )
+
+    assert (tmp_path / "run" / "result.json").read_text() == before

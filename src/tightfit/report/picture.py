@@ -38,6 +38,7 @@ def memory_picture(
     *,
     budget_bytes: int | None = None,
     measured_peak_bytes: int | None = None,
+    plain_micro_batches: int = 1,
     micro_batches: int = 1,
 ) -> bytes:
     """A PNG, 1200 pixels wide: memory over the operators of a step, stacked by category, on one scale.
@@ -46,13 +47,14 @@ def memory_picture(
     where matplotlib is not installed.
     """
     figure = _new_figure()
-    steps = [("Plain", plain)] if planned is None else [("Plain: no lever", plain), ("Planned: as it ran", planned)]
+    steps = [(f"Plain: no lever{_shown(plain_micro_batches)}", plain)]
+    if planned is not None:
+        steps.append((f"Planned: as it ran{_shown(micro_batches)}", planned))
     axes = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     unit, divisor = _unit(plain.peak_bytes)
-    for place, (axis, (name, footing)) in enumerate(zip(axes, steps, strict=True)):
-        measured = measured_peak_bytes if place == len(steps) - 1 else None
+    for axis, (name, footing) in zip(axes, steps, strict=True):
+        measured = measured_peak_bytes if axis is axes[-1] else None
         _draw_step(axis, name, footing, divisor, budget_bytes, measured)
-        axis.set_xlabel(_what_runs(micro_batches if place == len(steps) - 1 else 1))
     highest = max(size for size in (plain.peak_bytes, budget_bytes, measured_peak_bytes) if size)
     axes[0].set_ylim(0, HEADROOM * highest / divisor)
     axes[0].set_ylabel(f"memory in use ({unit})")
@@ -93,6 +95,7 @@ def _draw_step(
     _shade_phases(axis, footing.timeline_phases)
     axis.set_xlim(0, count - 1)
     axis.set_xticks([])
+    axis.set_xlabel("operators of one step, in the order in which they run")
     axis.set_title(name)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -134,9 +137,11 @@ def _shade_phases(axis: "Axes", phases: Sequence[str]) -> None:
             axis.text(middle, 0.99, name, transform=axis.get_xaxis_transform(), ha="center", va="top")
 
 
-def _what_runs(micro_batches: int) -> str:
-    shown = "" if micro_batches == 1 else f" (the last two of {micro_batches} micro-batches)"
-    return f"operators of one step, in the order in which they run{shown}"
+def _shown(micro_batches: int) -> str:
+    """What of the micro-batches a timeline shows: the last two, all before the second being like the second."""
+    if micro_batches == 1:
+        return ""
+    return ", 2 micro-batches" if micro_batches == 2 else f", the last 2 of {micro_batches} micro-batches"
 
 
 def _title(plain: Footing, planned: Footing | None, budget_bytes: int | None, measured_bytes: int | None) -> str:

@@ -23,6 +23,7 @@ class Fit:
 
     plain: Footing
     planned: Footing
+    plain_micro_batches: int
     micro_batches: int
     plan: Plan | None = None
     recompute: RecomputeConfig | None = None
@@ -50,24 +51,25 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     and `TraceError`.
     """
     training, memory = config.training, config.memory
+    accumulated = training.gradient_accumulation_steps
     how: dict[str, Any] = {
         "loss": loss,
         "optimizer": OptimizerRecipe(training),
         "precision": training.precision,
         "device": device,
-        "micro_batches": training.gradient_accumulation_steps,
+        "micro_batches": accumulated,
         "grad_clip": training.grad_clip,
     }
     if memory.budget is not None:
         plan = api.plan(model, batch, memory.budget, levers=memory.levers, **how)
         plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
-        return Fit(plan.plain, plan.planned, plan.micro_batches, plan)
+        return Fit(plan.plain, plan.planned, accumulated, plan.micro_batches, plan)
     plain = api.estimate(model, batch, **how).footing
     if memory.recompute is None:
-        return Fit(plain, plain, training.gradient_accumulation_steps)
+        return Fit(plain, plain, accumulated, accumulated)
     with recompute_by_hand(model, memory.recompute):
         planned = api.estimate(model, batch, **how).footing
-    return Fit(plain, planned, training.gradient_accumulation_steps, recompute=memory.recompute)
+    return Fit(plain, planned, accumulated, accumulated, recompute=memory.recompute)
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

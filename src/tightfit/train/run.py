@@ -221,6 +221,7 @@ def _write_end(result: TrainResult, model: nn.Module, fitted: Fit, folder: RunFo
             fitted.planned if fitted.has_levers else None,
             budget_bytes=fitted.budget_bytes,
             measured_peak_bytes=result.measured_peak_bytes,
+            plain_micro_batches=fitted.plain_micro_batches,
             micro_batches=fitted.micro_batches,
         )
         folder.write(PICTURE, picture)

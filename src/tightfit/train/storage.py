@@ -17,7 +17,17 @@ from tightfit.errors import OutputError
 from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
 
 CONFIG, PLAN, METRICS, RESULT, PICTURE = "config.yaml", "plan.json", "metrics.jsonl", "result.json", "memory.png"
-RUN_FILES = (CONFIG, PLAN, METRICS, RESULT, PICTURE, TOKENIZER_FILE, CONFIG_FILE, WEIGHTS_FILE)
+RUN_FILES = (
+    CONFIG,
+    PLAN,
+    METRICS,
+    RESULT,
+    PICTURE,
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    "generation_config.json",
+)
 _WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index
 
 
