@@ -182,16 +182,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
-    results = []
+    results, where = [], environment()
     for case in options.case or CASES:
         for row in rows(case, tuple(options.levers or ("exact", "rounding")), tuple(options.precision or ("fp32",))):
             print(line(row), end="", flush=True)
             results.append(row)
-    where = environment()
-    if options.output:
-        options.output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
-    if options.table:
-        options.table.write_text(table(results, where))
+            if options.output:
+                options.output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
+            if options.table:
+                options.table.write_text(table(results, where))
 
 
 if __name__ == "__main__":

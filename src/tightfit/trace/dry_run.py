@@ -6,7 +6,7 @@ known, so that masks, positions, routing and branches that look at data get true
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class DryRun(TorchDispatchMode):
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)
-        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
@@ -95,9 +95,8 @@ class DryRun(TorchDispatchMode):
 
     def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
+        for tensor in tensors_in((out,)):
+            self.see(tensor)
         return out
 
     def see(self, tensor: torch.Tensor) -> Cell:
@@ -197,12 +196,12 @@ class DryRun(TorchDispatchMode):
     ) -> tuple[int, ...]:
         """Enter fresh storages and new values. Returns the values that this operator made."""
         made = []
-        for target in tree_iter(written_arguments(traits, args, kwargs)):
-            if isinstance(target, torch.Tensor):
+        if traits.written:
+            for target in tensors_in(written_arguments(traits, args, kwargs)):
                 made.append(self.ledger.new_value(self.see(target), index))
         forward = self.phase is Phase.FORWARD or now.recomputing > 0
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and self.ledger.cell_of(tensor) is None:
+        for tensor in tensors_in((out,)):
+            if self.ledger.cell_of(tensor) is None:
                 cell = self.ledger.track(tensor, known=known or not is_hollow(tensor), operator=index, forward=forward)
                 made.append(cell.value)
         return tuple(made)
@@ -217,7 +216,7 @@ class DryRun(TorchDispatchMode):
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, self.modules.attribute(phase), seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tree_iter(out))),
+                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tensors_in((out,)))),
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)
@@ -228,7 +227,7 @@ class DryRun(TorchDispatchMode):
         price = self._costs.get(key)
         if price is None:
             shapes = [TensorShape.of(t) for t in inputs]
-            outputs = [TensorShape.of(t) for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+            outputs = [TensorShape.of(t) for t in tensors_in((out,))]
             constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
             price = self._costs[key] = (
                 self.cost(traits.name, shapes, outputs, constants),
@@ -259,6 +258,15 @@ class DryRun(TorchDispatchMode):
         with torch.no_grad():
             for alias, content in self.originals.values():
                 alias.copy_(content)
+
+
+def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, those in lists too; PyTorch's tree functions take three times as long."""
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from tensors_in(item)
 
 
 def _is_shape(item: Any) -> bool:
