@@ -34,10 +34,10 @@ def test_ctrl_c_keeps_what_is_done_and_then_interrupts(tmp_path: Path):
 
 def test_a_second_ctrl_c_interrupts_at_once():
     with Interrupt() as interrupt:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # to this thread: os.kill may pick another
         assert interrupt.received
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread: os.kill may pick another
 
 
 def test_the_users_own_handler_is_put_back():
