@@ -168,6 +168,13 @@ def test_a_users_optimizer_is_taken_over_but_not_stepped():
     assert states == sum(p.nbytes for p in model.parameters())  # one momentum buffer each
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop])
+def test_an_optimizer_instance_is_traced_like_its_class(kind):
+    model, batch = decoder(num_layers=1), token_batch(2, 32)
+    instance = traced(model, batch, optimizer=kind(model.parameters(), lr=0.1))
+    assert instance.peak_bytes == traced(model, batch, optimizer=lambda p: kind(p, lr=0.1)).peak_bytes
+
+
 def test_phases_and_modules_are_named():
     trace = traced(decoder(), token_batch(), settings=StepSettings(grad_clip=1.0))
     assert [p for p in Phase if trace.phase_peaks()[p]] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]

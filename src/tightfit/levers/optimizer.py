@@ -1,5 +1,6 @@
 """Optimizers by name, as PyTorch's own defaults build them."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,9 +38,10 @@ def build_optimizer(
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    groups = [dict(group) for group in optimizer.param_groups]
-    twin = type(optimizer)(groups, **{k: v for k, v in optimizer.defaults.items() if k != "differentiable"})
-    return twin
+    """An optimizer of the same class over the same parameters and settings, without states."""
+    accepted = inspect.signature(type(optimizer)).parameters  # `defaults` holds more than the constructor takes
+    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return type(optimizer)([dict(group) for group in optimizer.param_groups], **settings)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -197,9 +197,10 @@ def _watching_saves(ledger: Ledger) -> Iterator[None]:
 @contextmanager
 def _filling_off() -> Iterator[None]:
     """Deterministic mode fills fresh memory, which would touch what a dry run must not."""
-    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    setting: Any = torch.utils.deterministic  # its module object defines the attribute; the stub does not know it
+    before = setting.fill_uninitialized_memory
+    setting.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+        setting.fill_uninitialized_memory = before
