@@ -63,6 +63,10 @@ class DryRun(TorchDispatchMode):
 
     # What the dispatcher calls
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and a wrapper's frames would stand between us and our caller
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
