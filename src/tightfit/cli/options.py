@@ -56,7 +56,9 @@ GradClip = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="cpu or cuda (else the one that is present).", rich_help_panel=THE_STEP),
+    typer.Option(
+        metavar="NAME", help="cpu, cuda, or a card such as rtx4090 (else the one present).", rich_help_panel=THE_STEP
+    ),
 ]
 Budget = Annotated[
     str | None,

@@ -117,8 +117,8 @@ class TrainingConfig(Section):
     """Seed of the initial weights and of dropout."""
     log_every: Count = 1
     """Steps between two lines of metrics."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA where it is present."""
+    device: Annotated[str, Field(min_length=1)] = "auto"
+    """`auto` takes CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`."""
     num_threads: Count | None = None
     """Threads of the CPU's operators; null: PyTorch's own choice."""
 

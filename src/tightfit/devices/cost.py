@@ -1,10 +1,11 @@
-"""Seconds of an operator on a device: its work, priced by the device's measured figures."""
+"""Seconds of an operator on a device: its work, priced by the device's figures."""
 
 import bisect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tightfit.devices.families import STREAM_UNITS, Family, Unit
+from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
 from tightfit.devices.work import AttentionShape, ProductShape, TensorShape, Work, work_of
 
@@ -17,11 +18,18 @@ _STAND_INS = {
 }
 
 
+class Law(Protocol):
+    """Seconds of work on one device."""
+
+    def seconds(self, work: Work) -> float: ...
+
+
 class CostModel:
-    """Predicts the seconds of operators on one device; keeps nothing between calls."""
+    """Predicts the seconds of operators on one device, by what was measured on it, else by its published rates."""
 
     def __init__(self, spec: DeviceSpec):
         self.spec = spec
+        self.law: Law = MeasuredLaw(spec) if spec.roofline is None else RooflineLaw(spec.roofline)
 
     def operator_seconds(
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
@@ -34,6 +42,17 @@ class CostModel:
         return self.seconds(work_of(name, inputs, outputs, arguments))
 
     def seconds(self, work: Work) -> float:
+        """Predicted seconds of this work."""
+        return self.law.seconds(work)
+
+
+class MeasuredLaw:
+    """Prices the work of operators by the calibrated figures of a device; keeps nothing between calls."""
+
+    def __init__(self, spec: DeviceSpec):
+        self.spec = spec
+
+    def seconds(self, work: Work) -> float:
         """Predicted seconds of this work, first touch of large outputs included."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
@@ -43,7 +62,8 @@ class CostModel:
             seconds = self._attention(work.attention, work.family is Family.ATTENTION_BACKWARD, work.dtype)
         else:
             seconds = self._stream(work)
-        return seconds + self._first_touch(work.fresh_bytes) + self.spec.framework_seconds
+        seconds += self._first_touch(work.fresh_bytes) + self.spec.framework_seconds
+        return max(seconds, self.spec.launch_seconds)
 
     def _figure(self, table: Any, prefix: str, dtype: str) -> Any:
         for stand_in in _STAND_INS[dtype]:

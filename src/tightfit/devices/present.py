@@ -1,6 +1,5 @@
 """The device that is present, calibrated at its first use and remembered; devices by name."""
 
-import difflib
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tightfit.devices.calibrate import calibrate
+from tightfit.devices.known import KnownDevice, find, nearest
 from tightfit.devices.machine import device_name, fingerprint
 from tightfit.devices.spec import DeviceSpec, Kind
 from tightfit.errors import DeviceError
@@ -54,19 +54,48 @@ def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpe
     return spec
 
 
-def lookup(name: str | torch.device | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """The figures of a device by name: None, `"cpu"`, `"cuda"` or a `torch.device` for one that is present.
+def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice | None = None) -> DeviceSpec:
+    """The figures of a device by name.
 
-    Raises `DeviceError`, with the nearest names, for a name that is not known.
+    None, `"cpu"`, `"cuda"` or a `torch.device` is one that is present; `"rtx4090"`, `"RTX 4090"` or `"a100-40"` is a
+    card of the list, measured figures where it is the one that is present, published ones elsewhere; a `DeviceSpec` is
+    itself. Raises `DeviceError`, with the nearest names, for a name that is not known.
     """
-    if name is None:
-        return present(None, notice)
+    if isinstance(name, DeviceSpec):
+        return name
+    kind = _present_kind(name)
+    if kind is not None or name is None:
+        return present(kind, notice)
+    known = find(str(name))
+    if known is None:
+        near = nearest(str(name), PRESENT_KINDS) or [*PRESENT_KINDS, "one that `tightfit devices` shows"]
+        raise DeviceError(f"device {str(name)!r} is not known: did you mean {' or '.join(near)}?")
+    return present("cuda", notice) if is_present(known) else known.spec
+
+
+def lookup_present(name: str | torch.device | None, notice: Notice | None = None) -> DeviceSpec:
+    """Like `lookup`, for a device that is to run something. Raises `DeviceError` where it is not here."""
+    known = None if name is None or _present_kind(name) is not None else find(str(name))
+    if known is not None and not is_present(known):
+        raise DeviceError(
+            f"device {str(name)!r} is not in this machine: estimate and plan can be asked about it, but to run "
+            "something take 'auto', 'cpu' or 'cuda'"
+        )
+    return lookup(name, notice)
+
+
+def is_present(known: KnownDevice) -> bool:
+    """Whether the current CUDA device is this one."""
+    if not torch.cuda.is_available():
+        return False
+    here = find(device_name("cuda"))
+    return here is not None and here.key == known.key
+
+
+def _present_kind(name: str | torch.device | None) -> Kind | None:
+    """The kind that a name like `"cuda:0"` means; None for the name of a card, or none."""
     kind = str(name).partition(":")[0].lower()
-    for known in PRESENT_KINDS:
-        if kind == known:
-            return present(known, notice)
-    near = difflib.get_close_matches(kind, PRESENT_KINDS) or PRESENT_KINDS
-    raise DeviceError(f"device {str(name)!r} is not known: did you mean {' or '.join(near)}?")
+    return next((known for known in PRESENT_KINDS if kind == known), None)
 
 
 def _write_whole(path: Path, text: str) -> None:

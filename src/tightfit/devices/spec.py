@@ -23,8 +23,35 @@ class AttentionPoint:
 
 
 @dataclass(frozen=True)
+class Roofline:
+    """Published rates of a device, and the shares of them that kernels reach.
+
+    `flops_per_second` by dtype: `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"`; a dtype without units of its own is
+    missing. Bytes in bytes, times in seconds.
+    """
+
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    l2_bytes: int
+    product_share: float
+    attention_share: float
+    attention_backward_share: float
+    stream_share: float
+    launch_seconds: float
+
+    def rate(self, dtype: str, tf32: bool) -> float:
+        """FLOP/s of products in a dtype (`"mixed"` is computed in float32)."""
+        key = "tf32" if tf32 and dtype in ("float32", "mixed") else dtype
+        return self.flops_per_second.get(key, self.flops_per_second["float32"])
+
+
+@dataclass(frozen=True)
 class DeviceSpec:
-    """A device and its calibrated figures. All times in seconds, all sizes in bytes unless said otherwise.
+    """A device and its figures. All times in seconds, all sizes in bytes unless said otherwise.
+
+    A device that was calibrated has `products`, `attention` and `streams`; one that is known from its maker's papers
+    only has a `roofline`. `compute_capability` and `sm_count` (multiprocessors) are those of CUDA, None on a CPU.
 
     The keys of the tables end in a dtype (`"float32"`, `"bfloat16"`, `"float16"`; `"mixed"` where they differ).
 
@@ -36,19 +63,47 @@ class DeviceSpec:
     `fresh_threshold_bytes`: outputs from this size on are taken from the system each time and cost
     `fresh_seconds_per_byte` for first touch and release; None where the allocator keeps what it has.
     `framework_seconds`: what autograd and dispatch take for each operator beside its kernel, where the device waits.
+    `launch_seconds`: on CUDA, what a launch takes eager PyTorch; no kernel's price is below it.
+    `workspace_bytes`: on CUDA, scratch memory that was seen to be taken, by library (`"cublas"`, `"attention"`).
+    `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
+    `disturbed_by`: what kept the device busy while it was measured; empty where it was quiet.
     """
 
     name: str
     kind: Kind
     memory_bytes: int
-    torch_version: str
-    threads: int
+    torch_version: str = ""
+    threads: int = 0
     products: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     attention: Mapping[str, tuple[AttentionPoint, ...]] = field(default_factory=dict)
     streams: Mapping[str, Curve] = field(default_factory=dict)
     fresh_threshold_bytes: int | None = None
     fresh_seconds_per_byte: float = 0.0
     framework_seconds: float = 0.0
+    compute_capability: tuple[int, int] | None = None
+    sm_count: int | None = None
+    roofline: Roofline | None = None
+    launch_seconds: float = 0.0
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    disturbed_by: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the figures were measured on the device, not read from its maker's papers."""
+        return self.roofline is None
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Whether products in bfloat16 have units of their own: from Ampere on; any CPU takes them."""
+        return self.kind == "cpu" or (self.compute_capability or (0, 0)) >= (8, 0)
+
+    @property
+    def supports_flash(self) -> bool:
+        """Whether PyTorch's FlashAttention kernels run on it: from compute capability 8.0 on
+        (`check_flash_attention_hardware_support`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+        """
+        return self.kind == "cuda" and (self.compute_capability or (0, 0)) >= (8, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings."""
@@ -64,6 +119,8 @@ class DeviceSpec:
                     "products": {key: tuple(map(float, c)) for key, c in data["products"].items()},
                     "attention": {k: tuple(AttentionPoint(**p) for p in ps) for k, ps in data["attention"].items()},
                     "streams": {k: tuple((float(x), float(s)) for x, s in c) for k, c in data["streams"].items()},
+                    "compute_capability": _pair(data.get("compute_capability")),
+                    "roofline": None if data.get("roofline") is None else Roofline(**data["roofline"]),
                 }
             )
             sound = all(math.isfinite(figure) and figure >= 0 for figure in _figures(spec))
@@ -91,6 +148,13 @@ class DeviceSpec:
         return cls.from_dict(data)
 
 
+def _pair(capability: Any) -> tuple[int, int] | None:
+    if capability is None:
+        return None
+    major, minor = capability
+    return int(major), int(minor)
+
+
 def _figures(spec: DeviceSpec) -> list[float]:
     points = [figure for table in spec.attention.values() for point in table for figure in asdict(point).values()]
     curves = [figure for curve in spec.streams.values() for point in curve for figure in point]
@@ -103,4 +167,14 @@ def _figures(spec: DeviceSpec) -> list[float]:
         *points,
         *curves,
         *coefficients,
+        spec.launch_seconds,
+        *spec.workspace_bytes.values(),
+        *spec.link_bytes_per_second.values(),
+        *((spec.sm_count,) if spec.sm_count is not None else ()),
+        *(_roofline_figures(spec.roofline) if spec.roofline is not None else ()),
     ]
+
+
+def _roofline_figures(roofline: Roofline) -> list[float]:
+    figures = asdict(roofline)
+    return [*figures.pop("flops_per_second").values(), *figures.values()]

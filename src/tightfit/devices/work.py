@@ -75,7 +75,7 @@ def work_of(
     written = () if is_in_place(name) or ".out" in name or family is Family.FREE else outputs
     return Work(
         family,
-        dtype_key(inputs, outputs),
+        dtype_key(inputs[:1], ()) if _is_attention(family) else dtype_key(inputs, outputs),  # not its log-sum-exp's
         _bytes_moved(name, family, inputs, outputs, arguments),
         _scattered(inputs) if family is Family.SCATTER else max(map(_numel, (*inputs, *outputs)), default=0),
         tuple(_bytes(t) for t in written),

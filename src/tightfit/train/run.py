@@ -15,7 +15,7 @@ from torch import nn
 from tightfit import __version__
 from tightfit.config import Config, dump_config, load_config, parse_config
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
-from tightfit.devices.present import lookup
+from tightfit.devices.present import lookup_present
 from tightfit.errors import InputError, VerificationFailed
 from tightfit.models.generation import generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
@@ -69,7 +69,7 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
     model = build_model(config.model, seed=training.seed)
     check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
     reporter.on_note(_what_is_trained(model, data))
-    device = lookup(None if training.device == "auto" else training.device, notice=reporter.on_note)
+    device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
     batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
     first = next(batches)
     fitted = fit(model, counted(first), CausalLMLoss(), config, device.kind)

@@ -1,0 +1,104 @@
+import math
+
+import pytest
+import torch
+
+from tightfit.devices.known import find, known_devices, nearest
+from tightfit.devices.present import lookup, lookup_present
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import DeviceError
+
+WANTED = (
+    "H200", "H100", "A100-40", "A100-80", "L40S", "L4", "A10", "T4", "V100-16", "V100-32", "RTX 5090", "RTX 4090",
+    "RTX 4080", "RTX 4070 Ti Super", "RTX 4060 Ti 16GB", "RTX 3090", "RTX 3080", "RTX 3060 12GB", "RTX 2080 Ti",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_the_common_cards_are_known(name):
+    assert find(name) is not None
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "4090", "NVIDIA GeForce RTX 4090", "rtx-4090", "GeForce 4090"])
+def test_a_card_is_found_however_it_is_written(name):
+    assert lookup(name).name == "RTX 4090"
+
+
+@pytest.mark.parametrize(
+    ("reported", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
+    ],
+)
+def test_a_card_is_found_by_the_name_that_cuda_reports(reported, key):
+    found = find(reported)
+    assert found is not None
+    assert found.key == key
+
+
+def test_no_two_cards_answer_to_one_name():
+    for key, device in known_devices().items():
+        for name in (key, device.spec.name, *device.aliases):
+            assert find(name) == device
+
+
+@pytest.mark.parametrize("device", known_devices().values(), ids=known_devices())
+def test_every_figure_of_a_card_is_plausible_and_has_a_source(device):
+    spec, roofline = device.spec, device.spec.roofline
+    assert roofline is not None
+    assert DeviceSpec.from_dict(spec.to_dict()) == spec
+    rates = roofline.flops_per_second
+    assert rates["float16"] >= 1.9 * rates["float32"] >= 1e13
+    assert ("bfloat16" in rates) == ("tf32" in rates) == spec.supports_bf16 == spec.supports_flash
+    assert rates.get("bfloat16", rates["float16"]) == rates["float16"]
+    # What PyTorch sees is a little less than a whole number of GB (of 2**30 bytes) on the box.
+    size = spec.memory_bytes / 2**30
+    assert math.ceil(size) - size < 1 or size > 24
+    assert 1e11 < roofline.link_bytes_per_second * 20 < roofline.memory_bytes_per_second * 20
+    shares = (
+        roofline.product_share,
+        roofline.attention_share,
+        roofline.attention_backward_share,
+        roofline.stream_share,
+    )
+    assert all(0 < share <= 1 for share in shares)
+    assert all(source.startswith("https://") for source in device.sources)
+    assert device.memory_source
+    assert device.shares_source
+
+
+def test_an_unknown_card_is_answered_with_the_nearest():
+    with pytest.raises(DeviceError, match=r"device 'rtx4091' is not known: did you mean rtx4090\?"):
+        lookup("rtx4091")
+    assert nearest("a100")[:2] == ["a100-80", "a100-40"]
+    assert nearest("v100")[:2] == ["v100-32", "v100-16"]
+
+
+def test_a_card_that_is_not_here_runs_nothing():
+    with pytest.raises(DeviceError, match="'rtx4090' is not in this machine"):
+        lookup_present("rtx4090")
+
+
+def test_the_card_that_is_here_has_its_measured_figures(monkeypatch, spec):
+    from tightfit.devices import present as module
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "device_name", lambda kind: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(module, "present", lambda kind, notice: spec)
+    assert lookup("rtx4090") is spec
+    assert lookup_present("rtx4090") is spec
+    assert lookup("rtx3090").name == "RTX 3090"
+
+
+def test_a_spec_is_a_device_too(spec):
+    assert lookup(spec) is spec
