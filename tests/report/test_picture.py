@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from tightfit.errors import InputError
-from tightfit.planner.plan import Footing
+from tightfit.planner.records import Footing
 from tightfit.report.picture import COLOURS, PHASE_TINTS, memory_picture
 from tightfit.trace.record import Category, Phase
 

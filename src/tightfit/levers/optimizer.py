@@ -1,7 +1,7 @@
 """Optimizers by name, as PyTorch's own defaults build them."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,4 +46,13 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Every tensor of the optimizer's state."""
-    return [t for t in tree_iter(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]
+    return [tensor for _, _, tensor in named_states(optimizer)]
+
+
+def named_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Every tensor of the optimizer's state, after the parameter that it belongs to and the name of the state."""
+    for parameter, states in optimizer.state.items():
+        for key, value in states.items():
+            for leaf in tree_iter(value):
+                if isinstance(leaf, torch.Tensor):
+                    yield parameter, key, leaf

@@ -13,7 +13,8 @@ from tightfit.levers.recompute import KEEP_ALL
 from tightfit.planner.apply import policy_of
 from tightfit.planner.estimate import Estimate, make_estimate, told
 from tightfit.planner.footing import fingerprint, footing
-from tightfit.planner.plan import BlockChoice, Plan
+from tightfit.planner.plan import Plan
+from tightfit.planner.records import BlockChoice
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.planner.search import Candidate, Search
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, Precision, StepSettings, model_loss
@@ -122,20 +123,22 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
 
 def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoice, ...]:
     """What each block does under a candidate."""
-    options = {}
+    options, modules = {}, {}
     if candidate.priced is not None:
         chain = candidate.priced.chain
         options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
+        modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
         option = options.get(path)
-        kept = tuple(sorted((key.name, key.occurrence) for key in policy.kept))
+        kept = sorted(policy.kept, key=lambda key: (key.name, key.occurrence))
         choices.append(
             BlockChoice(
                 path=path,
                 action="keep" if policy == KEEP_ALL else "operators" if kept else "recompute",
-                kept=kept,
+                kept=tuple((key.name, key.occurrence) for key in kept),
+                kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,
                 kept_bytes=0 if option is None else option.kept_bytes,
                 recompute_seconds=0.0 if option is None else option.seconds,

@@ -12,7 +12,8 @@ from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.planner.footing import fingerprint
-from tightfit.planner.plan import BlockChoice, ChunkedLoss, Plan
+from tightfit.planner.plan import Plan
+from tightfit.planner.records import BlockChoice, ChunkedLoss
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 
 

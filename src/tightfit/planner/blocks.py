@@ -33,11 +33,14 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """The forward of one block: its operators that could be run again, as the frontier sees them, and their keys."""
+    """The forward of one block: its operators that could be run again, as the frontier sees them, their keys, and the
+    modules inside the block that they run in.
+    """
 
     path: str
     operations: tuple[Operation, ...]
     keys: tuple[OperatorKey, ...]
+    modules: tuple[str, ...]
     kind: str
 
     def kept_keys(self, kept: frozenset[int]) -> frozenset[OperatorKey]:
@@ -52,7 +55,8 @@ def block_graph(trace: StepTrace, model: nn.Module, path: str) -> BlockGraph | N
     position = {index: place for place, index in enumerate(calls)}
     operations = tuple(_operation(trace, index, position, calls[-1]) for index in calls)
     keys = tuple(OperatorKey(trace.operators[i].name, trace.operators[i].occurrence) for i in calls)
-    return BlockGraph(path, operations, keys, kind_of(model.get_submodule(path), keys))
+    modules = tuple(trace.operators[i].module.removeprefix(path).lstrip(".") for i in calls)
+    return BlockGraph(path, operations, keys, modules, kind_of(model.get_submodule(path), keys))
 
 
 def first_call(trace: StepTrace, path: str) -> list[int]:

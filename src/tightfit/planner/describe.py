@@ -1,9 +1,8 @@
 """Plans and estimates as text for a terminal of a given width."""
 
 import io
-import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tightfit.planner.plan import BlockChoice, Footing, Plan
+from tightfit.planner.plan import Plan
+from tightfit.planner.records import BlockChoice, Footing
+from tightfit.report.words import keeps, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tightfit.planner.estimate import Estimate
 
 WIDTH = 100
-_FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
 
 
 def rendered(*items: Table | str, width: int = WIDTH) -> str:
@@ -138,39 +138,12 @@ def comparison(plan: Plan) -> Table:
 def block_table(choices: Sequence[BlockChoice]) -> Table:
     """Neighbouring blocks that do the same on one line."""
     table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
-    for _, group in groupby(choices, key=lambda c: (c.action, c.kept, c.joined)):
+    for _, group in groupby(choices, key=lambda c: (c.action, c.kept, c.kept_modules, c.joined)):
         same = list(group)
         name = same[0].path if len(same) == 1 else f"{same[0].path} … {same[-1].path}"
         kept, seconds = sum(c.kept_bytes for c in same), sum(c.recompute_seconds for c in same)
         table.add_row(name, keeps(same[0]), format_bytes(kept), format_seconds(seconds) if seconds else "")
     return table
-
-
-def keeps(choice: BlockChoice) -> str:
-    """What a block holds until backward, in words."""
-    words = {"keep": "everything", "recompute": "only its input", "operators": operators_in_words(choice.kept)}
-    kept = words[choice.action]
-    return f"{kept}, not even its output" if choice.joined else kept
-
-
-def operators_in_words(kept: Sequence[tuple[str, int]]) -> str:
-    """`(("aten.mm.default", 0), ("aten.mm.default", 4))` as `mm ×2`."""
-    counts: dict[str, int] = {}
-    for name, _ in kept:
-        counts[short(name)] = counts.get(short(name), 0) + 1
-    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in by_weight(counts))
-
-
-def by_weight(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The operators that cost most to run again first: attention, then matrix products, then the rest by name."""
-    heavy = ("attention", "addmm", "baddbmm", "bmm", "mm")
-    return sorted(counts.items(), key=lambda item: (heavy.index(item[0]) if item[0] in heavy else len(heavy), item[0]))
-
-
-def short(name: str) -> str:
-    """`aten.mm.default` as `mm`; the long names of attention kernels as `attention`."""
-    plain = name.removeprefix("aten.").removesuffix(".default").removesuffix(".Tensor")
-    return "attention" if "scaled_dot_product" in plain else plain
 
 
 def rejected_table(plan: Plan) -> Table:
@@ -186,12 +159,7 @@ def rejected_table(plan: Plan) -> Table:
 # Both
 
 
-def where(footing: Footing) -> str:
-    """Phase, module and operator of the peak."""
-    return f"{footing.peak_phase}, {footing.peak_module or 'top level'}, {short(footing.peak_operator)}"
-
-
 def notes(assumptions: Sequence[str]) -> list[str]:
     """The assumptions, files without their folders."""
-    lines = dict.fromkeys(_FOLDER.sub("", assumption) for assumption in assumptions)
+    lines = without_folders(assumptions)
     return ["", *(f"Note: {line}." for line in lines)] if lines else []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.planner.footing import footing
-from tightfit.planner.plan import Footing
+from tightfit.planner.records import Footing
 from tightfit.planner.request import Combination, Request, Tracer
 
 

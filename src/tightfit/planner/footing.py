@@ -1,14 +1,17 @@
 """A trace in figures: what plans, estimates and reports show of it."""
 
 import itertools
+import re
 import zlib
 
 from torch import nn
 
-from tightfit.planner.plan import Footing
-from tightfit.trace.record import StepTrace
+from tightfit.planner.records import Footing, TensorGroup
+from tightfit.trace.record import Category, StepTrace, StorageRecord
 
 TIMELINE_POINTS = 600
+TOP_GROUPS = 20
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^. ])")  # a part of a path that is only a number: which block
 
 
 def footing(trace: StepTrace) -> Footing:
@@ -29,7 +32,44 @@ def footing(trace: StepTrace) -> Footing:
         peak_operator=at_peak.name,
         timeline=timeline,
         timeline_phases=tuple(str(trace.operators[i].phase) for i in picked),
+        timeline_operators=tuple(trace.operators[i].name for i in picked),
+        timeline_modules=tuple(trace.operators[i].module for i in picked),
+        top=top_groups(trace),
     )
+
+
+def top_groups(trace: StepTrace) -> tuple[TensorGroup, ...]:
+    """The largest groups of tensors at the peak; what differs only in a block's number is one group."""
+    members: dict[tuple, list[StorageRecord]] = {}
+    for storage in trace.alive_at(trace.peak_index):
+        maker = None if storage.operator is None else trace.operators[storage.operator]
+        operator = "" if maker is None else maker.name
+        key = (_NUMBER.sub("*", _name(trace, storage)), operator, str(storage.category), storage.shape, storage.dtype)
+        members.setdefault(key, []).append(storage)
+    groups = [
+        TensorGroup(
+            name=name if len(storages) > 1 else _name(trace, storages[0]),
+            operator=operator,
+            category=category,
+            shape=tuple(shape),
+            dtype=dtype,
+            count=len(storages),
+            bytes=sum(storage.bytes for storage in storages),
+        )
+        for (name, operator, category, shape, dtype), storages in members.items()
+    ]
+    at_peak = trace.peak_operator
+    scratch = at_peak.workspace_bytes
+    if scratch:
+        groups.append(TensorGroup(at_peak.module, at_peak.name, str(Category.WORKSPACE), (), "", 1, scratch))
+    return tuple(sorted(groups, key=lambda group: -group.bytes)[:TOP_GROUPS])
+
+
+def _name(trace: StepTrace, storage: StorageRecord) -> str:
+    """Of a parameter, a gradient or a state; else the path of the module that made the storage."""
+    if storage.name or storage.operator is None:
+        return storage.name
+    return trace.operators[storage.operator].module
 
 
 def _picked(trace: StepTrace) -> list[int]:

@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
+from tightfit.planner.records import BlockChoice, ChunkedLoss, Curve, CurvePoint, Footing, Rejected, TensorGroup
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,60 +15,7 @@ if TYPE_CHECKING:
     from tightfit.planner.apply import AppliedPlan
     from tightfit.step import Precision
 
-FORMAT = 1
-Action = Literal["keep", "recompute", "operators"]
-
-
-@dataclass(frozen=True)
-class BlockChoice:
-    """What one block does: keeps all its activations, recomputes them all, or keeps the outputs of some operators.
-
-    `kept` names the operator calls whose outputs are kept, each with how many of that name came before it in the
-    block. `joined` tells that the block's output is not held for the next one: both belong to one segment.
-    """
-
-    path: str
-    action: Action
-    kept: tuple[tuple[str, int], ...] = ()
-    joined: bool = False
-    kept_bytes: int = 0
-    recompute_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class ChunkedLoss:
-    """Head and cross-entropy computed together, some rows at a time."""
-
-    head: str
-    chunk_size: int | None
-
-
-@dataclass(frozen=True)
-class Footing:
-    """A step in figures: the plain one, or the planned one. `timeline` holds bytes by category at evenly spaced
-    operators.
-    """
-
-    peak_bytes: int
-    step_seconds: float
-    by_category: Mapping[str, int]
-    phase_peaks: Mapping[str, int]
-    seconds_by_phase: Mapping[str, float]
-    peak_phase: str
-    peak_module: str
-    peak_operator: str
-    timeline: Mapping[str, tuple[int, ...]]
-    timeline_phases: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A combination of levers that was not taken, and why."""
-
-    levers: str
-    reason: str
-    peak_bytes: int | None = None
-    step_seconds: float | None = None
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -75,7 +23,7 @@ class Plan:
     """The fastest combination of levers found whose peak, traced as applied, is within the budget.
 
     Bytes are ints, seconds those of one step with all its micro-batches. `fingerprint` is of the model's
-    parameters: a plan is for the model it was made for.
+    parameters: a plan is for the model it was made for. `curve` is there where it was asked for.
     """
 
     budget_bytes: int
@@ -91,6 +39,7 @@ class Plan:
     fingerprint: str
     assumptions: tuple[str, ...] = ()
     batch: str = ""
+    curve: Curve | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -144,7 +93,13 @@ class Plan:
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
         fields = {name: raw[name] for name in cls.__dataclass_fields__}
         choices = tuple(
-            BlockChoice(**{**c, "kept": tuple((name, occurrence) for name, occurrence in c["kept"])})
+            BlockChoice(
+                **{
+                    **c,
+                    "kept": tuple((name, occurrence) for name, occurrence in c["kept"]),
+                    "kept_modules": tuple(c["kept_modules"]),
+                }
+            )
             for c in raw["choices"]
         )
         fields |= {
@@ -154,6 +109,7 @@ class Plan:
             "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
+            "curve": None if raw["curve"] is None else _curve(raw["curve"]),
         }
         return cls(**fields)
 
@@ -165,4 +121,10 @@ class Plan:
 
 def _footing(raw: Mapping[str, Any]) -> Footing:
     timeline = {category: tuple(levels) for category, levels in raw["timeline"].items()}
-    return Footing(**{**raw, "timeline": timeline, "timeline_phases": tuple(raw["timeline_phases"])})
+    at_points = {name: tuple(raw[name]) for name in ("timeline_phases", "timeline_operators", "timeline_modules")}
+    top = tuple(TensorGroup(**{**group, "shape": tuple(group["shape"])}) for group in raw["top"])
+    return Footing(**{**raw, **at_points, "timeline": timeline, "top": top})
+
+
+def _curve(raw: Mapping[str, Any]) -> Curve:
+    return Curve(**{name: tuple(CurvePoint(**point) for point in raw[name]) for name in ("points", "recipes")})

@@ -16,7 +16,7 @@ from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_
 from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import Policy
 from tightfit.planner.apply import apply_levers
-from tightfit.planner.plan import ChunkedLoss
+from tightfit.planner.records import ChunkedLoss
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.dry_run import OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace

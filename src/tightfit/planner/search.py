@@ -14,8 +14,8 @@ from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.head import find_head
-from tightfit.planner.plan import ChunkedLoss, Rejected
 from tightfit.planner.pricing import Priced, price
+from tightfit.planner.records import ChunkedLoss, Rejected
 from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
 from tightfit.planner.solve import least_peak, solve
 from tightfit.trace.record import StepTrace

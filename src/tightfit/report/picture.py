@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.planner.plan import Footing
+from tightfit.planner.records import Footing
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -33,6 +33,9 @@ class Entry:
     operator: int | None
     born: int
     forward: bool  # born in forward or in recomputation
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    name: str = ""
     category: Category | None = None
     died: int | None = None
 
@@ -68,16 +71,16 @@ class Ledger:
         if cell is None:
             size = -(-storage.nbytes() // self.rounding) * self.rounding
             cell = storage.__dict__[_CELL] = Cell(self, len(self.entries), known)
-            self.entries.append(Entry(size, operator, self.now, forward))
+            self.entries.append(Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype))
             self.live_bytes += size
             self.new_value(cell, operator)
         return cell
 
-    def announce(self, tensor: torch.Tensor, category: Category, *, known: bool) -> None:
+    def announce(self, tensor: torch.Tensor, category: Category, *, known: bool, name: str = "") -> None:
         """Enter a tensor that is there before the step begins and after it ends."""
         self.track(tensor, known=known, operator=None)
         self.holders.append(tensor.untyped_storage())
-        self.label(tensor, category)
+        self.label(tensor, category, name)
 
     def new_value(self, cell: Cell, operator: int | None) -> int:
         """The storage holds something new from now on."""
@@ -91,15 +94,16 @@ class Ledger:
             entry.died = self.now + 1
             self.live_bytes -= entry.bytes
 
-    def label(self, tensor: torch.Tensor, category: Category) -> None:
+    def label(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Say what a storage is for, whenever that becomes clear."""
         cell = self.cell_of(tensor)
         if cell is not None and self.entries[cell.index].category is None:
             self.entries[cell.index].category = category
+            self.entries[cell.index].name = name
 
     def reserve(self, size: int, category: Category) -> None:
         """Count memory that is held all the time without being there."""
-        self.entries.append(Entry(size, None, 0, False, category))
+        self.entries.append(Entry(size, None, 0, False, category=category))
         self.live_bytes += size
 
     def begin_again(self) -> None:
@@ -128,6 +132,9 @@ class Ledger:
                 entry.operator,
                 entry.born,
                 entry.died,
+                entry.shape,
+                str(entry.dtype).removeprefix("torch.") if entry.dtype is not None else "",
+                entry.name,
             )
             for entry in self.entries
         )

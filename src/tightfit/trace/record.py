@@ -54,13 +54,20 @@ class OperatorRecord:
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """One block of memory, from its allocation to its release. `died` is None for what outlives the step."""
+    """One block of memory, from its allocation to its release. `died` is None for what outlives the step.
+
+    `shape` and `dtype` are those of the tensor that it was first seen under; `name` that of a parameter, buffer,
+    gradient or optimizer state.
+    """
 
     bytes: int
     category: Category
     operator: int | None  # the operator that made it; None for what was there before
     born: int
     died: int | None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from tightfit.activity import now
-from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, state_tensors
+from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, named_states
 from tightfit.memory.allocator import collector_off
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
@@ -82,7 +82,7 @@ def trace_part(
             for name in with_gradient:
                 parameter = model.get_parameter(name)
                 parameter.grad = TensorShape.of(parameter).hollow()
-                dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False)
+                dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False, name=name)
         boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
         return record(dry, boundaries, repeats=len(parts))
 
@@ -107,9 +107,12 @@ def _dry(
 
 def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
     """Enter what is there before the step."""
-    for parameter in model.parameters():
-        ledger.announce(parameter, Category.PARAMETER, known=not parameter.requires_grad and not is_hollow(parameter))
-    for tensor in (*model.buffers(), *plain_tensors(model)):
+    for name, parameter in model.named_parameters():
+        known = not parameter.requires_grad and not is_hollow(parameter)
+        ledger.announce(parameter, Category.PARAMETER, known=known, name=name)
+    for name, tensor in model.named_buffers():
+        ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor), name=name)
+    for tensor in plain_tensors(model):
         ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor))
     for tensor in batch:
         ledger.announce(tensor, Category.INPUT, known=not is_hollow(tensor))
@@ -143,8 +146,9 @@ def run_twice(
             dry.begin_again()
         boundaries = run_parts(dry, model, parts, loss, settings)
         update(model, optimizer, settings, observer=_Phases(dry))
-        for state in state_tensors(optimizer):
-            dry.ledger.label(state, Category.OPTIMIZER_STATE)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, key, state in named_states(optimizer):
+            dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
     return boundaries
 
 
@@ -158,7 +162,7 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
         for name in dry.with_gradient:
             gradient = model.get_parameter(name).grad
             assert gradient is not None
-            dry.ledger.label(gradient, Category.GRADIENT)
+            dry.ledger.label(gradient, Category.GRADIENT, name)
     return boundaries
 
 

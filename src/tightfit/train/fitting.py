@@ -12,7 +12,8 @@ from tightfit.errors import LeverError
 from tightfit.levers.recompute import recompute
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
-from tightfit.planner.plan import Footing, Plan
+from tightfit.planner.plan import Plan
+from tightfit.planner.records import Footing
 from tightfit.step import Loss
 from tightfit.train.optimizer import OptimizerRecipe
 

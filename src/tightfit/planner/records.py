@@ -1,0 +1,104 @@
+"""What plans, estimates and curves are made of: plain data, without torch, for whoever shows or stores it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["keep", "recompute", "operators"]
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """What one block does: keeps all its activations, recomputes them all, or keeps the outputs of some operators.
+
+    `kept` names the operator calls whose outputs are kept, each with how many of that name came before it in the
+    block, and `kept_modules` the module inside the block that each runs in, empty for the block itself. `joined` tells
+    that the block's output is not held for the next one: both belong to one segment.
+    """
+
+    path: str
+    action: Action
+    kept: tuple[tuple[str, int], ...] = ()
+    kept_modules: tuple[str, ...] = ()
+    joined: bool = False
+    kept_bytes: int = 0
+    recompute_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Head and cross-entropy computed together, some rows at a time."""
+
+    head: str
+    chunk_size: int | None
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one kind that are there at the peak: `count` of them, `bytes` together.
+
+    `name` is that of a parameter or a state, else the path of the module that made them; where several differ only in
+    a block's number, `*` stands for it. `operator` made them, empty for what was there before the step.
+    """
+
+    name: str
+    operator: str
+    category: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Footing:
+    """A step in figures: the plain one, or the planned one.
+
+    `timeline` holds bytes by category at evenly spaced operators, and the other timelines the phase, the operator and
+    the module of each. `top` are the largest groups of tensors at the peak, the largest first.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    by_category: Mapping[str, int]
+    phase_peaks: Mapping[str, int]
+    seconds_by_phase: Mapping[str, float]
+    peak_phase: str
+    peak_module: str
+    peak_operator: str
+    timeline: Mapping[str, tuple[int, ...]]
+    timeline_phases: tuple[str, ...]
+    timeline_operators: tuple[str, ...] = ()
+    timeline_modules: tuple[str, ...] = ()
+    top: tuple[TensorGroup, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A combination of levers that was not taken, and why."""
+
+    levers: str
+    reason: str
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One way to run the step, traced as applied. `levers` says it in words."""
+
+    levers: str
+    peak_bytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What memory costs in time: the ways worth having, and fixed recipes beside them.
+
+    `points` run from the plain step, or the fastest, to the least peak: bytes fall and seconds rise from one to the
+    next. `recipes` are what is done without a plan (every block recomputed, every second one, chunked loss, both).
+    """
+
+    points: tuple[CurvePoint, ...]
+    recipes: tuple[CurvePoint, ...]

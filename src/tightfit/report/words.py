@@ -1,0 +1,68 @@
+"""What tables, pictures and pages say in words: operators, modules, and what a block keeps."""
+
+import re
+from collections.abc import Sequence
+
+from tightfit.planner.records import BlockChoice, Footing
+
+_FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
+_PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
+
+
+def keeps(choice: BlockChoice) -> str:
+    """What a block holds until backward, in words."""
+    words = {
+        "keep": "everything",
+        "recompute": "only its input",
+        "operators": kept_in_words([name for name, _ in choice.kept], choice.kept_modules),
+    }
+    kept = words[choice.action]
+    return f"{kept}, not even its output" if choice.joined else kept
+
+
+def kept_in_words(operators: Sequence[str], modules: Sequence[str]) -> str:
+    """Kept outputs by the modules that make them: `mlp.up_proj, attention (attention), norm (rsqrt), add ×2`.
+
+    A module that a matrix product stands for goes by its name alone. What costs most to run again comes first:
+    attention, then matrix products, then the rest by name.
+    """
+    by_module: dict[str, dict[str, int]] = {}
+    for operator, module in sorted(zip(operators, modules, strict=True), key=lambda pair: _by_weight(*pair)):
+        counts = by_module.setdefault(module, {})
+        counts[short(operator)] = counts.get(short(operator), 0) + 1
+    own = by_module.pop("", {})  # of the block itself: the residual sums
+    words = [_module_in_words(module, counts) for module, counts in by_module.items()]
+    return ", ".join([*words, *_counted(own)])
+
+
+def _module_in_words(module: str, counts: dict[str, int]) -> str:
+    if len(counts) == 1 and next(iter(counts)) in _PRODUCTS:
+        return module
+    return f"{module} ({', '.join(_counted(counts))})"
+
+
+def _counted(counts: dict[str, int]) -> list[str]:
+    return [name if count == 1 else f"{name} ×{count}" for name, count in counts.items()]
+
+
+def _by_weight(operator: str, module: str) -> tuple[int, str, str]:
+    name = short(operator)
+    return (0 if name == "attention" else 1 if name in _PRODUCTS else 2, module, name)
+
+
+def short(name: str) -> str:
+    """`aten.mm.default` as `mm`; the long names of attention kernels as `attention`."""
+    plain = name.removeprefix("aten.").removesuffix(".default").removesuffix(".Tensor")
+    if "scaled_dot_product" in plain:
+        return "attention backward" if "backward" in plain else "attention"
+    return plain
+
+
+def where(footing: Footing) -> str:
+    """Phase, module and operator of the peak."""
+    return f"{footing.peak_phase}, {footing.peak_module or 'top level'}, {short(footing.peak_operator)}"
+
+
+def without_folders(assumptions: Sequence[str]) -> list[str]:
+    """The assumptions, each once, their files without folders."""
+    return list(dict.fromkeys(_FOLDER.sub("", assumption) for assumption in assumptions))

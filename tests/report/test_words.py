@@ -1,0 +1,23 @@
+from tightfit.planner.records import BlockChoice
+from tightfit.report.words import keeps, kept_in_words, short
+
+
+def test_kept_outputs_go_by_the_names_of_modules_the_costly_ones_first():
+    operators = ["aten.add.Tensor", "aten.mm.default", "aten.rsqrt.default", "aten._scaled_dot_product_x.default"]
+    words = kept_in_words(operators, ["", "mlp.up_proj", "norm", "self_attn"])
+    assert words == "self_attn (attention), mlp.up_proj, norm (rsqrt), add"
+
+
+def test_several_operators_of_one_module_are_counted():
+    assert kept_in_words(["aten.mul.Tensor"] * 2, ["mlp"] * 2) == "mlp (mul ×2)"
+    assert kept_in_words(["aten.add.Tensor"] * 2, [""] * 2) == "add ×2"
+
+
+def test_a_block_that_keeps_all_or_nothing_says_so():
+    assert keeps(BlockChoice("layers.0", "keep")) == "everything"
+    assert keeps(BlockChoice("layers.0", "recompute", joined=True)) == "only its input, not even its output"
+
+
+def test_operators_have_short_names():
+    assert short("aten._scaled_dot_product_flash_attention_for_cpu_backward.default") == "attention backward"
+    assert short("aten._to_copy.default") == "_to_copy"
