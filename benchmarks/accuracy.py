@@ -2,16 +2,18 @@
 
     python benchmarks/accuracy.py --output benchmarks/results/accuracy.json --table docs/accuracy.md
 
-Each model runs plain and under plans at 0.7x and 0.5x of its plain peak and at the least that fits. Measured is the
-CPU allocator's own record of the second step (profiler memory events on top of what is resident). Exact plans are
-verified bit-equal against the plain run; plans with a chunked loss or micro-batches also by their error against
-fp64.
+Each case is a model with a batch, a precision and an optimizer. It runs plain and under plans at 0.7x and 0.5x of
+its plain peak and at the least that fits. Measured is the CPU allocator's own record of the second step (profiler
+memory events on top of what is resident). Plans of exact levers are verified bit-equal against the plain run; plans
+with a chunked loss or micro-batches by their error against fp64, what they recompute bit-equal. With `--case` the
+rows of other cases in the output are kept.
 """
 
 import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,13 @@ from environment import environment
 from tightfit import Plan, TokenBatch, estimate, plan, verify
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.levers.optimizer import build_optimizer
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.step import StepSettings, forward_backward, model_loss, update
+from tightfit.step import Precision, StepSettings, forward_backward, model_loss, update
 from tightfit.train.measure import resident_tensors
 
-BUDGETS = ("0.7x", "0.5x", "least")
 SMALL_HF = {
     "vocab_size": 8000, "hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 6,
     "num_attention_heads": 7, "num_key_value_heads": 7, "max_position_embeddings": 1024,
@@ -58,79 +60,104 @@ def smollm2() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).train()
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
-    "CPU8": (lambda: decoder(hidden_size=256), (8, 256)),
-    "CPU8, dropout 0.1": (lambda: decoder(hidden_size=256, dropout=0.1), (8, 256)),
-    "CPU26": (lambda: decoder(hidden_size=512, num_kv_heads=2), (4, 256)),
-    "Llama 20M": (lambda: from_transformers("Llama"), (8, 256)),
-    "Qwen3 20M": (lambda: from_transformers("Qwen3", head_dim=64), (8, 256)),
-    "SmolLM2-135M": (smollm2, (2, 512)),
-}
+@dataclass(frozen=True)
+class Case:
+    """A step to predict: a model, (samples, tokens), and what else decides its memory."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, int]
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    levers: tuple[str, ...] = ("exact", "rounding")
+    budgets: tuple[str, ...] = ("0.7x", "0.5x", "least")
 
 
-def measure(model: nn.Module, batch: dict[str, torch.Tensor], precision: Any, micro_batches: int = 1) -> int:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+def cpu8(**settings: Any) -> Decoder:
+    return decoder(hidden_size=256, **settings)
+
+
+CASES: dict[str, Case] = {
+    "CPU8": Case(cpu8, (8, 256)),
+    "CPU8, dropout 0.1": Case(lambda: cpu8(dropout=0.1), (8, 256)),
+    "CPU26": Case(lambda: decoder(hidden_size=512, num_kv_heads=2), (4, 256)),
+    "Llama 20M": Case(lambda: from_transformers("Llama"), (8, 256)),
+    "Qwen3 20M": Case(lambda: from_transformers("Qwen3", head_dim=64), (8, 256)),
+    "Gemma-2 20M": Case(lambda: from_transformers("Gemma2", head_dim=64), (8, 256), budgets=("0.5x",)),
+    "GPT-2 20M": Case(lambda: from_transformers("GPT2", n_inner=1216, attn_pdrop=0.1), (8, 256), budgets=("0.5x",)),
+    "CPU8, untied": Case(lambda: cpu8(tie_embeddings=False), (8, 256), budgets=("0.5x",)),
+    "CPU8, 2 x 1024": Case(cpu8, (2, 1024), budgets=("0.6x",)),
+    "CPU8, 32 x 64": Case(cpu8, (32, 64), budgets=("0.6x",)),
+    "CPU8, 1 x 77": Case(cpu8, (1, 77), budgets=("least",)),
+    "CPU8, bf16": Case(cpu8, (8, 256), "bf16", levers=("exact",)),
+    "CPU8, fp16": Case(cpu8, (8, 256), "fp16", levers=("exact",), budgets=("0.7x",)),
+    "Llama 20M, bf16": Case(lambda: from_transformers("Llama"), (8, 256), "bf16", levers=("exact",), budgets=("0.6x",)),
+    "CPU8, SGD": Case(cpu8, (8, 256), optimizer="sgd", budgets=("0.5x",)),
+    "CPU8, Adam": Case(cpu8, (8, 256), optimizer="adam", budgets=("0.5x",)),
+    "CPU8, Adafactor": Case(cpu8, (8, 256), optimizer="adafactor", budgets=("0.5x",)),
+    "SmolLM2-135M": Case(smollm2, (2, 256), levers=("rounding",), budgets=("0.7x", "least")),
+}  # fmt: skip
+
+
+def measure(model: nn.Module, batch: dict[str, torch.Tensor], case: Case, micro_batches: int = 1) -> int:
+    optimizer = build_optimizer(case.optimizer, model.parameters(), lr=0.0)
     parts = as_parts(split_batch(batch, micro_batches), model_loss)
 
     def step() -> None:
-        forward_backward(model, parts, model_loss, precision)
-        update(model, optimizer, StepSettings(precision))
+        forward_backward(model, parts, model_loss, case.precision)
+        update(model, optimizer, StepSettings(case.precision))
 
     step()
     return measured_peak(step, resident_tensors(model, optimizer, batch))
 
 
-def plans(model: nn.Module, batch: Any, levers: str, precision: Any) -> Iterator[tuple[str, Plan | int]]:
+def plans(model: nn.Module, batch: Any, case: Case, levers: str) -> Iterator[tuple[str, Plan | int]]:
     """The plan at each budget, or the least bytes where it cannot fit."""
+    asked = {"levers": levers, "precision": case.precision, "optimizer": case.optimizer}
     least = None
-    for budget in BUDGETS:
-        if budget == "least":
-            if least is None:
-                try:
-                    plan(model, batch, 1, levers=levers, precision=precision)
-                except CannotFit as error:
-                    least = error.least_bytes
-            assert least is not None, "one byte fits nothing"
-            yield budget, plan(model, batch, least, levers=levers, precision=precision)
-            continue
+    for budget in case.budgets:
         try:
-            yield budget, plan(model, batch, budget, levers=levers, precision=precision)
+            yield budget, plan(model, batch, 1 if budget == "least" and least is None else least or budget, **asked)
         except CannotFit as error:
             least = error.least_bytes
-            yield budget, error.least_bytes
+            yield budget, plan(model, batch, least, **asked) if budget == "least" else least
 
 
-def rows(case: str, levers: tuple[str, ...], precisions: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    build, (size, length) = CASES[case]
+def rows(name: str) -> Iterator[dict[str, Any]]:
+    case = CASES[name]
     torch.manual_seed(0)
-    model = build()
+    model = case.build()
     vocabulary = model.get_input_embeddings().num_embeddings if hasattr(model, "get_input_embeddings") else 6400
-    batch = TokenBatch(size, length, vocabulary).tensors()
-    for precision in precisions:
-        common = {"case": case, "precision": precision}
-        predicted = estimate(model, batch, precision=precision).peak_bytes
-        measured = measure(model, batch, precision)
-        yield {**common, "levers": "none", "budget": "plain", "predicted": predicted, "measured": measured}
-        for allowed in levers:
-            for budget, made in plans(model, batch, allowed, precision):
-                row = {**common, "levers": allowed, "budget": budget}
-                if isinstance(made, int):
-                    yield {**row, "least_bytes": made}
-                    continue
-                with made.apply(model):
-                    measured = measure(model, batch, precision, made.micro_batches)
-                report = verify(model, batch, made)
-                yield {
-                    **row,
-                    "budget_bytes": made.budget_bytes,
-                    "predicted": made.peak_bytes,
-                    "measured": measured,
-                    "within": measured <= made.budget_bytes,
-                    "bit_equal": report.worst is None,
-                    "plain_error": report.plain_error,
-                    "planned_error": report.planned_error,
-                    "verified": report.ok,
-                }
+    batch = TokenBatch(*case.shape, vocabulary).tensors()
+    common = {"case": name, "precision": case.precision, "optimizer": case.optimizer, "shape": case.shape}
+    predicted = estimate(model, batch, precision=case.precision, optimizer=case.optimizer).peak_bytes
+    measured = measure(model, batch, case)
+    yield {**common, "levers": "none", "budget": "plain", "predicted": predicted, "measured": measured}
+    for levers in case.levers:
+        for budget, made in plans(model, batch, case, levers):
+            row = {**common, "levers": levers, "budget": budget}
+            if isinstance(made, int):
+                yield {**row, "least_bytes": made}
+            else:
+                yield {**row, **outcome(model, batch, case, made)}
+
+
+def outcome(model: nn.Module, batch: dict[str, torch.Tensor], case: Case, made: Plan) -> dict[str, Any]:
+    """A plan measured and verified."""
+    with made.apply(model):
+        measured = measure(model, batch, case, made.micro_batches)
+    report = verify(model, batch, made)
+    return {
+        "budget_bytes": made.budget_bytes,
+        "micro_batches": made.micro_batches,
+        "chunked_loss": made.chunked_loss is not None,
+        "predicted": made.peak_bytes,
+        "measured": measured,
+        "within": measured <= made.budget_bytes,
+        "recompute_bit_equal": report.worst is None,
+        "plain_error": report.plain_error,
+        "planned_error": report.planned_error,
+        "verified": report.ok,
+    }
 
 
 PAGE = """\
@@ -143,7 +170,11 @@ No figure of a GPU has been measured yet.
 {count} configurations: median error {median:.6%}, worst {worst:.6%}.
 {within} of {count} within their budget, {verified} of {count} verified.
 
-| model | precision | levers | budget | predicted | measured | error | bit-equal | fp64 error, planned / plain |
+Gradients of plans with exact levers only are bit-equal to plain or not; with a chunked loss or micro-batches the
+table gives their relative error against fp64, planned / plain (dropout off; plain is the worst of three orders of the
+samples), and what is recomputed is bit-equal.
+
+| case | precision | optimizer | levers | budget | predicted | measured | error | gradients |
 |---|---|---|---|---|---|---|---|---|
 """
 
@@ -165,28 +196,43 @@ def table(results: list[dict[str, Any]], where: dict[str, Any]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    start = f"| {row['case']} | {row['precision']} | {row['levers']} | {row['budget']} "
+    start = f"| {row['case']} | {row['precision']} | {row['optimizer']} | {row['levers']} | {row['budget']} "
     if "least_bytes" in row:
-        return start + f"| cannot fit: the least is {row['least_bytes']:,} | | | | |\n"
+        return start + f"| cannot fit: the least is {row['least_bytes']:,} | | | |\n"
     error = row["predicted"] / row["measured"] - 1
-    equal = {True: "yes", False: "NO", None: ""}[row.get("bit_equal")]
-    rounding = f"{row['planned_error']:.2e} / {row['plain_error']:.2e}" if row.get("planned_error") else ""
-    return start + f"| {row['predicted']:,} | {row['measured']:,} | {error:+.5%} | {equal} | {rounding} |\n"
+    return start + f"| {row['predicted']:,} | {row['measured']:,} | {error:+.5%} | {gradients(row)} |\n"
+
+
+def gradients(row: dict[str, Any]) -> str:
+    if "verified" not in row:
+        return ""
+    if not row["recompute_bit_equal"]:
+        return "NOT EQUAL"
+    if row["planned_error"] is None:
+        return "bit-equal"
+    return f"{row['planned_error']:.2e} / {row['plain_error']:.2e}" + ("" if row["verified"] else " MORE")
+
+
+def kept(path: Path | None, cases: list[str]) -> list[dict[str, Any]]:
+    """The rows of an earlier run that this one does not make anew."""
+    if path is None or not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text())["results"] if row["case"] not in cases]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), action="append", help="default: fp32")
-    parser.add_argument("--levers", choices=("exact", "rounding"), action="append", help="default: both")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
-    results, where = [], environment()
-    for case in options.case or CASES:
-        for row in rows(case, tuple(options.levers or ("exact", "rounding")), tuple(options.precision or ("fp32",))):
+    cases = options.case or list(CASES)
+    results, where = kept(options.output, cases), environment()
+    for case in cases:
+        for row in rows(case):
             print(line(row), end="", flush=True)
             results.append(row)
+            results.sort(key=lambda r: list(CASES).index(r["case"]))
             if options.output:
                 options.output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
             if options.table:

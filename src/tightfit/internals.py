@@ -22,6 +22,7 @@ __all__ = [
     "NoAutocast",
     "counting_alias",
     "current_node",
+    "graph_is_kept",
     "is_dense",
     "newest_sequence_number",
     "set_version_counters",
@@ -47,6 +48,13 @@ def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, excluded)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward pass leaves saved tensors for another one (`retain_graph=True`)."""
+    # Where a release drops the question, the careful answer: a gradient is then copied once.
+    asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else asked()
 
 
 def newest_sequence_number() -> int:

@@ -196,7 +196,9 @@ def _largest(left: torch.Tensor, right: torch.Tensor | None) -> float:
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal where both are NaN in the same places, which `torch.equal` denies."""
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+    infinite = {"posinf": math.inf, "neginf": -math.inf}
+    numbers = [t.nan_to_num(**infinite) if t.is_floating_point() else t for t in (left, right)]
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(*numbers)
 
 
 def random_states() -> dict[str, bytes]:

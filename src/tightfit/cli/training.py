@@ -45,14 +45,13 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
     """Plain, predicted and measured side by side; the losses; a sample; where everything is."""
     from tightfit.planner.describe import rendered
 
+    sample = ("", "A sample:", *(f"  {line}" for line in result.sample.splitlines())) if result.sample else ()
     return rendered(
         "",
         figures(result, plan),
         "",
         *losses(result),
-        "",
-        "A sample:",
-        *(f"  {line}" for line in result.sample.splitlines()),
+        *sample,
         "",
         f"The run is in {result.folder}: memory.png shows the step, plan.json why.",
         width=width,

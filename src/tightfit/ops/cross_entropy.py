@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _autograd
 
 from tightfit.errors import InputError
+from tightfit.internals import graph_is_kept
 from tightfit.ops._chunked_head import Gradients, Head, Terms, Tokens, accumulation_dtype, run_chunks
 from tightfit.ops._once import differentiable_once
 
@@ -246,10 +246,3 @@ def dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
 
 def cast(tensors: Sequence[Tensor | None], to: Sequence[torch.dtype | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.to(dtype) for tensor, dtype in zip(tensors, to, strict=True)]
-
-
-def graph_is_kept() -> bool:
-    """Whether the running backward pass leaves saved tensors for another one (`retain_graph=True`)."""
-    # Private, in torch 2.11 and 2.13; where a release drops it, every gradient is copied once.
-    asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
-    return True if asked is None else asked()
