@@ -20,6 +20,7 @@ without_dynamo = _disable_dynamo  # loads dynamo when the function is first call
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
+    "clear_cublas_workspaces",
     "counting_alias",
     "current_node",
     "graph_is_kept",
@@ -28,6 +29,11 @@ __all__ = [
     "set_version_counters",
     "without_dynamo",
 ]
+
+
+def clear_cublas_workspaces() -> None:
+    """Give back the scratch memory that cuBLAS keeps; only on a build with CUDA."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces")()  # noqa: B009 (builds without CUDA do not have it)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

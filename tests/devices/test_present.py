@@ -1,9 +1,12 @@
+import os
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tightfit.devices import present as module
 from tightfit.devices.machine import fingerprint
-from tightfit.devices.present import cache_folder, lookup, present
+from tightfit.devices.present import LOOKED_AGAIN_AFTER, cache_folder, cache_path, lookup, measure, present
 from tightfit.errors import DeviceError
 
 
@@ -53,6 +56,52 @@ def test_a_cache_that_cannot_be_written_costs_a_notice_and_nothing_else(measured
     notices = []
     assert present("cpu", notices.append) == spec
     assert "could not be kept" in notices[-1]
+
+
+@pytest.fixture
+def busy(measured, monkeypatch, spec):
+    """The device was measured while the machine was busy, a while ago."""
+    disturbed = replace(spec, disturbed_by="other processes kept 1.5 of 2 cores busy")
+    monkeypatch.setattr(module, "calibrate", lambda kind: disturbed)
+    notices = []
+    assert measure("cpu", notices.append) == disturbed
+    assert "the machine was busy (other processes kept 1.5 of 2 cores busy)" in notices[-1]
+    _age(cache_path("cpu"))
+    monkeypatch.setattr(module, "calibrate", lambda kind: spec)
+    return disturbed
+
+
+def _age(path):
+    then = path.stat().st_mtime - 2 * LOOKED_AGAIN_AFTER
+    os.utime(path, (then, then))
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again_when_it_is_quiet(busy, spec, monkeypatch):
+    monkeypatch.setattr(module, "is_quiet_now", lambda threads: True)
+    notices = []
+    assert present("cpu", notices.append) == spec
+    assert "measuring again" in notices[0]
+    monkeypatch.delattr(module, "is_quiet_now")  # and then it is not looked at any more
+    assert present("cpu") == spec
+
+
+def test_on_a_machine_that_is_still_busy_the_rough_figures_stay_and_it_is_said(busy, monkeypatch):
+    glances = []
+    monkeypatch.setattr(module, "is_quiet_now", lambda threads: glances.append(threads))
+    notices = []
+    assert present("cpu", notices.append) == busy
+    assert notices == ["predicted seconds are rough: while round was measured, " + busy.disturbed_by]
+    assert present("cpu") == busy
+    assert len(glances) == 1  # one look a minute is enough
+    _age(cache_path("cpu"))
+    assert present("cpu") == busy
+    assert len(glances) == 2
+
+
+def test_measuring_again_can_be_asked_for(measured, spec):
+    present("cpu")
+    assert measure("cpu") == spec
+    assert measured == ["cpu", "cpu"]
 
 
 def test_other_threads_are_another_device():

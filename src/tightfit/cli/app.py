@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 import tightfit
-from tightfit.cli import asking, generating, training
+from tightfit.cli import asking, generating, measuring, training
 from tightfit.errors import TightfitError
 
 INTERRUPTED = 130  # 128 + SIGINT
@@ -67,6 +67,8 @@ app.command()(asking.plan)
 app.command()(asking.estimate)
 app.command()(asking.verify)
 app.command()(generating.generate)
+app.command()(measuring.devices)
+app.command()(measuring.calibrate)
 
 
 def main() -> None:

@@ -155,7 +155,7 @@ def write(plan: "Plan", path: Path) -> None:
         raise OutputError(f"{path}: the plan cannot be written: {error.strerror}") from error
 
 
-def show(answer: str | dict[str, Any]) -> None:
+def show(answer: str | dict[str, Any] | list[Any]) -> None:
     """Text as it is, anything else as JSON."""
     typer.echo(answer if isinstance(answer, str) else json.dumps(answer, indent=1))
 

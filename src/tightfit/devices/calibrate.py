@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,11 +24,13 @@ from tightfit.devices.calls import (
     stream_call,
     stream_cases,
 )
+from tightfit.devices.cuda_figures import launch_seconds, link_rates, workspaces
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.fresh_memory import fresh_memory
 from tightfit.devices.machine import device_name
+from tightfit.devices.quiet import Watch
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
-from tightfit.devices.timing import fastest
+from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
 
 SECONDS = 7.0  # shared out over the kinds of calls; a slow or busy device takes longer
@@ -42,34 +45,65 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
-    device = torch.device(kind)
-    buffers = Buffers.on(device)
+    buffers = Buffers.on(torch.device(kind))
+    watch = Watch(_probe(kind, buffers), torch.get_num_threads())
     with torch.no_grad(), torch.autocast(kind, enabled=False):
-        threshold, per_byte = (
-            fresh_memory() if kind == "cpu" else (None, 0.0)
-        )  # first: the allocator has nothing to reuse
+        own = _figures_of_cpu() if kind == "cpu" else _figures_of_cuda()  # first: the allocator has nothing to reuse
+        watch.sample()
         products = _fit_products(_time_products(kind, buffers))
+        watch.sample()
         attention = _points(_time_attention(kind, buffers))
+        watch.sample()
         streams = _curves(_time_streams(kind, buffers))
+        watch.sample()
     return DeviceSpec(
         name=device_name(kind),
         kind=kind,
-        memory_bytes=_memory_bytes(kind),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
         products=products,
         attention=attention,
         streams=streams,
-        fresh_threshold_bytes=threshold,
-        fresh_seconds_per_byte=per_byte,
-        framework_seconds=_framework_seconds() if kind == "cpu" else 0.0,  # a GPU computes meanwhile
+        disturbed_by=watch.observe().disturbed_by,
+        **own,
     )
 
 
-def _memory_bytes(kind: Kind) -> int:
-    if kind == "cuda":
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return psutil.virtual_memory().total
+def _figures_of_cpu() -> dict[str, Any]:
+    """What only a CPU has: memory that is fresh from the system, and a framework that it computes itself."""
+    threshold, per_byte = fresh_memory()
+    return {
+        "memory_bytes": psutil.virtual_memory().total,
+        "fresh_threshold_bytes": threshold,
+        "fresh_seconds_per_byte": per_byte,
+        "framework_seconds": _framework_seconds(),
+    }
+
+
+def _figures_of_cuda() -> dict[str, Any]:
+    """What only a CUDA device has; it computes while the host issues the next operators."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "memory_bytes": properties.total_memory,
+        "compute_capability": (properties.major, properties.minor),
+        "sm_count": properties.multi_processor_count,
+        "workspace_bytes": workspaces(),
+        "launch_seconds": launch_seconds(),
+        "link_bytes_per_second": link_rates(),
+    }
+
+
+def _probe(kind: Kind, buffers: Buffers) -> Call:
+    """A product that takes about a millisecond: long enough for one reading of the clock, waited for on CUDA."""
+    side = 256 if kind == "cpu" else 2048
+    a, b, out = (buffers.get((side, side), torch.float32, use) for use in ("read", "right", "out"))
+
+    def call() -> object:
+        torch.mm(a, b, out=out)
+        return torch.cuda.synchronize() if kind == "cuda" else None
+
+    call()
+    return call
 
 
 # Products

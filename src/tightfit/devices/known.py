@@ -9,8 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tightfit.devices.roofline import Roofline
-from tightfit.devices.spec import DeviceSpec
+from tightfit.devices.spec import DeviceSpec, Roofline
 
 # Seconds that eager PyTorch takes to launch a kernel, autograd included. Assumed: 5 to 10 µs are usual.
 LAUNCH_SECONDS = 7e-6

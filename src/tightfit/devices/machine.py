@@ -8,7 +8,7 @@ import torch
 
 from tightfit.devices.spec import Kind
 
-FORMAT = 1  # of the figures: raised when what is measured, or how, changes
+FORMAT = 2  # of the figures: raised when what is measured, or how, changes
 
 
 def device_name(kind: Kind) -> str:

@@ -1,9 +1,11 @@
 """The device that is present, calibrated at its first use and remembered; devices by name."""
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,13 @@ import torch
 from tightfit.devices.calibrate import calibrate
 from tightfit.devices.known import KnownDevice, find, nearest
 from tightfit.devices.machine import device_name, fingerprint
+from tightfit.devices.quiet import is_quiet_now
 from tightfit.devices.spec import DeviceSpec, Kind
 from tightfit.errors import DeviceError
 
 Notice = Callable[[str], None]
+
+LOOKED_AGAIN_AFTER = 60.0  # seconds: whether a machine that was busy is quiet now
 
 PRESENT_KINDS: tuple[Kind, ...] = ("cpu", "cuda")
 
@@ -32,26 +37,70 @@ def cache_folder() -> Path:
 def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
     """The figures of the device that is present: from the cache, else measured now and kept there.
 
-    `kind` None is the CUDA device if there is one, else the CPU. `notice` is told in one line when the measuring
-    begins, and when the cache could not be used. Raises `DeviceError` where there is no such device.
+    `kind` None is the CUDA device if there is one, else the CPU. Figures that were measured while the machine was busy
+    are measured again at the next use that finds it quiet. `notice` is told in one line when the measuring begins, when
+    it was disturbed, and when the cache could not be used. Raises `DeviceError` where there is no such device.
     """
-    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu', or leave the device out")
+    kind = _here(kind)
     tell = notice or _say_nothing
-    path = cache_folder() / f"{kind}-{fingerprint(kind)}.json"
-    if path.exists():
-        try:
-            return DeviceSpec.from_json(path)
-        except DeviceError as error:
-            tell(f"{error}; measuring anew")
+    kept = cached(kind, tell)
+    if kept is None:
+        return measure(kind, tell)
+    if not kept.disturbed_by:
+        return kept
+    if _may_be_looked_at_again(cache_path(kind)) and is_quiet_now(torch.get_num_threads()):
+        tell("the machine was busy when it was measured and is quiet now: measuring again")
+        return measure(kind, tell)
+    tell(f"predicted seconds are rough: while {kept.name} was measured, {kept.disturbed_by}")
+    return kept
+
+
+def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
+    """The figures in the cache; None where there are none, or none that can be read (which `notice` is told)."""
+    path = cache_path(kind)
+    if not path.exists():
+        return None
+    try:
+        return DeviceSpec.from_json(path)
+    except DeviceError as error:
+        (notice or _say_nothing)(f"{error}; measuring anew")
+        return None
+
+
+def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
+    """Measure the device that is present now, whatever the cache holds, and keep the figures there."""
+    kind, tell = _here(kind), notice or _say_nothing
     tell(f"measuring {device_name(kind)} once, about 8 seconds")
     spec = calibrate(kind)
+    if spec.disturbed_by:
+        tell(f"the machine was busy ({spec.disturbed_by}): predicted seconds are rough until it is measured when quiet")
+    path = cache_path(kind)
     try:
         _write_whole(path, json.dumps(spec.to_dict(), indent=1) + "\n")
     except OSError as error:
         tell(f"the figures could not be kept in {path} ({error.strerror}): they are measured again next time")
     return spec
+
+
+def cache_path(kind: Kind) -> Path:
+    """The file that holds the figures of the device that is present."""
+    return cache_folder() / f"{kind}-{fingerprint(kind)}.json"
+
+
+def _here(kind: Kind | None) -> Kind:
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu', or leave the device out")
+    return kind
+
+
+def _may_be_looked_at_again(path: Path) -> bool:
+    """Whether the file's time, that of the last look, lies far enough back; it is set to now."""
+    if time.time() - path.stat().st_mtime < LOOKED_AGAIN_AFTER:
+        return False
+    with contextlib.suppress(OSError):  # a cache that cannot be written is looked at each time
+        path.touch()
+    return True
 
 
 def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice | None = None) -> DeviceSpec:

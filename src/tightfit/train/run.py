@@ -65,11 +65,11 @@ def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
 
 def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
     training = config.training
+    device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
     data = prepare_data(config.data, config.model)
     model = build_model(config.model, seed=training.seed)
     check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
     reporter.on_note(_what_is_trained(model, data))
-    device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
     batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
     first = next(batches)
     fitted = fit(model, counted(first), CausalLMLoss(), config, device.kind)

@@ -1,0 +1,115 @@
+"""`devices` and `calibrate`: what can be asked about, and what the device here really does."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tightfit.cli import options
+from tightfit.cli.asking import columns, show
+from tightfit.errors import DeviceError
+
+if TYPE_CHECKING:
+    from tightfit.cli.device_tables import Row
+    from tightfit.devices.spec import Kind
+
+
+def devices(as_json: options.Json = False) -> None:
+    """Show the devices that can be asked about: those that are here, and common cards by their published figures.
+
+    Their names are what `--device` takes, written as you like.
+
+    [dim]tightfit devices --json[/]
+
+    [dim]tightfit estimate --model cpu26 --device rtx4090[/]
+    """
+    from tightfit.cli.device_tables import describe_devices
+
+    rows = [*_here(), *_published()]
+    show([_plain(row) for row in rows] if as_json else describe_devices(rows, columns()))
+
+
+def calibrate(
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu or cuda (else the one that is used by itself).")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure again, even if it was measured before.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure the device that is here, in some seconds, and keep its figures for estimates and plans.
+
+    This happens by itself at the first use. Do it again when the machine is
+    quiet, if it was busy then.
+
+    [dim]tightfit calibrate --force[/]
+    """
+    from tightfit.cli.device_tables import describe_calibration
+    from tightfit.devices.present import cache_path, measure, present
+
+    kind = _kind(device)
+    found = (measure if force else present)(kind, lambda line: typer.echo(line, err=True))
+    path = str(cache_path(found.kind))
+    show({**found.to_dict(), "path": path} if as_json else describe_calibration(found, path, columns()))
+
+
+def _kind(device: str | None) -> "Kind | None":
+    """The kind of a device that can be measured. Raises `DeviceError` for any other."""
+    from tightfit.devices.present import PRESENT_KINDS
+
+    kinds: dict[str, Kind] = {str(kind): kind for kind in PRESENT_KINDS}
+    if device is None:
+        return None
+    if device not in kinds:
+        raise DeviceError(f"--device {device!r} cannot be measured: take {' or '.join(kinds)}")
+    return kinds[device]
+
+
+def _here() -> "list[Row]":
+    """The devices of this machine, with their figures if they were measured."""
+    import torch
+
+    from tightfit.cli.device_tables import Row
+    from tightfit.devices.figures import figures_of
+    from tightfit.devices.machine import device_name
+    from tightfit.devices.present import PRESENT_KINDS, cached
+
+    rows = []
+    for kind in PRESENT_KINDS:
+        if kind == "cuda" and not torch.cuda.is_available():
+            continue
+        spec = cached(kind)
+        state = "not measured yet" if spec is None else "measured, busy" if spec.disturbed_by else "measured"
+        rows.append(Row(kind, None if spec is None else figures_of(spec), f"here, {state}: {device_name(kind)}"))
+    return rows
+
+
+def _published() -> "list[Row]":
+    from tightfit.cli.device_tables import Row
+    from tightfit.devices.figures import figures_of
+    from tightfit.devices.known import known_devices
+    from tightfit.devices.present import is_present
+
+    return [
+        Row(key, figures_of(known.spec), f"{known.spec.name}{', here' if is_present(known) else ''}")
+        for key, known in known_devices().items()
+    ]
+
+
+def _plain(row: "Row") -> dict[str, Any]:
+    figures = None if row.figures is None else asdict(row.figures)
+    return {"device": row.key, "note": row.note, "figures": figures, **_origin(row.key)}
+
+
+def _origin(key: str) -> dict[str, Any]:
+    """Where the figures of a device come from."""
+    from tightfit.devices.known import known_devices
+
+    known = known_devices().get(key)
+    if known is None:
+        return {"origin": "measured here"}
+    return {
+        "origin": "published",
+        "sources": known.sources,
+        "memory_source": known.memory_source,
+        "shares_source": known.shares_source,
+    }

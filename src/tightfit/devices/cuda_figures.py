@@ -1,0 +1,96 @@
+"""What only a CUDA device has: launches that cost time, a link to the host, scratch memory of libraries."""
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from tightfit.devices.timing import Call, fastest
+from tightfit.internals import clear_cublas_workspaces
+
+SECONDS = 0.3  # for each of the measurements
+ROUNDS = 10
+LINK_BYTES = 2**28
+LAUNCHES = 400  # in one reading of the clock: fewer than the 1024 that the device queues before the host has to wait
+PRODUCT_SIDE = 1024
+# Batch, heads, length, width of the attention whose scratch memory is recorded.
+ATTENTION_SHAPE = (1, 32, 1024, 128)
+
+
+def launch_seconds() -> float:
+    """What the host takes to issue one operator of forward or backward, while the device keeps up.
+
+    The tensors are so small that no kernel takes as long as its launch.
+    """
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    factor = torch.ones(8, device="cuda")
+    least = float("inf")
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.enable_grad():
+            y = x
+            for _ in range(LAUNCHES // 2):
+                y = y * factor
+        torch.autograd.grad(y, x, factor)
+        torch.cuda.synchronize()
+        least = min(least, (time.perf_counter() - began) / LAUNCHES)
+    return least
+
+
+def link_rates() -> dict[str, float]:
+    """Bytes per second between host and device, by direction and kind of host memory (`"to_device/pinned"`)."""
+    on_device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    calls: dict[str, Call] = {}
+    for kind in ("pinned", "pageable"):
+        on_host = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
+        calls[f"to_device/{kind}"] = _copy(on_device, on_host)
+        calls[f"to_host/{kind}"] = _copy(on_host, on_device)
+    seconds = fastest(calls, "cuda", SECONDS, ROUNDS)
+    return {name: LINK_BYTES / spent for name, spent in seconds.items()}
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Call:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def workspaces() -> Mapping[str, int]:
+    """Bytes that libraries take from PyTorch's allocator for themselves, seen by the allocator's own count.
+
+    `"cublas"` and `"cublaslt"` stay taken until the process ends, once a product (or one with a bias) in half precision
+    has run; `"attention_backward"` is taken while the backward of attention in half precision runs, at
+    `ATTENTION_SHAPE`.
+    """
+    torch.cuda.synchronize()
+    clear_cublas_workspaces()
+    half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    a, b, out = (torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, device="cuda", dtype=half) for _ in range(3))
+    bias = torch.ones(PRODUCT_SIDE, device="cuda", dtype=half)
+    plain = _kept(lambda: torch.mm(a, b, out=out))
+    return {
+        "cublas": plain,
+        "cublaslt": _kept(lambda: torch.addmm(bias, a, b, out=out)),
+        "attention_backward": _attention_backward_bytes(half),
+    }
+
+
+def _kept(call: Call) -> int:
+    """Bytes that a call which returns nothing new leaves allocated."""
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before
+
+
+def _attention_backward_bytes(dtype: torch.dtype) -> int:
+    """Bytes above those of the three gradients while attention's backward runs."""
+    q, k, v = (torch.ones(ATTENTION_SHAPE, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    with torch.enable_grad():
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    gradient = torch.ones_like(out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = torch.autograd.grad(out, (q, k, v), gradient)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)

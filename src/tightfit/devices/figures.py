@@ -1,0 +1,55 @@
+"""A device in a handful of figures, whether they were measured or published: what a table of devices shows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tightfit.devices.families import Family
+from tightfit.devices.spec import DeviceSpec
+
+LAYOUT = "nt"  # of the products whose rate stands for all: that of a linear layer's forward
+FLOPS_PER_MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Rates of a device: reached where it was measured, at most where they are published.
+
+    `flops_per_second` of large matrix products by dtype, `memory_bytes_per_second` of elementwise operators,
+    `link_bytes_per_second` from pinned host memory; None where there is none.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float | None
+    link_bytes_per_second: float | None
+    compute_capability: tuple[int, int] | None
+
+
+def figures_of(spec: DeviceSpec) -> Figures:
+    """The figures of a spec, of either form."""
+    roofline = spec.roofline
+    return Figures(
+        name=spec.name,
+        kind=spec.kind,
+        memory_bytes=spec.memory_bytes,
+        flops_per_second=product_rates(spec) if roofline is None else roofline.flops_per_second,
+        memory_bytes_per_second=_memory_rate(spec) if roofline is None else roofline.memory_bytes_per_second,
+        link_bytes_per_second=(
+            spec.link_bytes_per_second.get("to_device/pinned") if roofline is None else roofline.link_bytes_per_second
+        ),
+        compute_capability=spec.compute_capability,
+    )
+
+
+def product_rates(spec: DeviceSpec, layout: str = LAYOUT) -> dict[str, float]:
+    """FLOP/s that products of a layout approach as all of their sides grow, by dtype."""
+    found = {key.partition("/")[2]: law[0] for key, law in spec.products.items() if key.partition("/")[0] == layout}
+    return {dtype: FLOPS_PER_MULTIPLY_ADD / seconds for dtype, seconds in found.items() if seconds > 0}
+
+
+def _memory_rate(spec: DeviceSpec) -> float | None:
+    """Bytes per second of the largest elementwise operator that was measured."""
+    curve = spec.streams.get(f"{Family.ARITHMETIC}/float32")
+    return None if not curve else curve[-1][0] / curve[-1][1]

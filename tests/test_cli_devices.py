@@ -1,0 +1,134 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import tightfit
+from tightfit.devices import present as module
+from tightfit.devices.known import known_devices
+from tightfit.devices.spec import AttentionPoint, DeviceSpec
+
+SPEC = DeviceSpec(
+    name="Round CPU",
+    kind="cpu",
+    memory_bytes=8 * 2**30,
+    torch_version="2.13.0",
+    threads=2,
+    products={"nt/float32": (2e-11, 0.0, 0.0, 0.0, 1e-6)},
+    attention={"forward/full/float32": (AttentionPoint(1024, 64, 2e-9),)},
+    streams={"arithmetic/float32": ((1e3, 1e-6), (1e9, 0.1))},
+    fresh_threshold_bytes=32 * 2**20,
+    fresh_seconds_per_byte=1e-9,
+    framework_seconds=2e-6,
+)
+
+
+@pytest.fixture(autouse=True)
+def calibrations(monkeypatch, tmp_path):
+    """No GPU, a cache of our own, and a calibration that takes no time; how often it was asked for."""
+    asked = []
+
+    def calibrate(kind):
+        asked.append(kind)
+        return SPEC
+
+    monkeypatch.setattr(module, "calibrate", calibrate)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "110")
+    return asked
+
+
+def test_devices_shows_what_is_here_and_every_card_of_the_list(calibrations):
+    lines = tightfit("devices").out.splitlines()
+    first = {line.split()[0]: line for line in lines if line.strip()}
+    assert set(known_devices()) < set(first)
+    assert "here, not measured yet" in first["cpu"]
+    assert "23.64 GiB" in first["rtx4090"]
+    assert calibrations == []
+
+
+def test_devices_shows_the_rates_of_a_device_that_was_measured():
+    tightfit("calibrate")
+    (line,) = (line for line in tightfit("devices").out.splitlines() if line.startswith("cpu"))
+    assert line.split()[:4] == ["cpu", "8.00", "GiB", "0.1"]
+    assert "here, measured" in line
+
+
+def test_devices_as_json_names_the_source_of_every_published_figure():
+    rows = {row["device"]: row for row in json.loads(tightfit("devices", "--json").out)}
+    assert rows["cpu"]["figures"] is None
+    assert rows["h100"]["figures"]["flops_per_second"]["bfloat16"] == 989.5e12
+    assert rows["h100"]["origin"] == "published"
+    assert rows["h100"]["sources"]
+
+
+def test_calibrate_measures_once_shows_the_figures_and_says_where_they_are(calibrations, tmp_path):
+    out = tightfit("calibrate").out
+    assert "Round CPU, 2 threads" in out
+    assert "100" in next(line for line in out.splitlines() if line.startswith("a @ b.T"))
+    assert f"Kept in {tmp_path / 'cache'}" in out.replace("\n  ", "")
+    assert tightfit("calibrate").out == out
+    assert calibrations == ["cpu"]
+    tightfit("calibrate", "--force")
+    assert calibrations == ["cpu", "cpu"]
+
+
+def test_calibrate_as_json_has_the_figures_and_their_file():
+    figures = json.loads(tightfit("calibrate", "--json").out)
+    assert DeviceSpec.from_json(figures.pop("path")) == DeviceSpec.from_dict(figures) == SPEC
+
+
+def test_a_calibration_on_a_busy_machine_is_said_so(monkeypatch):
+    monkeypatch.setattr(module, "calibrate", lambda kind: replace(SPEC, disturbed_by="others were at work"))
+    outcome = tightfit("calibrate")
+    assert "the machine was busy (others were at work)" in outcome.err
+    assert "While this was measured, others were at work" in outcome.out
+
+
+def test_the_figures_of_a_cuda_calibration_are_shown(monkeypatch):
+    cuda = replace(
+        SPEC,
+        kind="cuda",
+        fresh_threshold_bytes=None,
+        launch_seconds=6e-6,
+        link_bytes_per_second={"to_device/pinned": 25e9},
+        workspace_bytes={"cublas": 2**25},
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "present", lambda kind, notice: cuda)
+    monkeypatch.setattr(module, "cache_path", lambda kind: "cache.json")
+    out = tightfit("calibrate").out
+    for line in ("Launch of an operator: 6.0 µs.", "Link, to device, pinned: 25.0 GB/s.", "Workspace of cublas: 32.00"):
+        assert line in out
+
+
+def test_a_card_that_is_not_here_cannot_be_measured():
+    outcome = tightfit("calibrate", "--device", "rtx4090")
+    assert outcome.code == 2
+    assert outcome.error == "--device 'rtx4090' cannot be measured: take cpu or cuda"
+    assert "finds no CUDA device" in tightfit("calibrate", "--device", "cuda").error
+
+
+def test_an_estimate_for_a_card_that_is_not_here(calibrations):
+    model = ("--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64)
+    figures = json.loads(tightfit("estimate", *model, "--device", "RTX 4090", "--json").out)
+    assert figures["device"] == "RTX 4090"
+    assert figures["device_bytes"] == int(23.64 * 2**30)
+    assert calibrations == []
+    assert "did you mean rtx4090?" in tightfit("estimate", *model, "--device", "rtx4091").error
+
+
+def test_a_plan_for_a_share_of_a_card_that_is_not_here():
+    model = ("--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64)
+    plan = json.loads(tightfit("plan", *model, "--device", "t4", "--budget", "80%", "--json").out)
+    assert plan["budget_bytes"] == int(0.8 * int(14.75 * 2**30))
+
+
+def test_training_on_a_card_that_is_not_here_is_refused_before_anything_is_read(tmp_path):
+    config = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+    outcome = tightfit("train", config, "training.device=rtx4090", f"output.folder={tmp_path / 'run'}")
+    assert outcome.code == 2
+    assert "'rtx4090' is not in this machine" in outcome.error
