@@ -3,7 +3,10 @@
 Each is there in torch 2.11 and 2.13.
 """
 
-from collections.abc import Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +23,19 @@ without_dynamo = _disable_dynamo  # loads dynamo when the function is first call
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
+    "attention_priority",
+    "autocast_cache_cleared_by",
     "clear_cublas_workspaces",
     "counting_alias",
     "current_node",
+    "fallthrough",
+    "foreach_on_cpu",
     "graph_is_kept",
+    "has_kernel",
     "is_dense",
+    "kernels_replaced",
     "newest_sequence_number",
+    "operators_with_kernel",
     "set_version_counters",
     "without_dynamo",
 ]
@@ -71,3 +81,76 @@ def newest_sequence_number() -> int:
 def set_version_counters(tensors: Iterable[torch.Tensor], versions: Iterable[int]) -> None:
     """Set the in-place counters of tensors."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+# What a CPU needs in order to play CUDA
+
+fallthrough = torch.library.fallthrough_kernel  # as a kernel of a key: go on to the next one
+_BACKENDS = {0: "math", 1: "flash_attention", 2: "efficient_attention", 3: "cudnn_attention"}
+_DEFAULT_PRIORITY = ["flash_attention", "efficient_attention", "math", "cudnn_attention"]  # Context.h, sdp_priority_order
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether an operator (`"aten::mm"`) has a kernel of its own for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def operators_with_kernel(key: str) -> list[str]:
+    """The operators that have a kernel of their own for a dispatch key."""
+    return [name for name in torch._C._dispatch_get_all_op_names() if has_kernel(name, key)]
+
+
+def attention_priority() -> tuple[list[str], bool]:
+    """The attention backends that are switched on, in the order of preference in force, and whether that is the default."""
+    switches: Any = torch.backends.cuda
+    enabled = {
+        "math": switches.math_sdp_enabled(),
+        "flash_attention": switches.flash_sdp_enabled(),
+        "efficient_attention": switches.mem_efficient_sdp_enabled(),
+        "cudnn_attention": switches.cudnn_sdp_enabled(),
+    }
+    order = [_BACKENDS[number] for number in torch._C._get_sdp_priority_order() if number in _BACKENDS]
+    return [name for name in order if enabled[name]], order == _DEFAULT_PRIORITY
+
+
+@contextmanager
+def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside, ATen operators have these kernels: name (`"mm"`, `"pow.Scalar"`), dispatch key and function."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # it is what is wanted
+            for name, key, kernel in kernels:
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def foreach_on_cpu() -> Iterator[None]:
+    """Inside, optimizers choose between their implementations for CPU tensors as they do for those of CUDA."""
+    module: Any = sys.modules["torch.optim.optimizer"]
+    devices = module._get_foreach_kernels_supported_devices
+    module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    try:
+        yield
+    finally:
+        module._get_foreach_kernels_supported_devices = devices
+
+
+@contextmanager
+def autocast_cache_cleared_by(clear: Callable[[], None]) -> Iterator[None]:
+    """Inside, `clear` is called too whenever autocast drops the weights that it has cast."""
+    original = torch.clear_autocast_cache
+
+    def both() -> None:
+        clear()
+        original()
+
+    torch.clear_autocast_cache = both
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache = original
+        clear()

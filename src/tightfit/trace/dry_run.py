@@ -21,7 +21,7 @@ from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import Questions
 from tightfit.trace.record import OperatorRecord, Phase
-from tightfit.trace.rules import CHOOSING, INDEXING, balanced_choice, choice_bound
+from tightfit.trace.rules import CHOOSING, INDEXING, NEVER_COMPUTED, balanced_choice, choice_bound
 from tightfit.trace.shapes import TensorShape, is_hollow, result_shapes, set_hollow, signature
 from tightfit.trace.workspace import Workspace, cpu_workspace
 
@@ -119,6 +119,8 @@ class DryRun(TorchDispatchMode):
         self, func: Any, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, kwargs: dict, key: Any
     ) -> bool:
         """Whether a call with known inputs is computed for real: all integer, or small."""
+        if func in NEVER_COMPUTED:
+            return False
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
             return True
         if any(t.numel() > KNOWN_LIMIT for t in inputs):

@@ -68,9 +68,52 @@ def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.empty(torch.broadcast_shapes(source.shape, mask.shape).numel(), dtype=source.dtype, device="meta")
 
 
+def _fused_rms_norm(
+    source: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # It has no meta kernel. The reciprocal of the root is kept in fp32 for 16-bit inputs (layer_norm_kernel.cu).
+    kept = source.dim() - len(normalized_shape)
+    dtype = torch.float32 if source.dtype.itemsize == 2 else source.dtype
+    shape = (*source.shape[:kept], *(1 for _ in normalized_shape))
+    return _meta(source.shape, source.dtype), _meta(shape, dtype)
+
+
+def _fused_rms_norm_backward(
+    grad: torch.Tensor, source: torch.Tensor, normalized_shape: Any, rstd: Any, weight: Any, mask: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    into_weight = weight is not None and mask[1]
+    return (
+        _meta(source.shape, source.dtype) if mask[0] else None,
+        _meta(weight.shape, weight.dtype) if into_weight else None,
+    )
+
+
+def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+# CUDA's operators, which no CPU can compute: imagined even where their inputs are small and known.
+NEVER_COMPUTED = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    )
+    if hasattr(aten, name)
+)
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
 }
 if hasattr(aten, "_grouped_mm"):
     SHAPE_RULES[aten._grouped_mm.default] = _grouped_mm
+if hasattr(aten, "_fused_rms_norm"):
+    SHAPE_RULES[aten._fused_rms_norm.default] = _fused_rms_norm
+    SHAPE_RULES[aten._fused_rms_norm_backward.default] = _fused_rms_norm_backward

@@ -1,7 +1,7 @@
 """Runs a whole training step dry and returns its record."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tightfit.activity import now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, named_states
 from tightfit.memory.allocator import collector_off
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.trace.cuda import CudaRole
 from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
@@ -45,15 +46,16 @@ def trace_step(
     cost: OperatorCost = no_cost,
     workspace: Workspace = cpu_workspace,
     rounding: int = 1,
+    role: CudaRole | None = None,
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
 
-    `parts` are the micro-batches, the largest last. Nothing of the model, its gradients, the batch, the optimizer
+    `parts` are the micro-batches, the largest last. With a `role`, the CPU plays a CUDA device. Nothing of the model, its gradients, the batch, the optimizer
     or the random generators is changed. Raises `TraceError` where an operator cannot be run dry.
     """
     settings = settings or StepSettings()
     traced = list(parts[-TRACED_PARTS:])
-    with _dry(model, parts, cost, workspace, rounding) as dry:
+    with _dry(model, parts, cost, workspace, rounding, role) as dry:
         twin = build_optimizer(optimizer, model.parameters())
         boundaries = run_twice(dry, model, traced, loss, twin, settings)
         return record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
@@ -70,13 +72,14 @@ def trace_part(
     cost: OperatorCost = no_cost,
     workspace: Workspace = cpu_workspace,
     rounding: int = 1,
+    role: CudaRole | None = None,
 ) -> StepTrace:
     """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
 
     What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
     gradient, which is there from the start if micro-batches came before.
     """
-    with _dry(model, parts, cost, workspace, rounding) as dry:
+    with _dry(model, parts, cost, workspace, rounding, role) as dry:
         dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         if len(parts) > 1:
             for name in with_gradient:
@@ -89,7 +92,12 @@ def trace_part(
 
 @contextmanager
 def _dry(
-    model: nn.Module, parts: Sequence[Part], cost: OperatorCost, workspace: Workspace, rounding: int
+    model: nn.Module,
+    parts: Sequence[Part],
+    cost: OperatorCost,
+    workspace: Workspace,
+    rounding: int,
+    role: CudaRole | None,
 ) -> Iterator[DryRun]:
     """A dry run about to begin; everything it touches is put back afterwards."""
     batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
@@ -98,7 +106,7 @@ def _dry(
         dry = DryRun(ledger, modules, cost, workspace)
         try:
             announce(ledger, model, batch)
-            with dry, _filling_off(), _watching_saves(ledger):
+            with nullcontext() if role is None else role.playing(), dry, _filling_off(), _watching_saves(ledger):
                 yield dry
         finally:
             dry.restore()
