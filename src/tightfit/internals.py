@@ -87,7 +87,8 @@ def set_version_counters(tensors: Iterable[torch.Tensor], versions: Iterable[int
 
 fallthrough = torch.library.fallthrough_kernel  # as a kernel of a key: go on to the next one
 _BACKENDS = {0: "math", 1: "flash_attention", 2: "efficient_attention", 3: "cudnn_attention"}
-_DEFAULT_PRIORITY = ["flash_attention", "efficient_attention", "math", "cudnn_attention"]  # Context.h, sdp_priority_order
+# `sdp_priority_order` in ATen/Context.h
+_DEFAULT_PRIORITY = ["flash_attention", "efficient_attention", "math", "cudnn_attention"]
 
 
 def has_kernel(operator: str, key: str) -> bool:
@@ -101,7 +102,7 @@ def operators_with_kernel(key: str) -> list[str]:
 
 
 def attention_priority() -> tuple[list[str], bool]:
-    """The attention backends that are switched on, in the order of preference in force, and whether that is the default."""
+    """The attention backends that are switched on, in the order of preference, and whether that is the default one."""
     switches: Any = torch.backends.cuda
     enabled = {
         "math": switches.math_sdp_enabled(),

@@ -10,7 +10,7 @@ from torch import nn
 
 from tightfit.devices.cost import CostModel
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import InputError
+from tightfit.errors import DeviceError, InputError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
 from tightfit.levers.optimizer import OptimizerFactory
@@ -18,6 +18,7 @@ from tightfit.levers.recompute import Policy
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.records import ChunkedLoss
 from tightfit.step import Batch, Loss, Part, StepSettings
+from tightfit.trace.cuda import CudaRole
 from tightfit.trace.dry_run import OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.step import trace_part, trace_step
@@ -60,6 +61,16 @@ class Request:
     @cached_property
     def cost(self) -> OperatorCost:
         return CostModel(self.device).operator_seconds
+
+    @cached_property
+    def role(self) -> CudaRole | None:
+        """The CUDA device to be played in dry runs, if the step is to run on one."""
+        device = self.device
+        if device.kind == "cpu":
+            return None
+        if device.compute_capability is None or device.sm_count is None:
+            raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
+        return CudaRole(device.compute_capability, device.sm_count)
 
     @property
     def workspace(self) -> Workspace:
@@ -119,6 +130,7 @@ class Tracer:
                 cost=request.cost,
                 workspace=request.workspace,
                 rounding=request.rounding,
+                role=request.role,
             )
 
     def part(
@@ -137,6 +149,7 @@ class Tracer:
                 cost=request.cost,
                 workspace=request.workspace,
                 rounding=request.rounding,
+                role=request.role,
             )
 
     @contextmanager

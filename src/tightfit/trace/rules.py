@@ -81,11 +81,8 @@ def _fused_rms_norm(
 def _fused_rms_norm_backward(
     grad: torch.Tensor, source: torch.Tensor, normalized_shape: Any, rstd: Any, weight: Any, mask: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    into_weight = weight is not None and mask[1]
-    return (
-        _meta(source.shape, source.dtype) if mask[0] else None,
-        _meta(weight.shape, weight.dtype) if into_weight else None,
-    )
+    into_source = _meta(source.shape, source.dtype) if mask[0] else None
+    return into_source, None if weight is None or not mask[1] else _meta(weight.shape, weight.dtype)
 
 
 def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:

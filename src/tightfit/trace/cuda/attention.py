@@ -22,7 +22,7 @@ Capability = tuple[int, int]
 
 
 class Backend(enum.StrEnum):
-    """A kernel of scaled dot product attention; the values are those of `torch.nn.attention.SDPBackend`, in lower case."""
+    """A kernel of scaled dot product attention, named as in `torch.nn.attention.SDPBackend`."""
 
     CUDNN = "cudnn_attention"
     FLASH = "flash_attention"
@@ -58,8 +58,8 @@ class Call:
 def choose_backend(call: Call, capability: Capability, order: Sequence[str] | None = None) -> Backend:
     """The first backend in CUDA's order of preference that takes the call.
 
-    `order` is that of the settings in force (`torch.nn.attention.sdpa_kernel` changes it, `torch.backends.cuda` switches
-    single backends off); None asks PyTorch for them.
+    `order` is that of the settings in force (`torch.nn.attention.sdpa_kernel` changes it, `torch.backends.cuda`
+    switches single backends off); None asks PyTorch for them.
     """
     takes = {
         Backend.CUDNN: _cudnn_takes,
@@ -177,7 +177,7 @@ def _heads_agree(call: Call, *, takes_grouped: bool) -> bool:
 
 def _last_stride_is_one(call: Call, *, ignore_single: bool) -> bool:
     single = ignore_single and call.query.shape[-1] == 1
-    mask_fits = call.mask is None or call.mask.stride(-1) == 1 or ignore_single and call.mask.shape[-1] == 1
+    mask_fits = call.mask is None or call.mask.stride(-1) == 1 or (ignore_single and call.mask.shape[-1] == 1)
     return (single or all(t.stride(-1) == 1 for t in call.tensors)) and mask_fits
 
 
@@ -212,7 +212,7 @@ def _flash(call: Call, scale: float | None) -> Tensor:
     scale = 1 / math.sqrt(width) if scale is None else scale
     missing = -width % 8
     q, k, v = (pad(t, (0, missing)) if missing else t for t in call.tensors)
-    result: Any = aten._scaled_dot_product_flash_attention.default(q, k, v, call.dropout, call.causal, False, scale=scale)
+    result: Any = aten._scaled_dot_product_flash_attention.default(q, k, v, call.dropout, call.causal, scale=scale)
     return result[0][..., :width] if missing else result[0]
 
 

@@ -42,7 +42,9 @@ def composites(capability: Capability) -> Iterator[tuple[str, str, Callable[...,
         yield "_fused_rms_norm", "CPU", _never_computed
 
 
-def _rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     # `rms_norm_symint` in layer_norm.cpp: fused, unless the weight has another dtype than the input
     if hasattr(aten, "_fused_rms_norm") and (weight is None or weight.dtype == input.dtype):
         return aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]

@@ -22,9 +22,9 @@ class CudaRole:
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """Inside, CPU tensors are treated as CUDA treats its own, in every thread: attention, norms and dropout by CUDA's
-        kernels, autocast by CUDA's lists, optimizers in their foreach form. What is called is not computed: a dry run
-        has to be active.
+        """Inside, CPU tensors are treated as CUDA treats its own, in every thread: attention, norms and dropout by
+        CUDA's kernels, autocast by CUDA's lists, optimizers in their foreach form. What is called is not computed: a
+        dry run has to be active.
         """
         autocast = AutocastKernels()
         kernels = [(name, "AutocastCPU", kernel) for name, kernel in autocast.kernels()]
