@@ -51,7 +51,8 @@ def trace_step(
     """One training step, run dry: the second one, when the optimizer has its states.
 
     `parts` are the micro-batches, the largest last. With a `role`, the CPU plays a CUDA device. Nothing of the model,
-    its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an operator cannot be run dry.
+    its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an
+    operator cannot be run dry.
     """
     settings = settings or StepSettings()
     traced = list(parts[-TRACED_PARTS:])
