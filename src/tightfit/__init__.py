@@ -17,6 +17,7 @@ _HOMES: dict[str, str] = {
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.trace.build",
     "estimate": "tightfit.planner.api",
+    "monitor": "tightfit.monitoring.watch",
     "plan": "tightfit.planner.api",
     "recompute": "tightfit.levers.recompute",
     "train": "tightfit.train",

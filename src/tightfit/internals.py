@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
 
@@ -23,6 +24,7 @@ without_dynamo = _disable_dynamo  # loads dynamo when the function is first call
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
+    "at_end_of_backward",
     "attention_priority",
     "autocast_cache_cleared_by",
     "clear_cublas_workspaces",
@@ -33,6 +35,8 @@ __all__ = [
     "graph_is_kept",
     "has_kernel",
     "is_dense",
+    "is_innermost",
+    "is_profiling",
     "kernels_replaced",
     "newest_sequence_number",
     "operators_with_kernel",
@@ -54,6 +58,22 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def current_node() -> Any:
     """The autograd node whose backward is running, or None."""
     return torch._C._current_autograd_node()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that is running has ended; only inside a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is the one entered last in this thread."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch runs; there can be one at a time."""
+    return _autograd._profiler_enabled()
 
 
 def counting_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,19 +6,21 @@ import typer
 from typer.core import TyperGroup
 
 import tightfit
-from tightfit.cli import asking, generating, measuring, training
+from tightfit.cli import asking, generating, measuring, observing, training
 from tightfit.errors import TightfitError
 
 INTERRUPTED = 130  # 128 + SIGINT
+PROFILE = "profile"  # the command whose arguments belong to somebody else's script
 
 
 class Commands(TyperGroup):
     """The group of commands; turns the user's mistakes into one line each."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept `--debug` behind the command too."""
-        if "--debug" in args:
-            args = ["--debug", *(a for a in args if a != "--debug")]
+        """Accept `--debug` behind the command too, but not among the arguments of a script."""
+        end = args.index(PROFILE) if PROFILE in args else len(args)
+        if "--debug" in args[:end]:
+            args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -69,6 +71,7 @@ app.command()(asking.verify)
 app.command()(generating.generate)
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)
+app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.planner.records import BlockChoice, ChunkedLoss, Curve, CurvePoint, Footing, Rejected, TensorGroup
+from tightfit.planner.records import BlockChoice, ChunkedLoss, Curve, CurvePoint, Footing, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,8 +103,8 @@ class Plan:
             for c in raw["choices"]
         )
         fields |= {
-            "planned": _footing(raw["planned"]),
-            "plain": _footing(raw["plain"]),
+            "planned": Footing.from_dict(raw["planned"]),
+            "plain": Footing.from_dict(raw["plain"]),
             "choices": choices,
             "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
@@ -117,13 +117,6 @@ class Plan:
         from tightfit.planner.describe import describe_plan
 
         return describe_plan(self)
-
-
-def _footing(raw: Mapping[str, Any]) -> Footing:
-    timeline = {category: tuple(levels) for category, levels in raw["timeline"].items()}
-    at_points = {name: tuple(raw[name]) for name in ("timeline_phases", "timeline_operators", "timeline_modules")}
-    top = tuple(TensorGroup(**{**group, "shape": tuple(group["shape"])}) for group in raw["top"])
-    return Footing(**{**raw, **at_points, "timeline": timeline, "top": top})
 
 
 def _curve(raw: Mapping[str, Any]) -> Curve:

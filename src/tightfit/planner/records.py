@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 Action = Literal["keep", "recompute", "operators"]
 
@@ -71,6 +71,14 @@ class Footing:
     timeline_operators: tuple[str, ...] = ()
     timeline_modules: tuple[str, ...] = ()
     top: tuple[TensorGroup, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """From the JSON of its fields."""
+        timeline = {category: tuple(levels) for category, levels in raw["timeline"].items()}
+        at_points = {name: tuple(raw[name]) for name in ("timeline_phases", "timeline_operators", "timeline_modules")}
+        top = tuple(TensorGroup(**{**group, "shape": tuple(group["shape"])}) for group in raw["top"])
+        return cls(**{**raw, **at_points, "timeline": timeline, "top": top})
 
 
 @dataclass(frozen=True)

@@ -281,5 +281,8 @@ def _is_shape(item: Any) -> bool:
 
 def _called_by_engine() -> bool:
     """Whether the operator was issued by autograd's engine itself, not by Python code that runs in backward."""
-    frame = sys._getframe(4)
-    return frame.f_code is ENGINE_CODE
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "__torch_dispatch__":
+        assert frame.f_back is not None, "only a mode asks"
+        frame = frame.f_back
+    return frame.f_back is not None and frame.f_back.f_code is ENGINE_CODE  # a thread of the engine's has no frame

@@ -120,7 +120,7 @@ class Ledger:
         """Take the cells off the storages that live on."""
         self.closed = True
         for storage in self.holders:
-            storage.__dict__.pop(_CELL, None)
+            take_off(storage)
         self.holders.clear()
 
     def storage_records(self, backward_start: int) -> tuple[StorageRecord, ...]:
@@ -146,3 +146,8 @@ class Ledger:
 
     def value_records(self) -> tuple[ValueRecord, ...]:
         return tuple(ValueRecord(v.storage, v.operator, v.saved) for v in self.values)
+
+
+def take_off(storage: torch.UntypedStorage) -> None:
+    """Leave a storage as it was before any ledger saw it."""
+    storage.__dict__.pop(_CELL, None)

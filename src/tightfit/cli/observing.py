@@ -1,0 +1,85 @@
+"""`profile`: any training script under the monitor."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tightfit.cli.asking import columns
+from tightfit.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    from tightfit.monitoring.script import ScriptRun
+    from tightfit.monitoring.watch import Watch
+
+# Everything behind SCRIPT is the script's own, options too.
+SCRIPT_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+FAILED = 1  # Python's exit code where an exception ends a script
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def profile(
+    ctx: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the record goes (else SCRIPT's name with -memory.json, here)."),
+    ] = None,
+    step: Annotated[int, typer.Option(metavar="N", min=1, help="The step that is watched operator by operator.")] = 2,
+) -> None:
+    """Run a training script, unchanged, and record its memory.
+
+    Options of this command stand before SCRIPT; all that follows is the
+    script's. What the script prints, and its exit code, stay its own: the
+    summary goes to stderr, the record to FILE, a picture beside it.
+
+    [dim]tightfit profile train.py --lr 3e-4[/]
+    """
+    target = output or Path(f"{script.stem}-memory.json")
+    check_writable(target)
+    from tightfit.monitoring.describe import describe_record
+    from tightfit.monitoring.script import profile_script
+
+    folder = Path.cwd()
+    run = profile_script(script, arguments or [], traced_step=step)
+    write_record(run.watch, folder / target)
+    typer.echo(f"\n{describe_record(run.watch.record(), columns())}\n\nWritten: {target}", err=True)
+    leave(run, script)
+
+
+def check_writable(target: Path) -> None:
+    """Raises `OutputError` before hours of training, not after."""
+    folder = target.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OutputError(f"{target}: the folder {folder} is not there or cannot be written: name another --output")
+
+
+def write_record(watch: "Watch", target: Path) -> None:
+    """The JSON, and the picture where matplotlib is installed."""
+    try:
+        watch.to_json(target)
+        watch.to_png(target.with_suffix(".png"))
+    except InputError as error:  # no matplotlib: the record is there
+        typer.echo(str(error), err=True)
+    except OSError as error:
+        raise OutputError(f"{target}: the record cannot be written: {error.strerror}") from error
+
+
+def leave(run: "ScriptRun", script: Path) -> None:
+    """End as the script would have ended."""
+    from tightfit.monitoring.script import from_script_on
+
+    error = run.error
+    if error is None:
+        return
+    if isinstance(error, SystemExit):
+        raise error
+    error = from_script_on(error, script)
+    sys.excepthook(type(error), error, error.__traceback__)
+    raise typer.Exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)

@@ -1,0 +1,73 @@
+"""What the system and CUDA's allocator count by themselves: cheap enough to be read several times in every step."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes now, and the highest since the process (or the allocator's record) began. CUDA's are None on a CPU."""
+
+    rss_bytes: int
+    rss_highest_bytes: int
+    allocated_bytes: int | None = None
+    allocated_highest_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+def read_counters(device: torch.device) -> Reading:
+    """Resident memory of this process, and on CUDA the allocator's counters; some ten microseconds."""
+    rss = this_process().memory_info().rss
+    highest = max(rss, highest_rss())
+    if device.type != "cuda":
+        return Reading(rss, highest)
+    stats = torch.cuda.memory_stats(device)
+    return Reading(
+        rss,
+        highest,
+        stats.get("allocated_bytes.all.current", 0),
+        stats.get("allocated_bytes.all.peak", 0),
+        stats.get("reserved_bytes.all.current", 0),
+    )
+
+
+def highest_rss() -> int:
+    """The highest resident memory of this process since it began, as the system counts it, in pages."""
+    if sys.platform == "win32":
+        return this_process().memory_info().peak_wset
+    import resource  # absent on Windows
+
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest * 1024  # getrusage(2): kilobytes, on macOS bytes
+
+
+def allocator_state(device: torch.device) -> Mapping[str, int] | None:
+    """What CUDA's allocator says of itself, None on a CPU.
+
+    The names are those of `torch.cuda.memory_stats`: `inactive_split_bytes` is what cannot be given back because a
+    part of its segment is in use, which is fragmentation.
+    """
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    names = {
+        "allocated_bytes": "allocated_bytes.all.current",
+        "allocated_peak_bytes": "allocated_bytes.all.peak",
+        "reserved_bytes": "reserved_bytes.all.current",
+        "reserved_peak_bytes": "reserved_bytes.all.peak",
+        "inactive_split_bytes": "inactive_split_bytes.all.current",
+        "alloc_retries": "num_alloc_retries",
+        "out_of_memory": "num_ooms",
+    }
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    return {"capacity_bytes": capacity} | {name: stats.get(key, 0) for name, key in names.items()}
+
+
+@cache
+def this_process() -> psutil.Process:
+    return psutil.Process()

@@ -1,0 +1,112 @@
+"""Out-of-memory errors, read: what was asked for, and what the allocator said about the device."""
+
+import re
+from dataclasses import dataclass
+
+from tightfit.units import parse_bytes
+
+_AMOUNT = r"([0-9.]+ ?(?:[KMGT]i?B|bytes|B))"
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """An allocator's last words. Bytes; None is what it did not say.
+
+    `unallocated_bytes` are reserved from the device and not in use by a tensor: fragmentation, where they are many.
+    """
+
+    device: str  # "cuda:0", "cpu", "mps"
+    requested_bytes: int
+    message: str
+    capacity_bytes: int | None = None
+    free_bytes: int | None = None
+    process_bytes: int | None = None  # all that this process holds of the device, PyTorch's or not
+    allocated_bytes: int | None = None
+    unallocated_bytes: int | None = None
+    limit_bytes: int | None = None  # a share that the user allowed
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """How much more would have been needed, had all that is free been in one piece."""
+        if self.free_bytes is None:
+            return None
+        return max(0, self.requested_bytes - self.free_bytes - (self.unallocated_bytes or 0))
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory | None:
+    """The last out-of-memory error in a text: a message, or a whole log. None where there is none."""
+    found = [
+        (match.start(), read(match))
+        for pattern, read in ((_GPU, _gpu), (_CPU, _cpu), (_MPS, _mps))
+        for match in pattern.finditer(text)
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+# c10/cuda/CUDACachingAllocator.cpp, `OutOfMemoryError`; XPU's allocator has the same words. The whole message is one
+# line, which a terminal may have wrapped.
+_GPU = re.compile(rf"(CUDA|XPU|HIP) out of memory\.\s+Tried to allocate\s+{_AMOUNT}[^\n]*(?:\n(?!\s*\n)[^\n]*){{0,4}}")
+# c10/core/impl/alloc_cpu.cpp, `alloc_cpu`; the second form is that of Windows.
+_CPU = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate ([0-9]+) bytes[^\n]*"
+)
+# aten/src/ATen/mps/MPSAllocator.mm
+_MPS = re.compile(
+    rf"MPS backend out of memory \(MPS allocated: {_AMOUNT}, other allocations: {_AMOUNT}, max allowed: {_AMOUNT}\)\. "
+    rf"Tried to allocate {_AMOUNT}[^\n]*"
+)
+
+
+def _gpu(match: re.Match[str]) -> OutOfMemory:
+    text = " ".join(match.group().split())
+
+    def amount(*patterns: str) -> int | None:
+        for pattern in patterns:
+            found = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
+            if found:
+                return _bytes(found.group(1))
+        return None
+
+    index = re.search(r"GPU (\d+)", text)
+    reserved, allocated = amount("AMOUNT reserved in total by PyTorch"), amount("AMOUNT already allocated")
+    kind = "xpu" if match.group(1) == "XPU" else "cuda"
+    # The second pattern of each, and `reserved`, are of PyTorch up to 2.0.
+    return OutOfMemory(
+        device=f"{kind}:{index.group(1)}" if index else kind,
+        requested_bytes=_bytes(match.group(2)),
+        message=_first_words(text),
+        capacity_bytes=amount("total capacity of AMOUNT", "AMOUNT total capacity"),
+        free_bytes=amount("of which AMOUNT is free", "AMOUNT free"),
+        process_bytes=amount("this process has AMOUNT memory in use"),
+        allocated_bytes=amount("memory AMOUNT is allocated by PyTorch") if allocated is None else allocated,
+        unallocated_bytes=amount("AMOUNT is reserved by PyTorch but unallocated")
+        if reserved is None or allocated is None
+        else reserved - allocated,
+        limit_bytes=amount("AMOUNT allowed"),
+    )
+
+
+def _cpu(match: re.Match[str]) -> OutOfMemory:
+    return OutOfMemory("cpu", int(match.group(1)), match.group())
+
+
+def _mps(match: re.Match[str]) -> OutOfMemory:
+    allocated, others, limit, requested = (_bytes(amount) for amount in match.groups())
+    return OutOfMemory(
+        "mps",
+        requested,
+        match.group(),
+        process_bytes=allocated + others,
+        allocated_bytes=allocated,
+        limit_bytes=limit,
+        free_bytes=max(0, limit - allocated - others),
+    )
+
+
+def _bytes(text: str) -> int:
+    return parse_bytes(text.replace("bytes", "B"))
+
+
+def _first_words(text: str) -> str:
+    """The message without the advice at its end."""
+    return text.split(" If reserved but unallocated memory is large")[0].strip()

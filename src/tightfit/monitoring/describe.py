@@ -1,0 +1,110 @@
+"""A memory record as text for a terminal of a given width."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from tightfit.monitoring.record import Failure, Record
+from tightfit.planner.describe import WIDTH, rendered, table_of
+from tightfit.planner.records import TensorGroup
+from tightfit.report.words import short
+from tightfit.units import format_bytes, format_seconds
+
+MODULES = 8  # named in a table
+TENSORS = 5
+
+
+def describe_record(record: Record, width: int = WIDTH) -> str:
+    """Peak, what it is made of, where it stands, phases, resident memory."""
+    parts: list[Table | str] = [*summary(record)]
+    if record.failure is not None:
+        parts += [failure_line(record.failure)]
+    if sum(record.by_category.values()):
+        parts += ["", category_table(record)]
+    if record.by_module:
+        parts += ["", module_table(record.by_module)]
+    if record.traced is not None:
+        parts += ["", tensor_table(record.traced.top)]
+    if record.phase_peaks:
+        parts += ["", phase_table(record)]
+    return rendered(*parts, width=width)
+
+
+def summary(record: Record) -> list[str]:
+    """What was watched, and its peak, in sentences."""
+    model = f"{record.model}, {record.parameters / 1e6:.1f}M parameters" if record.model else "No model was called"
+    time = f", {format_seconds(record.step_seconds)} a step" if record.step_seconds else ""
+    lines = [f"{model}, {record.optimizer or 'no optimizer'}, {record.device}; {record.steps} steps{time}"]
+    lines.append(f"Peak {format_bytes(record.peak_bytes)} ({record.peak_bytes:,} bytes): {told_source(record)}.")
+    if record.traced is not None:
+        lines.append(f"In the traced step, the peak stands in {told_place(record)}.")
+    allocator = f"; of the device, {format_bytes(record.allocator['reserved_peak_bytes'])} were reserved at most" if (
+        record.allocator
+    ) else ""  # fmt: skip
+    lines.append(f"Resident memory of the process: {format_bytes(record.rss_bytes)} at most{allocator}.")
+    return lines
+
+
+def told_source(record: Record) -> str:
+    """What the peak was read from."""
+    if record.peak_source == "traced step":
+        if record.failure is not None and record.failure.out_of_memory is not None:
+            return f"step {record.traced_step}, up to the operator that failed, with what it asked for"
+        partly = "" if record.complete else ", which did not end"
+        return f"step {record.traced_step}, watched operator by operator{partly}"
+    if record.peak_source == "CUDA allocator":
+        return "the allocator's own"
+    return "resident memory of the whole process, no step having been traced"
+
+
+def told_place(record: Record) -> str:
+    """Phase, module and operator of the traced step's peak."""
+    assert record.traced is not None, "there is a traced step"
+    module = record.traced.peak_module or "top level"
+    return f"{record.traced.peak_phase}, {module}, {short(record.traced.peak_operator)}"
+
+
+def failure_line(failure: Failure) -> str:
+    where = ", ".join(part for part in (failure.phase, failure.module, failure.operator) if part)
+    return f"Ended by {failure.kind} in {where or 'the script'}: {failure.message}"
+
+
+def category_table(record: Record) -> Table:
+    """Bytes by category: at the peak, or of what is held between steps."""
+    total = sum(record.by_category.values())
+    table = table_of("at the peak" if record.traced is not None else "held", "bytes", "share")
+    for category, size in record.by_category.items():
+        table.add_row(category, format_bytes(size), f"{size / total:.1%}")
+    return table
+
+
+def module_table(by_module: Mapping[str, int], count: int = MODULES) -> Table:
+    """The modules that hold most at the peak."""
+    table = table_of("modules at the peak", "bytes", "share")
+    total = sum(by_module.values())
+    items = sorted(by_module.items(), key=lambda item: -item[1])
+    for path, size in items[:count]:
+        table.add_row(path or "top level", format_bytes(size), f"{size / total:.1%}")
+    rest = sum(size for _, size in items[count:])
+    if rest:
+        table.add_row(f"{len(items) - count} others", format_bytes(rest), f"{rest / total:.1%}")
+    return table
+
+
+def tensor_table(groups: Sequence[TensorGroup], count: int = TENSORS) -> Table:
+    """The largest tensors at the peak; those that differ only in a block's number on one line."""
+    table = table_of("largest tensors", "bytes", "what", "made by", texts=("what", "made by"))
+    for group in groups[:count]:
+        what = f"{group.category} {'x'.join(map(str, group.shape))} {group.dtype}".strip()
+        times = f" ×{group.count}" if group.count > 1 else ""
+        table.add_row((group.name or "top level") + times, format_bytes(group.bytes), what, short(group.operator))
+    return table
+
+
+def phase_table(record: Record) -> Table:
+    """The highest point of each phase, and resident memory."""
+    table = table_of("phase", "highest", "resident")
+    for phase in dict.fromkeys([*record.phase_peaks, *record.rss_by_phase]):
+        peak, rss = record.phase_peaks.get(phase), record.rss_by_phase.get(phase)
+        table.add_row(phase, format_bytes(peak) if peak else "", format_bytes(rss) if rss else "")
+    return table

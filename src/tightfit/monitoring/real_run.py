@@ -1,0 +1,190 @@
+"""Watches a training step that really runs: every storage from its birth to its death, as the dry run does.
+
+The bookkeeping is the dry run's own. Only what the operators do is different: here they compute.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+from tightfit.internals import current_node, is_profiling
+from tightfit.levers.optimizer import named_states
+from tightfit.memory.failure import parse_out_of_memory
+from tightfit.operators import Traits, traits_of
+from tightfit.trace.dry_run import DryRun, tensors_in
+from tightfit.trace.ledger import Cell, Ledger, take_off
+from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
+from tightfit.trace.shapes import TensorShape
+from tightfit.trace.step import record
+from tightfit.trace.workspace import cpu_workspace
+
+CUDA_ROUNDING = 512  # kMinBlockSize, c10/cuda/CUDACachingAllocator.h
+
+
+class RealLedger(Ledger):
+    """A ledger that keeps no storage alive: what it watches belongs to the user and lives on.
+
+    Storages on other devices than the one that is watched count nothing.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(rounding=CUDA_ROUNDING if device.type == "cuda" else 1)
+        self.device = device
+        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def track(self, tensor: torch.Tensor, *, known: bool, operator: int | None, forward: bool = False) -> Cell:
+        cell = self.cell_of(tensor)
+        if cell is None:
+            cell = super().track(tensor, known=known, operator=operator, forward=forward)
+            self.seen.append(weakref.ref(tensor.untyped_storage()))
+            if tensor.device.type != self.device.type:
+                self.live_bytes -= self.entries[cell.index].bytes
+                self.entries[cell.index].bytes = 0
+        return cell
+
+    def enter(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Say what a tensor is for; enter it if it has not been seen."""
+        self.track(tensor, known=True, operator=None)
+        self.label(tensor, category, name)
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self.seen = [reference for reference in self.seen if reference() is not None]
+
+    def close(self) -> None:
+        super().close()
+        for reference in self.seen:
+            storage = reference()
+            if storage is not None:
+                take_off(storage)
+        self.seen.clear()
+
+
+class RealRun(DryRun):
+    """The mode under which a real step is watched. It changes nothing of what is computed.
+
+    `phase` is told from outside; `on_backward` is called at the first operator that autograd's engine runs. While
+    `passive`, it watches nothing.
+    """
+
+    def __init__(self, device: torch.device, modules: ModuleTracker, on_backward: Callable[[], None]):
+        self.ledger: RealLedger
+        super().__init__(RealLedger(device), modules)
+        self.device = device
+        self.on_backward = on_backward
+        self.passive = False
+        self.failed_at: int | None = None  # the operator that ran out of memory
+        self._took = 0.0
+        self._scratch: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # its own operators on the tensors inside come by here
+        if self.passive:
+            return func(*args, **kwargs)
+        if self.phase is not Phase.BACKWARD and current_node() is not None:
+            self.on_backward()
+        traits = traits_of(func)
+        if traits.is_view:
+            return self.view(func, args, kwargs)
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        reads = tuple(self.see(tensor).value for tensor in inputs)
+        index = self.begin(inputs)
+        began = time.perf_counter()
+        try:
+            out = func(*args, **kwargs)
+        except BaseException as error:
+            self.fail(traits, reads, error)
+            raise
+        self._took = time.perf_counter() - began
+        makes = self.account(traits, args, kwargs, out, index, known=True)
+        key = (func, tuple((t.shape, t.stride(), t.dtype) for t in inputs))
+        self.finish(traits, inputs, args, out, key, reads, makes)
+        return out
+
+    def see(self, tensor: torch.Tensor) -> Cell:
+        return self.ledger.track(tensor, known=True, operator=None, forward=self.phase is Phase.FORWARD)
+
+    def priced(
+        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+    ) -> tuple[float, int]:
+        """The seconds it took, and the scratch memory that no dispatch shows."""
+        scratch = self._scratch.get(key)
+        if scratch is None:
+            scratch = self._scratch[key] = self.scratch(traits.name, inputs)
+        return self._took, scratch
+
+    def scratch(self, name: str, inputs: Sequence[torch.Tensor]) -> int:
+        # Some figures are measured under a profiler, of which there can be only one at a time.
+        if self.device.type != "cpu" or is_profiling():
+            return 0
+        return cpu_workspace(name, [TensorShape.of(tensor) for tensor in inputs])
+
+    def fail(self, traits: Traits, reads: tuple[int, ...], error: BaseException) -> None:
+        """Enter the operator that raised. Where it ran out of memory, what it asked for is its scratch memory, and
+        nothing more is watched: what the exception frees on its way is no part of the step.
+        """
+        out_of_memory = parse_out_of_memory(str(error))
+        wanted = 0 if out_of_memory is None else out_of_memory.requested_bytes
+        self.levels.append(self.ledger.live_bytes + wanted)
+        self.operators.append(
+            OperatorRecord(
+                traits.name, self.phase, self.modules.attribute(self.phase), 0.0, wanted, None, -1, reads, (), False
+            )
+        )
+        if out_of_memory is not None:
+            self.failed_at = len(self.operators) - 1
+            self.passive = True
+
+    # What storages are for
+
+    def enter_model(self, model: nn.Module, prefix: str = "") -> None:
+        """Parameters, buffers and the gradients that there are."""
+        for name, parameter in model.named_parameters():
+            self.ledger.enter(parameter, Category.PARAMETER, prefix + name)
+            if parameter.grad is not None:
+                self.ledger.enter(parameter.grad, Category.GRADIENT, prefix + name)
+        for name, buffer in model.named_buffers():
+            self.ledger.enter(buffer, Category.PARAMETER, prefix + name)
+
+    def enter_states(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        """The optimizer's states; `names` are those of the parameters."""
+        for parameter, key, state in named_states(optimizer):
+            self.ledger.enter(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
+
+    def step_trace(self) -> StepTrace:
+        """The step so far."""
+        return record(self, [0, len(self.operators)], repeats=1)
+
+
+_OWNED = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+
+
+def bytes_by_module(trace: StepTrace, index: int | None = None) -> dict[str, int]:
+    """Bytes in use while an operator runs (by default the one at the peak), by the module they belong to.
+
+    A parameter, its gradient and its states belong to its own module, other storages to the module that made them,
+    scratch memory to the one that is running. They add up to the level.
+    """
+    index = trace.peak_index if index is None else index
+    totals: dict[str, int] = {}
+    for storage in trace.alive_at(index):
+        module = _module(trace, storage)
+        totals[module] = totals.get(module, 0) + storage.bytes
+    running = trace.operators[index].module
+    totals[running] = totals.get(running, 0) + trace.levels[index] - sum(totals.values())
+    largest_first = sorted(totals.items(), key=lambda item: -item[1])
+    return {module: size for module, size in largest_first if size}
+
+
+def _module(trace: StepTrace, storage: StorageRecord) -> str:
+    if storage.category in _OWNED and storage.name:
+        return storage.name.partition(" ")[0].rpartition(".")[0]  # a state is "layers.0.weight exp_avg"
+    return "" if storage.operator is None else trace.operators[storage.operator].module

@@ -1,0 +1,116 @@
+"""Runs anybody's training script, unchanged, under the monitor."""
+
+import gc
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tightfit.errors import InputError
+from tightfit.monitoring.watch import TRACED_STEP, Watch
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """What a script left: the watch, and the exception that ended it (`SystemExit` too), if one did."""
+
+    watch: Watch
+    error: BaseException | None
+
+
+def profile_script(script: Path, arguments: Sequence[str] = (), *, traced_step: int | None = TRACED_STEP) -> ScriptRun:
+    """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and watch what it trains.
+
+    The model is the first module that is called at top level with gradients and has parameters to train; optimizers
+    are those that step. Raises `InputError` where there is no such script; exceptions of the script itself, of any
+    kind, are returned.
+    """
+    if not script.is_file():
+        raise InputError(f"{script}: no such script")
+    watch = Watch(traced_step=traced_step)
+    error: BaseException | None = None
+    with _as_main(script, arguments), Discovery(watch):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except BaseException as raised:
+            error = raised
+    watch.stop(error)
+    return ScriptRun(watch, error)
+
+
+def from_script_on(error: BaseException, script: Path) -> BaseException:
+    """The exception with its traceback from the script's own first line on, as `python SCRIPT` would show it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    return error if trace is None else error.with_traceback(trace)
+
+
+@contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as the script expects them."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+class Discovery:
+    """Finds the model and the optimizers of a running script by PyTorch's global hooks, and hands them to a watch."""
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+        self.depth = 0  # of module calls
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> "Discovery":
+        self.handles = [
+            register_module_forward_pre_hook(self._call_begins),
+            register_module_forward_hook(self._call_ends, always_call=True),
+            register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
+            register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),
+        ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _call_begins(self, module: nn.Module, args: tuple) -> None:
+        self.depth += 1
+        if self.depth == 1 and torch.is_grad_enabled() and _is_trained(module):
+            self._found(module, args)
+
+    def _call_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.depth -= 1
+
+    def _found(self, model: nn.Module, args: tuple) -> None:
+        """Watch from here on; its own hooks, being new, are not called for this call."""
+        for handle in self.handles[:2]:
+            handle.remove()
+        self.watch.stage.has_optimizer = _has_optimizer()
+        self.watch.add_model(model)
+        self.watch.start()
+        self.watch.enter_call(model, args)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _has_optimizer() -> bool:
+    """Whether the script has made an optimizer; one that steps later is found when it does."""
+    # Not `isinstance`, which asks the objects themselves for their class, and some of them answer with a warning.
+    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())

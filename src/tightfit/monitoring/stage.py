@@ -1,0 +1,111 @@
+"""Finds out which part of a training step runs, in anybody's loop, by hooks alone.
+
+Forward begins where the model is called, backward where the gradient of one of its results arrives, the optimizer's
+part where backward ends: clipping, setting gradients to None and loading the next batch belong to it. A step ends where
+the model is called again after an optimizer stepped (after a backward, where there is no optimizer): several optimizers
+and several micro-batches are one step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from tightfit.internals import at_end_of_backward, current_node
+from tightfit.trace.record import Phase
+
+
+class Stage:
+    """Mutable: the phase that is running.
+
+    Listeners: `on_change(old, new)` before the phase changes; `on_inputs(tensors)` at each call of a model;
+    `on_optimizer(optimizer)` before it steps; `on_step()` where a step has ended.
+    """
+
+    def __init__(
+        self,
+        on_change: Callable[[Phase, Phase], None],
+        on_inputs: Callable[[list[torch.Tensor]], None],
+        on_optimizer: Callable[[torch.optim.Optimizer], None],
+        on_step: Callable[[], None],
+        *,
+        has_optimizer: bool,
+    ):
+        self.phase = Phase.FORWARD
+        self.on_change = on_change
+        self.on_inputs = on_inputs
+        self.on_optimizer = on_optimizer
+        self.on_step = on_step
+        self.has_optimizer = has_optimizer
+        self._stepped = False  # the step that is running has done all that makes it one
+        self._handles: list[Any] = []
+
+    def follow_model(self, model: nn.Module) -> None:
+        self._handles += [
+            model.register_forward_pre_hook(self.forward_begins, with_kwargs=True),
+            model.register_forward_hook(self._forward_ends),
+        ]
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles += [
+            optimizer.register_step_pre_hook(self.optimizer_begins),
+            optimizer.register_step_post_hook(self.optimizer_ends),
+        ]
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def enter(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.on_change(self.phase, phase)
+            self.phase = phase
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if current_node() is not None:  # somebody's recomputation of the whole model
+            return
+        if self._stepped:
+            self._stepped = False
+            self.on_step()
+        self.enter(Phase.FORWARD)
+        self.on_inputs([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+
+    def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        for leaf in tree_iter(_plain(output)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._gradient_arrives)
+
+    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        self.backward_begins()
+
+    def backward_begins(self) -> None:
+        """To be called inside a backward."""
+        if self.phase is not Phase.BACKWARD:
+            self.enter(Phase.BACKWARD)
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            self.enter(Phase.OPTIMIZER)
+            self._stepped = self._stepped or not self.has_optimizer
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        self.enter(Phase.OPTIMIZER)
+        self.on_optimizer(optimizer)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        self._stepped = True
+
+    def ends(self) -> None:
+        """The watching ends: a step that has stepped is whole."""
+        if self._stepped:
+            self._stepped = False
+            self.on_step()
+
+
+def _plain(output: Any) -> Any:
+    """A result as the tree functions see into it: a dataclass (models of `transformers` return some) as its fields."""
+    return vars(output) if hasattr(output, "__dataclass_fields__") and not isinstance(output, dict) else output

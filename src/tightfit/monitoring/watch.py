@@ -1,0 +1,348 @@
+"""`with tightfit.monitor(model, optimizer) as watch:` around any training loop."""
+
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from tightfit.errors import InputError
+from tightfit.internals import is_innermost
+from tightfit.memory.counters import allocator_state
+from tightfit.memory.failure import parse_out_of_memory
+from tightfit.monitoring.real_run import RealRun, bytes_by_module
+from tightfit.monitoring.record import Failure, Record, Sample
+from tightfit.monitoring.sampler import Sampler
+from tightfit.monitoring.stage import Stage
+from tightfit.monitoring.where import Place, place_of_error
+from tightfit.planner.footing import footing
+from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.record import Category, Phase, StepTrace
+
+RECENT_STEPS = 101  # whose median is the step's time
+TRACED_STEP = 2  # the first one has no optimizer states before its end
+
+
+def monitor(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, traced_step: int | None = TRACED_STEP
+) -> "Watch":
+    """Watch the memory of a training loop; a context manager, whose result tells what was seen.
+
+    Steps up to `traced_step` are watched operator by operator (those steps are slower, and not otherwise changed);
+    after that the counters of the system and of CUDA's allocator are read where phases change. None traces no step.
+    Without `optimizer`, each backward ends a step. Nothing stays on the model afterwards; exceptions pass through, and
+    the record is kept. Raises `InputError` for a wrong argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
+    if traced_step is not None and traced_step < 1:
+        raise InputError(f"traced_step {traced_step} is not a step: count from 1, or give None")
+    watch = Watch(traced_step=traced_step, has_optimizer=optimizer is not None)
+    watch.add_model(model)
+    if optimizer is not None:
+        watch.add_optimizer(optimizer)
+    return watch
+
+
+class Watch:
+    """Mutable while the training runs; afterwards what it saw.
+
+    The figures are those of `Record`, which `record()` returns; `trace` is the traced step as a `StepTrace`.
+    """
+
+    def __init__(self, *, traced_step: int | None = TRACED_STEP, has_optimizer: bool = True):
+        self.traced_step = traced_step or 0
+        self.trace: StepTrace | None = None
+        self.steps = 0
+        self.failure: Failure | None = None
+        self.stage = Stage(
+            self._phase_changes, self._inputs, self.add_optimizer_state, self._step_ends, has_optimizer=has_optimizer
+        )
+        self._models: dict[str, nn.Module] = {}  # by the prefix of its paths
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._device = torch.device("cpu")
+        self._traced = 0  # the number of the step in `trace`
+        self._complete = False
+        self._run: RealRun | None = None
+        self._modules: ModuleTracker | None = None
+        self._record: Record | None = None
+        self._sampler = Sampler()
+        self._step_began = time.perf_counter()
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    # What is watched
+
+    def add_model(self, model: nn.Module) -> None:
+        """Watch a model; the paths of a second one begin with its class's name."""
+        prefix = f"{type(model).__name__}." if self._models else ""
+        while prefix in self._models:
+            prefix = f"{prefix[:-1]}'."
+        self._models[prefix] = model
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.append(optimizer)
+
+    def add_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    # Beginning and end
+
+    def __enter__(self) -> Self:
+        for optimizer in self._optimizers:
+            self.stage.follow_optimizer(optimizer)
+        self.start()
+        return self
+
+    def enter_call(self, model: nn.Module, args: tuple) -> None:
+        """Take notice of a model's call that had begun before the watching did."""
+        if self._modules is not None:
+            self._modules.stack.append(self._modules.paths[id(model)])
+        self.stage.forward_begins(model, args, {})
+
+    def start(self) -> None:
+        """Begin to follow the models, to sample, and to trace if a step is to be traced."""
+        for model in self._models.values():
+            self.stage.follow_model(model)
+        models = list(self._models.values())
+        self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
+        self._sampler.start(self._device)
+        self._step_began = time.perf_counter()
+        if self.traced_step:
+            self._start_tracing()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the watching; an `Exception` is kept as what ended the training."""
+        self._sampler.sample(self.steps + 1, self.stage.phase, always=True)
+        self.stage.ends()
+        self._keep_partial_trace()
+        if isinstance(error, Exception):
+            self.failure = self._failure(error)
+        self.stage.remove()
+        self._stop_tracing()
+        self._record = self._make_record()
+        self._models, self._optimizers = {}, []
+
+    # Tracing
+
+    def _start_tracing(self) -> None:
+        self._modules = ModuleTracker(next(iter(self._models.values()), nn.Module()))
+        for prefix, model in self._models.items():
+            self._modules.paths |= {id(m): f"{prefix}{path}".rstrip(".") for path, m in model.named_modules()}
+        self._modules.__enter__()
+        self._run = RealRun(self._device, self._modules, self.stage.backward_begins)
+        self._run.phase = self.stage.phase
+        self._label()
+        self._run.__enter__()
+
+    def _stop_tracing(self) -> None:
+        """Take the mode off. Where another one was entered after it, it stays there and watches nothing."""
+        if self._run is None:
+            return
+        self._run.passive = True
+        self._run.ledger.close()
+        if self._modules is not None:
+            self._modules.__exit__()
+            self._modules = None
+        if is_innermost(self._run):
+            self._run.__exit__(None, None, None)
+            self._run = None
+
+    def _label(self) -> None:
+        """Say what the model's and the optimizers' storages are for."""
+        if self._run is None or self._run.ledger.closed:
+            return
+        names: dict[torch.Tensor, str] = {}
+        for prefix, model in self._models.items():
+            self._run.enter_model(model, prefix)
+            names |= {parameter: f"{prefix}{name}" for name, parameter in model.named_parameters()}
+        for optimizer in self._optimizers:
+            self._run.enter_states(optimizer, names)
+
+    def _keep_trace(self, *, complete: bool) -> None:
+        assert self._run is not None, "a step is being traced"
+        self._label()
+        self.trace = self._run.step_trace()
+        self._traced, self._complete = self.steps + 1, complete
+
+    def _keep_partial_trace(self) -> None:
+        """The step that is running, where it failed or no other has been traced."""
+        run = self._run
+        if run is None or run.ledger.closed or not run.operators:
+            return
+        if run.failed_at is not None or self.trace is None:
+            self._keep_trace(complete=False)
+
+    # What the stage tells
+
+    def _phase_changes(self, old: Phase, new: Phase) -> None:
+        self._sampler.sample(self.steps + 1, old)
+        if self._run is not None and not self._run.passive:
+            self._run.phase = new
+            if old is Phase.BACKWARD:
+                self._label()  # gradients, before anybody sets them to None
+
+    def _inputs(self, tensors: list[torch.Tensor]) -> None:
+        if self._run is not None and not self._run.passive:
+            for tensor in tensors:
+                self._run.ledger.enter(tensor, Category.INPUT)
+
+    def _step_ends(self) -> None:
+        now = time.perf_counter()
+        if self._run is not None:
+            self._traced_step_ends(self._run)
+        else:
+            self._step_seconds.append(now - self._step_began)
+        self.steps += 1
+        self._step_began = time.perf_counter()
+
+    def _traced_step_ends(self, run: RealRun) -> None:
+        if run.ledger.closed:  # another mode stood in the way of taking it off
+            self._stop_tracing()
+        elif run.failed_at is not None:
+            self._keep_trace(complete=False)
+            self._stop_tracing()
+        else:
+            self._keep_trace(complete=True)
+            if self.steps + 1 >= self.traced_step:
+                self._stop_tracing()
+            else:
+                run.begin_again()
+
+    # What was seen
+
+    def record(self) -> Record:
+        """All of it, as plain data; within the loop, up to now."""
+        return self._record or self._make_record()
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The counters, where phases changed."""
+        return tuple(self._sampler.samples)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest memory in use: see `Record.peak_source`."""
+        return self.record().peak_bytes
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """Bytes at the peak of the traced step: parameters, gradients, optimizer states, activations, inputs,
+        workspace.
+        """
+        return dict(self.record().by_category)
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes at the peak of the traced step, by module path, the largest first."""
+        return dict(self.record().by_module)
+
+    @property
+    def phase_peaks(self) -> dict[str, int]:
+        """The highest memory in use in forward, recompute, backward and optimizer."""
+        return dict(self.record().phase_peaks)
+
+    @property
+    def rss_bytes(self) -> int:
+        """The highest resident memory of this process."""
+        return self.record().rss_bytes
+
+    def live(self) -> dict[str, int]:
+        """Bytes in use now: by category while a step is traced, else of what models and optimizers hold."""
+        run = self._run
+        if run is not None and not run.ledger.closed and run.operators:
+            self._label()
+            trace = run.step_trace()
+            found = trace.by_category(len(trace.levels) - 1)
+        else:
+            found = self._held()
+        return {str(category): size for category, size in found.items()}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the record to a file."""
+        self.record().to_json(path)
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the traced step and the samples. Raises `InputError` where matplotlib is not installed."""
+        from tightfit.monitoring.picture import record_picture
+
+        Path(path).write_bytes(record_picture(self.record()))
+
+    def __str__(self) -> str:
+        return str(self.record())
+
+    def _held(self) -> dict[Category, int]:
+        """Bytes of parameters, gradients and states, each storage once."""
+        from tightfit.levers.optimizer import state_tensors
+        from tightfit.memory.allocator import storage_bytes
+
+        parameters = [p for model in self._models.values() for p in model.parameters()]
+        buffers = [b for model in self._models.values() for b in model.buffers()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return {
+            Category.PARAMETER: storage_bytes([*parameters, *buffers]),
+            Category.GRADIENT: storage_bytes(gradients),
+            Category.OPTIMIZER_STATE: storage_bytes(t for o in self._optimizers for t in state_tensors(o)),
+        }
+
+    def _failure(self, error: Exception) -> Failure:
+        out_of_memory = parse_out_of_memory(str(error))
+        paths = {
+            id(module): f"{prefix}{path}".rstrip(".")
+            for prefix, model in self._models.items()
+            for path, module in model.named_modules()
+        }
+        found = place_of_error(error, paths)
+        place = Place(found.phase or str(self.stage.phase), found.module)
+        if self._run is not None and self._run.failed_at is not None:
+            operator = self._run.operators[self._run.failed_at]
+            place = Place(str(operator.phase), operator.module or found.module, operator.name)
+        message = out_of_memory.message if out_of_memory else str(error)
+        return Failure(type(error).__name__, message, *place, out_of_memory)
+
+    def _make_record(self) -> Record:
+        traced = None if self.trace is None else footing(self.trace)
+        if self.trace is not None and traced is not None:
+            by_category, by_module = dict(traced.by_category), bytes_by_module(self.trace)
+        else:
+            by_category, by_module = {str(c): size for c, size in self._held().items()}, {}
+        sampler = self._sampler
+        if sampler.allocated_peaks:
+            peak, source, phases = sampler.allocated_peak, "CUDA allocator", sampler.allocated_peaks
+        elif traced is not None:
+            peak, source, phases = traced.peak_bytes, "traced step", traced.phase_peaks
+        else:
+            peak, source, phases = sampler.rss_peak, "resident memory", sampler.rss_peaks
+        return Record(
+            peak_bytes=peak,
+            peak_source=source,
+            by_category=by_category,
+            by_module=by_module,
+            phase_peaks={str(phase): size for phase, size in phases.items() if size},
+            rss_bytes=sampler.rss_peak,
+            rss_by_phase={str(phase): size for phase, size in sampler.rss_peaks.items()},
+            steps=self.steps,
+            step_seconds=statistics.median(self._step_seconds) if self._step_seconds else None,
+            traced_step=self._traced,
+            complete=self._complete,
+            traced=traced,
+            model=" and ".join(type(model).__name__ for model in self._models.values()),
+            parameters=sum(p.numel() for model in self._models.values() for p in model.parameters()),
+            optimizer=" and ".join(type(optimizer).__name__ for optimizer in self._optimizers) or None,
+            device=str(self._device),
+            allocator=allocator_state(self._device),
+            samples=self.samples,
+            failure=self.failure,
+        )
