@@ -2,14 +2,15 @@
 
 What a plan recomputes must be bit-equal: loss, every gradient, every buffer and the states of the random generators
 afterwards. What is exact to rounding only (chunked loss, micro-batches) is judged against a run in fp64, with
-dropout off so that both precisions compute the same function: the planned error may be at most the plain one's.
+dropout off so that both precisions compute the same function: the planned error may be at most the plain one's, but
+for the spread that products of other shapes have by themselves (`ROUNDING_SPREAD`).
 Where something differs, the plan is taken apart until the lever and the module are found.
 """
 
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from tightfit.levers.micro_batch import as_tensors, batch_size
+from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import BlockChoice, Plan
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.trace.restore import everything_restored
+
+# Matrix products round otherwise at other shapes. The error of a gradient against fp64 moves by up to this factor
+# when nothing but the number of samples in a pass changes (docs/lab-notes.md, "Rounding").
+ROUNDING_SPREAD = 1.02
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class Verification:
             return f"NOT EQUAL: {self.worst}"
         lines = f"bit-equal: loss and {self.compared} tensors (gradients, buffers, random states)"
         if self.planned_error is not None:
-            verdict = "at most" if self.ok else "MORE THAN"
+            spread = f"{ROUNDING_SPREAD - 1:.0%}"
+            verdict = f"at most {spread} above" if self.ok else f"MORE THAN {spread} ABOVE"
             lines += (
                 f"; error of the gradients against fp64 {self.planned_error:.3e}, {verdict} the plain run's "
                 f"{self.plain_error:.3e}"
@@ -109,7 +115,7 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     if exact == plan:
         return Verification(worst is None, repeatable=True, compared=compared, worst=worst)
     before, after = rounding_errors(model, batch, loss, plan)
-    return Verification(worst is None and after <= before, True, compared, worst, before, after)
+    return Verification(worst is None and after <= ROUNDING_SPREAD * before, True, compared, worst, before, after)
 
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
@@ -143,38 +149,23 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
 
 
 def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> tuple[float, float]:
-    """Relative error of all gradients against fp64, of the plain run and of the planned one, with dropout off.
-
-    The order of the samples changes nothing but rounding, so the plain error is the largest over three orders.
-    """
+    """Relative error of all gradients against fp64, of the plain run and of the planned one, with dropout off."""
     training = {name: module.training for name, module in model.named_modules()}
     model.eval()
     try:
         exact = copy.deepcopy(model).double()
         double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
         truth = run(exact, _in_double(batch), loss, double_plan)
-        plain = [run(model, order, loss, without_levers(plan)) for order in _orders(batch)]
+        plain = run(model, batch, loss, without_levers(plan))
         planned = run(model, batch, loss, plan)
     finally:
         for name, module in model.named_modules():
             module.training = training[name]
-    return max(_relative_error(outcome, truth) for outcome in plain), _relative_error(planned, truth)
+    return relative_error(plain, truth), relative_error(planned, truth)
 
 
-def _orders(batch: Batch) -> list[Batch]:
-    """The batch, and the same samples in two other orders: what rounding alone does to the plain run."""
-    size = batch_size(batch)
-
-    def moved(move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        def per_sample(tensor: torch.Tensor) -> torch.Tensor:
-            return move(tensor) if tensor.dim() and tensor.shape[0] == size else tensor
-
-        return tree_map_only(torch.Tensor, per_sample, batch)
-
-    return [batch, moved(lambda tensor: tensor.flip(0)), moved(lambda tensor: tensor.roll(size // 2, 0))]
-
-
-def _relative_error(outcome: Outcome, truth: Outcome) -> float:
+def relative_error(outcome: Outcome, truth: Outcome) -> float:
+    """The norm of the error of all gradients together, over the norm of the true ones."""
     names = [name for name in truth.tensors if name.startswith("gradient")]
     error = sum(float((outcome.tensors[n].double() - truth.tensors[n]).square().sum()) for n in names)
     size = sum(float(truth.tensors[n].square().sum()) for n in names)
