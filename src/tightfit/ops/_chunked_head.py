@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The gradient of a weight of less than fp32 is summed through pieces of at most this many bytes.
+# The gradient of a weight of less than fp32 is summed through pieces of at most this many bytes, or of a quarter of the
+# chunk's logits where that is more: pieces that are small beside what is there anyway only cost launches.
 PIECE_BYTES = 4 * 2**20
+PIECES_OF_A_CHUNK = 4
 # `blocked_product`: blocks of 256 made the error 0.8 of one long sum's over 1000 to 6400 entries, of 512 0.9, of 128 no
 # less; and not so many that starting them costs more than the products.
 LEAST_SUMMED_AT_ONCE = 256
@@ -113,7 +115,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    rows = max(PIECE_BYTES // (right.shape[1] * total.itemsize), 1)
+    most = max(PIECE_BYTES, left.numel() * total.itemsize // PIECES_OF_A_CHUNK)
+    rows = max(most // (right.shape[1] * total.itemsize), 1)
     for start in range(0, len(total), rows):
         total[start : start + rows].add_(widened_product(left[start : start + rows], right, total.dtype))
 
