@@ -6,6 +6,7 @@ already slower than the best plan are not solved. What is found is traced as app
 that is over the budget, the bound is tightened by the excess and solved again.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from tightfit.planner.pricing import Priced, price
 from tightfit.planner.records import ChunkedLoss, Rejected
 from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
 from tightfit.planner.solve import least_peak, solve
-from tightfit.trace.record import StepTrace
+from tightfit.trace.record import Phase, StepTrace
 from tightfit.units import format_bytes, parse_budget
 
 # Numbers that Python wraps in a tensor, and the like, take a few bytes each that no dispatch mode sees (at most 4 were
@@ -149,17 +150,20 @@ class Search:
 
     def join_segments(self) -> None:
         """Blocks joined to segments, whose outputs are recomputed too: slower, and less memory where there are
-        many.
+        many. The optimizer's own peak stays where it is.
         """
-        if not self.paths or self.least is None:
+        if not self.paths or self.least is None or self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return
         combination = self.least.combination
-        for segments in range(len(self.paths) - 1, 0, -1):
+        policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
+        for segments in segment_counts(len(self.paths)):
             ends = segment_ends(len(self.paths), segments)
             joined = tuple(path for i, path in enumerate(self.paths) if i not in ends)
-            policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
-            candidate = self.trace_applied(combination, policies, joined=joined)
-            self.consider(candidate, f"{combination}, {segments} segments")
+            if self.tracer.part(combination, policies, self.plain, joined).peak_bytes >= self.least.peak_bytes:
+                continue
+            self.consider(
+                self.trace_applied(combination, policies, joined=joined), f"{combination}, {segments} segments"
+            )
             if self.best is not None:
                 return
 
@@ -211,6 +215,14 @@ class Search:
             f"by {format_bytes(holds[1])} of {holds[0]}",
             least.needed_bytes,
         )
+
+
+def segment_counts(blocks: int) -> list[int]:
+    """For each length that the longest segment can have, the fewest segments; most segments first.
+
+    More segments of the same greatest length would keep more outputs and lower no segment's own peak.
+    """
+    return sorted({math.ceil(blocks / length) for length in range(2, blocks + 1)}, reverse=True)
 
 
 def describe_levers(candidate: Candidate) -> str:

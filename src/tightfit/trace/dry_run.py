@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 from tightfit.activity import now
 from tightfit.errors import TraceError
@@ -158,7 +158,7 @@ class DryRun(TorchDispatchMode):
             returns = len(func._schema.returns)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets[:returns])
         shapes = self.shapes(func, args, kwargs, key)
-        out = tree_map_only(TensorShape, TensorShape.hollow, shapes, is_leaf=_is_shape)
+        out = hollow_tensors(shapes)
         if func in CHOOSING:
             self.choose(func, args, out)
         return out
@@ -273,6 +273,15 @@ def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield item
         elif isinstance(item, list | tuple):
             yield from tensors_in(item)
+
+
+def hollow_tensors(shapes: Any) -> Any:
+    """An operator's results, with an untouched tensor for each shape among them."""
+    if isinstance(shapes, TensorShape):
+        return shapes.hollow()
+    if isinstance(shapes, list | tuple):
+        return type(shapes)(map(hollow_tensors, shapes))
+    return shapes
 
 
 def _is_shape(item: Any) -> bool:

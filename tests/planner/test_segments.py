@@ -1,0 +1,42 @@
+import itertools
+import math
+
+import pytest
+
+from tightfit.devices.present import lookup
+from tightfit.errors import CannotFit
+from tightfit.levers.recompute.lever import segment_ends
+from tightfit.planner import api
+from tightfit.planner.request import Tracer
+from tightfit.planner.search import segment_counts
+from tiny import decoder, token_batch
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 8, 32, 80])
+def test_every_length_of_the_longest_segment_is_tried_once(blocks):
+    counts = segment_counts(blocks)
+    assert counts == sorted(set(counts), reverse=True)
+    longest = [longest_segment(blocks, count) for count in counts]
+    assert longest == sorted(set(longest))
+    assert len(counts) <= 2 * math.sqrt(blocks)
+
+
+def longest_segment(blocks, count):
+    ends = sorted(segment_ends(blocks, count))
+    return max(b - a for a, b in itertools.pairwise([-1, *ends]))
+
+
+@pytest.mark.parametrize(("optimizer", "batch", "joins"), [("adamw", (1, 2), False), ("sgd", (4, 96), True)])
+def test_blocks_are_joined_only_where_that_can_lower_the_peak(optimizer, batch, joins, monkeypatch):
+    """With AdamW and few tokens the optimizer's own step is the least peak; joining blocks changes nothing there."""
+    tried = []
+    part = Tracer.part
+
+    def noted(self, combination, policies, plain, joined=()):
+        tried.append(joined)
+        return part(self, combination, policies, plain, joined)
+
+    monkeypatch.setattr(Tracer, "part", noted)
+    with pytest.raises(CannotFit):
+        api.plan(decoder(num_layers=4), token_batch(*batch), 1, optimizer=optimizer, device=lookup("rtx4090"))
+    assert any(tried) == joins
