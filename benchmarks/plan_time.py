@@ -68,11 +68,8 @@ def answer(case: str, question: str) -> dict[str, Any]:
         config = transformers.LlamaConfig(**COMMON, **shape)
         model = build_dry(lambda: transformers.LlamaForCausalLM(config).train())
         batch = tightfit.TokenBatch(size, length, COMMON["vocab_size"])
-    how: dict[str, Any] = {
-        "precision": "bf16",
-        "device": DEVICE,
-        "optimizer": "adamw" if question == "estimate" else OPTIMIZERS[case],
-    }
+    optimizer = "adamw" if question == "estimate" else OPTIMIZERS[case]
+    how: dict[str, Any] = {"precision": "bf16", "device": DEVICE, "optimizer": optimizer}
     asked: dict[str, Callable[[], Any]] = {
         "estimate": lambda: tightfit.estimate(model, batch, **how),
         "plan exact": lambda: tightfit.plan(model, batch, BUDGETS[case], **how),
