@@ -143,6 +143,6 @@ def test_wrong_arguments_are_told():
 
 
 def test_the_table_tells_plain_and_planned_and_what_was_not_taken():
-    text = str(plan(decoder(), token_batch(8), "0.6x", levers="rounding"))
+    text = str(plan(decoder(), token_batch(8), "0.7x"))
     for word in ("plain", "planned", "peak", "activations", "layers.0", "not taken"):
         assert word in text.lower()
