@@ -1,4 +1,6 @@
-"""Models by what `--model` says: a folder, a config.json, a preset or module:function."""
+"""Models by what `--model` says: a folder, a config.json, a YAML, a preset, a published model, module:function, or a
+name on the hub.
+"""
 
 import difflib
 import importlib
@@ -10,10 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tightfit.config.schema import PretrainedModel
+from tightfit.config import ModelConfig, PretrainedModel, load_config
 from tightfit.errors import ModelError, TightfitError
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model
+from tightfit.models.pretrained import find
+from tightfit.models.published import published
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
 from tightfit.step import Batch
 from tightfit.trace.build import build_dry
@@ -34,16 +38,34 @@ def build(source: str, *, dry: bool) -> Built:
     if source in PRESETS:
         config = DecoderConfig(**PRESETS[source])
         return Built(_made(lambda: build_model(config, seed=SEED), dry))
-    if path.exists():
-        if _is_own(path):
-            return Built(load_model(path).train())
-        pretrained = PretrainedModel(path=source, random_init=dry or path.is_file())
-        return Built(_made(lambda: build_model(pretrained, seed=SEED), dry))
-    if ":" in source:
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        section = load_config(source).model
+        return Built(_made(lambda: build_model(_without_weights(section, dry), seed=SEED), dry))
+    if path.exists() and _is_own(path):
+        return Built(load_model(path).train())
+    if not path.exists() and ":" in source:
         return _called(source, dry)
-    near = difflib.get_close_matches(source, PRESETS, n=1)
-    hint = f"did you mean the preset {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
-    raise ModelError(f"--model {source!r}: no such folder, file, preset or module:function: {hint}")
+    return Built(_pretrained(source, dry))
+
+
+def _pretrained(source: str, dry: bool) -> nn.Module:
+    """A model of `transformers`; with new weights where there are none to load, or none are wanted."""
+    try:
+        has_weights = find(source).has_weights
+    except ModelError as error:
+        near = difflib.get_close_matches(source.lower(), [*PRESETS, *published()], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join([*PRESETS, *published()])}"
+        raise ModelError(
+            f"--model {source!r}: no such folder, file, preset, module:function or name on the hub: {hint}"
+        ) from error
+    section = PretrainedModel(path=source, random_init=dry or not has_weights)
+    return _made(lambda: build_model(section, seed=SEED), dry)
+
+
+def _without_weights(section: ModelConfig, dry: bool) -> ModelConfig:
+    if isinstance(section, PretrainedModel) and dry:
+        return section.model_copy(update={"random_init": True})
+    return section
 
 
 def _made(factory: Callable[[], nn.Module], dry: bool) -> nn.Module:

@@ -245,7 +245,7 @@ class DryRun(TorchDispatchMode):
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
         is_sum = traits.name == "aten.add.Tensor" and self.phase is Phase.BACKWARD and _called_by_engine()
-        if is_sum and is_dense(inputs[0]):
+        if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
 
     def settle_sum(self) -> None:

@@ -59,14 +59,23 @@ class Geometry(NamedTuple):
     def over(self, base: torch.Tensor) -> torch.Tensor:
         """The tensor of this geometry over the storage of `base`."""
         size, stride, offset, dtype, conjugated, negated = self
-        if base.dtype == dtype:
-            tensor = base.as_strided(size, stride, offset)
-        else:
-            tensor = torch.empty(0, dtype=dtype, device=base.device)
-            tensor.set_(base.untyped_storage(), offset, size, stride)
+        if base.dtype != dtype:
+            base = reinterpreted(base, dtype)
+        tensor = base.as_strided(size, stride, offset)
         if tensor.is_conj() != conjugated:
             tensor = tensor.conj()
         return tensor if tensor.is_neg() == negated else torch.ops.aten._neg_view.default(tensor)
+
+
+def reinterpreted(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The storage of `base`, flat, its bytes read as elements of another dtype; by views, which a dry run follows."""
+    if base.is_conj():
+        base = base.conj()
+    if base.is_neg():
+        base = torch.ops.aten._neg_view.default(base)
+    storage_bytes = base.untyped_storage().nbytes()
+    whole = storage_bytes - storage_bytes % max(dtype.itemsize, base.itemsize)
+    return base.as_strided((whole // base.itemsize,), (1,), 0).view(dtype)
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

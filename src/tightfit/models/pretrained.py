@@ -1,0 +1,133 @@
+"""Models from `transformers`: a local folder, a config.json, a published model by its name, or one on the hub."""
+
+import difflib
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.config.schema import PretrainedModel
+from tightfit.errors import ModelError
+from tightfit.models.published import Published, published
+
+INSTALL_HINT = "pip install 'tightfit[hf]'"
+SECONDS = 5  # how long the hub may take to answer before it counts as out of reach
+
+
+def build_pretrained(config: PretrainedModel) -> nn.Module:
+    """A language model of `transformers`, decoder-only or encoder-decoder, fp32, with its weights or new ones.
+
+    Raises `ModelError` where there is no such model, where it is no language model, or a package is missing.
+    """
+    place = find(config.path)
+    if config.gguf_file is None and not config.random_init and not place.has_weights:
+        raise ModelError(f"model.path {config.path!r} is a config without weights: set model.random_init to true")
+    transformers = _transformers()
+    try:
+        model = _new(transformers, place) if config.random_init else _loaded(transformers, place, config.gguf_file)
+    except ImportError as error:
+        raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"model.path {config.path!r} is not a language model: {_line(error)}") from error
+    # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
+    model.config.use_cache = False
+    return model
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model's configuration comes from: a path, a repository of the hub, or the table of published ones."""
+
+    name: str
+    published: Published | None = None
+    is_local: bool = True
+    has_weights: bool = True
+
+    def config(self, transformers: Any) -> Any:
+        """The configuration, an object of `transformers`."""
+        if self.published is not None:
+            return transformers.AutoConfig.for_model(**self.published.config)
+        return self.fetched(transformers.AutoConfig.from_pretrained)
+
+    def fetched(self, load: Callable[..., Any], **options: Any) -> Any:
+        """`load` from what is on this machine; from the hub if it is not here, and the hub can be reached."""
+        try:
+            return load(self.name, local_files_only=True, **options)
+        except OSError:
+            if self.is_local:
+                raise
+        demand_hub(self.name)
+        return load(self.name, **options)
+
+
+def find(path: str) -> Place:
+    """The place that `model.path` names. Raises `ModelError` where it can be none."""
+    if Path(path).exists():
+        return Place(path, has_weights=Path(path).is_dir())
+    table = published()
+    known = table.get(path.lower()) or next((p for p in table.values() if p.source.lower() == path.lower()), None)
+    if known is not None:
+        return Place(path, known, has_weights=False)
+    if path.count("/") == 1 and all(path.split("/")) and not path.startswith((".", "~")):
+        return Place(path, is_local=False)
+    near = difflib.get_close_matches(path.lower(), table, n=1)
+    hint = f"did you mean {near[0]}?" if near else "give a local Hugging Face folder"
+    raise ModelError(f"model.path {path!r}: no such file or folder: {hint}")
+
+
+def demand_hub(name: str) -> None:
+    """Raise `ModelError` unless the hub answers; its own client would try for the better part of a minute."""
+    from huggingface_hub import constants
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        urllib.request.urlopen(request, timeout=SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # it answered
+    except OSError as error:
+        raise ModelError(
+            f"model.path {name!r}: no such folder, nothing of that name in the local cache, and "
+            f"{constants.ENDPOINT} cannot be reached ({_line(error)}): give a local folder or a config.json"
+        ) from error
+
+
+def _new(transformers: Any, place: Place) -> Any:
+    config = place.config(transformers)
+    return _auto_class(transformers, config).from_config(config, dtype=torch.float32)
+
+
+def _loaded(transformers: Any, place: Place, gguf_file: str | None) -> Any:
+    # transformers would keep the dtype of the file, often bf16; training in mixed precision starts from fp32.
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    automatic = transformers.AutoModelForCausalLM
+    if not gguf_file:
+        automatic = _auto_class(transformers, place.config(transformers))
+    return place.fetched(automatic.from_pretrained, dtype=torch.float32, **options)
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """The class that trains such a model: with encoder and decoder if it has both."""
+    if getattr(config, "is_encoder_decoder", False):
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
+
+
+def _transformers() -> Any:
+    """The package, imported only where it is needed: that takes seconds."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"model.path needs the package transformers: {INSTALL_HINT}") from error
+    return transformers
+
+
+def _line(error: Exception) -> str:
+    """The error's text on one line."""
+    return " ".join(str(error).split())
