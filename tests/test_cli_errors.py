@@ -94,7 +94,7 @@ def test_blocks_that_match_nothing():
 
 
 def test_a_model_that_cannot_be_found():
-    assert "did you mean the preset cpu26?" in mistake("estimate", "--model", "cpu62")
+    assert "did you mean cpu26?" in mistake("estimate", "--model", "cpu62")
     assert "no such folder, file, preset" in mistake("estimate", "--model", "nowhere/at/all")
 
 

@@ -107,6 +107,35 @@ def test_a_folder_that_holds_no_language_model_is_refused(tmp_path):
     assert "is not a language model" in refused(path=str(tmp_path), random_init=True)
 
 
+def test_a_name_on_the_hub_that_is_not_cached_and_cannot_be_reached_is_told_in_one_line(monkeypatch):
+    asked = []
+
+    def unreachable(request, timeout):
+        asked.append(request.full_url)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    line = refused(path="nobody/nothing", random_init=True)
+    assert "nothing of that name in the local cache" in line
+    assert "cannot be reached (no route to host)" in line
+    assert len(asked) == 1
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(path="nobody/nothing", random_init=True)
+    assert len(asked) == 1
+
+
+def test_an_encoder_and_decoder_model_is_built_whole(tmp_path):
+    shape = {
+        "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40,
+        "decoder_start_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = build_model(PretrainedModel(path=str(tmp_path), random_init=True), seed=0)
+    assert type(model).__name__ == "T5ForConditionalGeneration"
+    assert model(input_ids=IDS, labels=IDS).loss.isfinite()
+
+
 @pytest.mark.parametrize("name", ["", "config.json"])
 def test_a_transformers_model_is_built_from_its_config(llama_folder, name):
     model = build_model(PretrainedModel(path=str(llama_folder / name), random_init=True), seed=0)

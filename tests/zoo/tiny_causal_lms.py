@@ -19,7 +19,8 @@ BATCH = TokenBatch(size=2, length=64, vocab_size=VOCABULARY)
 _SIZES: tuple[tuple[int, str], ...] = (
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth num_blocks conf_num_hidden_layers max_window_layers"),
-    (HIDDEN, "hidden_size d_model n_embd embed_dim emb_dim dim embedding_size input_embedding_size output_embedding_size "
+    (HIDDEN, "hidden_size d_model n_embd embed_dim emb_dim dim embedding_size input_embedding_size "
+    "output_embedding_size "
     "embedding_dim word_embed_proj_dim hidden_size_global lru_width out_hidden_size vision_output_dim "
     "attention_hidden_size backbone_hidden_size mamba_d_ssm router_hidden_size pronunciation_embed_dim "
     "shape_embed_dim adapter_out_dim adapter_in_dim projector_input_dim projector_output_dim d_rel"),
@@ -30,7 +31,8 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok "
     "num_experts_per_token moe_topk moe_k moe_top_k num_local_layers cross_attn_k mamba_n_groups n_groups o_groups "
     "n_mamba_heads hc_mult hc_count index_topk_blocks num_kv_shared_layers"),
-    (HEAD, "head_dim v_head_dim dim_head attention_head_size d_head d_kv kv_channels linear_head_dim linear_key_head_dim "
+    (HEAD, "head_dim v_head_dim dim_head attention_head_size d_head d_kv kv_channels linear_head_dim "
+    "linear_key_head_dim "
     "linear_value_head_dim swa_head_dim global_head_dim mamba_d_head mamba_head_dim mamba_headdim "
     "state_size mamba_d_state ssm_state_size time_step_rank mamba_dt_rank kv_lora_rank q_lora_rank o_lora_rank "
     "laurel_rank gated_norm_rank hc_lowrank adapter_rank index_head_dim index_topk hidden_size_per_layer_input "
@@ -50,6 +52,8 @@ _SIZES: tuple[tuple[int, str], ...] = (
     "original_max_position_embeddings max_target_positions pronunciation_vocab_size shape_vocab_size"),
 )  # fmt: skip
 SIZES = {name: size for size, names in _SIZES for name in names.split()}
+
+_WIDE_ATTENTION = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD, "num_key_value_heads": HEADS}
 
 # What a class needs beyond the sizes, to be built or to run at all; fields under "" are needed to make the default.
 OWN: dict[str, dict[str, Any]] = {
@@ -77,10 +81,8 @@ OWN: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16, "attn_layers": ("local", "lsh", "local", "lsh"),
     },
     "XmodForCausalLM": {"default_language": "en_XX"},
-    "Zamba2ForCausalLM": {
-        "mamba_headdim": HIDDEN, "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD, "num_key_value_heads": 4,
-    },
-    "ZambaForCausalLM": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD, "num_key_value_heads": 4},
+    "Zamba2ForCausalLM": {"mamba_headdim": HIDDEN, **_WIDE_ATTENTION},
+    "ZambaForCausalLM": _WIDE_ATTENTION,
 }  # fmt: skip
 
 # Inputs besides ids and labels, or in other shapes.
@@ -136,7 +138,9 @@ def laid_over(fields: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def shrunk(config_class: type, default: Any) -> dict[str, Any]:
     """The fields that differ from the default configuration."""
     changes: dict[str, Any] = {"use_cache": False} if hasattr(default, "use_cache") else {}
-    layers = next((getattr(default, n) for n in ("num_hidden_layers", "num_layers", "n_layer") if hasattr(default, n)), 0)
+    layers = next(
+        (getattr(default, n) for n in ("num_hidden_layers", "num_layers", "n_layer") if hasattr(default, n)), 0
+    )
     for name, value in vars(default).items():
         if hasattr(value, "to_diff_dict"):
             changes[name] = shrunk(type(value), value)

@@ -113,10 +113,14 @@ def _loaded(transformers: Any, place: Place, gguf_file: str | None) -> Any:
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:
-    """The class that trains such a model: with encoder and decoder if it has both."""
+    """The class that trains such a model: with encoder and decoder if it has both. Raises `ValueError` for others."""
     if getattr(config, "is_encoder_decoder", False):
-        return transformers.AutoModelForSeq2SeqLM
-    return transformers.AutoModelForCausalLM
+        automatic, known = transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    else:
+        automatic, known = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        raise ValueError(f"its config is of a {config.model_type}: name a function that returns it, module:function")
+    return automatic
 
 
 def _transformers() -> Any:
