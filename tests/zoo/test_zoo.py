@@ -4,12 +4,12 @@ Some of each kind run here; `python benchmarks/zoo.py` runs every class that the
 """
 
 import pytest
+from tiny_causal_lms import classes, tiny_batch, tiny_model
 
 from tightfit import estimate, plan, verify
 from tightfit.errors import CannotFit
 from tightfit.models.published import published
 from tiny import allocator_peak
-from tiny_causal_lms import classes, tiny_batch, tiny_model
 
 REPRESENTATIVE = (
     "Gemma3ForCausalLM",  # sliding windows, tied embeddings
