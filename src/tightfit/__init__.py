@@ -10,12 +10,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES: dict[str, str] = {
+    "Diagnosis": "tightfit.doctor.diagnosis",
     "Estimate": "tightfit.planner.estimate",
     "Plan": "tightfit.planner.plan",
     "TokenBatch": "tightfit.step",
     "TrainResult": "tightfit.train",
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.trace.build",
+    "diagnose": "tightfit.doctor.diagnose",
     "estimate": "tightfit.planner.api",
     "monitor": "tightfit.monitoring.watch",
     "plan": "tightfit.planner.api",

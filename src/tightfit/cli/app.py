@@ -72,6 +72,7 @@ app.command()(generating.generate)
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)
 app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)
+app.command()(observing.doctor)
 
 
 def main() -> None:

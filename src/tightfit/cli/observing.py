@@ -1,13 +1,16 @@
-"""`profile`: any training script under the monitor."""
+"""`profile` and `doctor`: any training script under the monitor, and what its memory suffers from."""
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightfit.cli.asking import columns
+from tightfit.cli import options
+from tightfit.cli.asking import columns, show
+from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -83,3 +86,54 @@ def leave(run: "ScriptRun", script: Path) -> None:
     error = from_script_on(error, script)
     sys.excepthook(type(error), error, error.__traceback__)
     raise typer.Exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+
+
+def doctor(
+    ctx: typer.Context,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A record of profile, a CUDA memory snapshot, a plan or an estimate as JSON, or a log with an "
+            "out-of-memory error; - reads a log from stdin.",
+            show_default=False,
+        ),
+    ],
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    model: options.Model = None,
+    batch_size: options.BatchSize = None,
+    seq_len: options.SeqLen = None,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    micro_batches: options.MicroBatches = None,
+    grad_clip: options.GradClip = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say why memory ran out, or where it goes, and what helps.
+
+    With a CONFIG or --model the step is run dry, as it is and with each
+    remedy, and the remedies come ranked, with their price.
+
+    [dim]tightfit doctor train-memory.json --model cpu26 --batch-size 4[/]
+
+    [dim]python train.py 2>&1 | tightfit doctor -[/]
+    """
+    asked = config is not None or model is not None
+    question = Question.of(ctx.params) if asked else None
+    from tightfit.doctor.describe import describe_diagnosis
+    from tightfit.doctor.diagnose import ASK_COMMAND, ASK_PYTHON, diagnose
+    from tightfit.doctor.reading import read_subject, read_text
+
+    subject = read_text(sys.stdin.read(), "stdin") if str(file) == "-" else read_subject(file)
+    if question is None:
+        found = diagnose(subject)
+        found = replace(found, advice=tuple(ASK_COMMAND if line == ASK_PYTHON else line for line in found.advice))
+    else:
+        from tightfit.cli.subject import subject_of
+
+        step = subject_of(question, dry=True)
+        with step.rejections():
+            found = diagnose(subject, model=step.model, batch=step.batch, loss=step.loss, **step.step)
+    show(found.to_dict() if as_json else describe_diagnosis(found, columns()))

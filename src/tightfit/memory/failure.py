@@ -43,9 +43,10 @@ def parse_out_of_memory(text: str) -> OutOfMemory | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-# c10/cuda/CUDACachingAllocator.cpp, `OutOfMemoryError`; XPU's allocator has the same words. The whole message is one
-# line, which a terminal may have wrapped.
-_GPU = re.compile(rf"(CUDA|XPU|HIP) out of memory\.\s+Tried to allocate\s+{_AMOUNT}[^\n]*(?:\n(?!\s*\n)[^\n]*){{0,4}}")
+# c10/cuda/CUDACachingAllocator.cpp, `OutOfMemoryError`; XPU's allocator has the same words.
+_GPU = re.compile(rf"(CUDA|XPU|HIP) out of memory\.\s+Tried to allocate\s+{_AMOUNT}")
+_LAST_FIGURE = re.compile(r"unallocated|in total by PyTorch\)?")  # the second one up to PyTorch 2.0
+_WRAPPED_LINES = 9  # that one message fills on a terminal, at most
 # c10/core/impl/alloc_cpu.cpp, `alloc_cpu`; the second form is that of Windows.
 _CPU = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate ([0-9]+) bytes[^\n]*"
@@ -58,7 +59,7 @@ _MPS = re.compile(
 
 
 def _gpu(match: re.Match[str]) -> OutOfMemory:
-    text = " ".join(match.group().split())
+    text = _whole_message(match)
 
     def amount(*patterns: str) -> int | None:
         for pattern in patterns:
@@ -74,7 +75,7 @@ def _gpu(match: re.Match[str]) -> OutOfMemory:
     return OutOfMemory(
         device=f"{kind}:{index.group(1)}" if index else kind,
         requested_bytes=_bytes(match.group(2)),
-        message=_first_words(text),
+        message=text,
         capacity_bytes=amount("total capacity of AMOUNT", "AMOUNT total capacity"),
         free_bytes=amount("of which AMOUNT is free", "AMOUNT free"),
         process_bytes=amount("this process has AMOUNT memory in use"),
@@ -107,6 +108,15 @@ def _bytes(text: str) -> int:
     return parse_bytes(text.replace("bytes", "B"))
 
 
-def _first_words(text: str) -> str:
-    """The message without the advice at its end."""
-    return text.split(" If reserved but unallocated memory is large")[0].strip()
+def _whole_message(match: re.Match[str]) -> str:
+    """The message up to its last figure, which a terminal may have put on several lines; no advice after it."""
+    lines: list[str] = []
+    for line in match.string[match.start() :].splitlines()[:_WRAPPED_LINES]:
+        if lines and (not line.strip() or "out of memory" in line):
+            break
+        lines.append(line)
+        last = _LAST_FIGURE.search(line)
+        if last is not None:
+            lines[-1] = line[: last.end()]
+            return " ".join(" ".join(lines).split())
+    return lines[0].strip()

@@ -1,0 +1,230 @@
+"""CUDA memory snapshots, read without trusting them: what was reserved, what lay idle, and who held the peak.
+
+The structure is the one that `torch.cuda.memory._snapshot` documents (Snapshot, Segment, Block, TraceEntry, Frame);
+`_dump_snapshot` writes it as a pickle. Nothing of a file is executed: a pickle may hold plain containers only.
+"""
+
+import io
+import json
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import InputError
+from tightfit.memory.frames import Frame, phase_of, users_frame
+
+HOLDERS = 12  # places that are named
+_USED = ("active_allocated", "active_awaiting_free", "active_pending_free")  # the last one is of PyTorch before 2.1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory that one line of code held at the peak: `count` allocations. `phase` is None where no frames were kept."""
+
+    bytes: int
+    count: int
+    where: str
+    phase: str | None
+
+
+@dataclass(frozen=True)
+class RefusedAllocation:
+    """An out-of-memory event of the trace."""
+
+    requested_bytes: int
+    free_bytes: int | None  # on the device, as CUDA reported it
+    where: str
+    phase: str | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot in figures. Bytes.
+
+    `inactive_split_bytes` lie idle in segments of which another part is in use: they cannot be given back. The peak is
+    that of the recorded allocations (or of the moment itself, where no history was recorded), before rounding.
+    """
+
+    segments: int
+    reserved_bytes: int
+    allocated_bytes: int
+    inactive_bytes: int
+    inactive_split_bytes: int
+    largest_free_bytes: int
+    events: int
+    peak_bytes: int
+    holders: tuple[Holder, ...]  # at the peak, the largest first
+    phases: Mapping[str, int]  # bytes at the peak, by the phase in which they were allocated
+    refused: tuple[RefusedAllocation, ...]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Admits dicts, lists, tuples, strings and numbers. Every class or function is looked up here, so none gets in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise _CodeInPickle(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _CodeInPickle("a persistent object")
+
+
+class _CodeInPickle(Exception):
+    """A pickle asks for more than plain containers."""
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """The figures of a snapshot file, pickle or JSON. Raises `InputError` where it is not one, or holds code."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: the snapshot cannot be read: {error.strerror}") from error
+    try:
+        raw = json.loads(content) if content.lstrip()[:1] in (b"{", b"[") else _unpickled(content)
+        return snapshot_of(raw)
+    except _CodeInPickle as error:
+        raise InputError(
+            f"{path}: the pickle asks for {error}, which no memory snapshot does: refused, nothing of it was run"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(
+            f"{path}: not a CUDA memory snapshot, as torch.cuda.memory._dump_snapshot writes it "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def is_pickle(head: bytes) -> bool:
+    """Whether a file begins as pickles since protocol 2 do."""
+    return head[:1] == b"\x80"
+
+
+def is_snapshot(raw: Any) -> bool:
+    """Whether something looks like the result of `torch.cuda.memory._snapshot()`."""
+    return isinstance(raw, Mapping) and isinstance(raw.get("segments"), list)
+
+
+def _unpickled(content: bytes) -> Any:
+    return _PlainUnpickler(io.BytesIO(content)).load()
+
+
+def snapshot_of(raw: Any) -> Snapshot:
+    """The figures of what `torch.cuda.memory._snapshot()` returns. Raises `ValueError` where it is something else."""
+    if not is_snapshot(raw):
+        raise ValueError(f"a {type(raw).__name__} without a list of segments")
+    segments = raw["segments"]
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    idle = [block["size"] for block in blocks if block["state"] not in _USED]
+    used = [block for block in blocks if block["state"] in _USED]
+    traces = [trace for trace in raw.get("device_traces", []) if trace]
+    history = max(traces, key=len, default=[])
+    peak = _peak(history, [block for segment in _with_addresses(segments) for block in segment if _is_used(block)])
+    return Snapshot(
+        segments=len(segments),
+        reserved_bytes=sum(segment["total_size"] for segment in segments),
+        allocated_bytes=sum(block["size"] for block in used),
+        inactive_bytes=sum(idle),
+        inactive_split_bytes=sum(_split(segment["blocks"]) for segment in segments),
+        largest_free_bytes=max(idle, default=0),
+        events=len(history),
+        peak_bytes=peak.bytes,
+        holders=_holders(peak.allocations)[:HOLDERS],
+        phases=_by_phase(peak.allocations, peak.bytes),
+        refused=tuple(_refused(event) for event in history if event["action"] == "oom"),
+    )
+
+
+def _is_used(block: Mapping[str, Any]) -> bool:
+    return block["state"] in _USED
+
+
+def _split(blocks: Sequence[Mapping[str, Any]]) -> int:
+    """Idle bytes of a segment that is in use elsewhere."""
+    return sum(b["size"] for b in blocks if not _is_used(b)) if any(map(_is_used, blocks)) else 0
+
+
+def _with_addresses(segments: Iterable[Mapping[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    """The blocks of each segment with their address, which older releases leave to be added up."""
+    for segment in segments:
+        address, blocks = segment["address"], []
+        for block in segment["blocks"]:
+            blocks.append({"address": address, **block})
+            address += block["size"]
+        yield blocks
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    bytes: int
+    frames: tuple[Frame, ...]  # innermost first
+
+
+@dataclass(frozen=True)
+class _Peak:
+    bytes: int
+    allocations: tuple[_Allocation, ...]  # those that are known one by one
+
+
+def _peak(history: Sequence[Mapping[str, Any]], final: Sequence[Mapping[str, Any]]) -> _Peak:
+    """The highest level of the recorded history, which ends with the blocks in `final`.
+
+    What was there before the history began is known from its end: what is in use then, less what was allocated, and
+    what was freed besides.
+    """
+    held = sum(_requested(block) for block in final)
+    before = held - sum(_change(event) for event in history)
+    level, highest, at = before, before, -1
+    for index, event in enumerate(history):
+        level += _change(event)
+        if level > highest:
+            highest, at = level, index
+    live: dict[int, _Allocation] = {}
+    for event in history[: at + 1]:
+        if event["action"] == "alloc":
+            live[event["addr"]] = _Allocation(event["size"], _frames(event))
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    recorded = {event["addr"] for event in history if event["action"] == "alloc"}
+    older = [_Allocation(_requested(b), _frames(b)) for b in final if b["address"] not in recorded]
+    return _Peak(highest, (*live.values(), *older))
+
+
+def _change(event: Mapping[str, Any]) -> int:
+    return event["size"] if event["action"] == "alloc" else -event["size"] if event["action"] == "free_completed" else 0
+
+
+def _requested(block: Mapping[str, Any]) -> int:
+    return block.get("requested_size", block["size"])
+
+
+def _frames(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
+    return tuple(Frame(f["filename"], f["line"], f["name"]) for f in holder.get("frames") or ())
+
+
+def _holders(allocations: Iterable[_Allocation]) -> tuple[Holder, ...]:
+    groups: dict[tuple[str, str | None], list[int]] = {}
+    for allocation in allocations:
+        groups.setdefault((_place(allocation.frames), phase_of(allocation.frames)), []).append(allocation.bytes)
+    holders = (Holder(sum(sizes), len(sizes), where, phase) for (where, phase), sizes in groups.items())
+    return tuple(sorted(holders, key=lambda holder: -holder.bytes))
+
+
+def _place(frames: Sequence[Frame]) -> str:
+    own = users_frame(frames) or next(iter(frames), None)
+    return "no frames were recorded" if own is None else str(own)
+
+
+def _by_phase(allocations: Iterable[_Allocation], total: int) -> dict[str, int]:
+    phases: dict[str, int] = {}
+    for allocation in allocations:
+        phase = phase_of(allocation.frames) or "not recorded"
+        phases[phase] = phases.get(phase, 0) + allocation.bytes
+    rest = total - sum(phases.values())
+    if rest > 0:
+        phases["not recorded"] = phases.get("not recorded", 0) + rest
+    return phases
+
+
+def _refused(event: Mapping[str, Any]) -> RefusedAllocation:
+    frames = _frames(event)
+    return RefusedAllocation(event["size"], event.get("device_free"), _place(frames), phase_of(frames))
