@@ -20,8 +20,8 @@ Traceback (most recent call last):
   File "/usr/lib/python3.12/site-packages/torch/autograd/graph.py", line 823, in _engine_run_backward
     return Variable._execution_engine.run_backward(  # Calls into the C++ engine to run the backward pass
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 9.00 MiB of \
-which 512.00 KiB is free. Of the allocated memory 7.00 MiB is allocated by PyTorch, and 1.00 MiB is reserved by PyTorch but \
-unallocated. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF
+which 512.00 KiB is free. Of the allocated memory 7.00 MiB is allocated by PyTorch, and 1.00 MiB is reserved by \
+PyTorch but unallocated. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF
 """
 DECODER = ("--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64)
 
