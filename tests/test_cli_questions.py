@@ -91,6 +91,24 @@ def test_a_plan_as_json_is_what_output_writes(tmp_path):
     assert json.loads(outcome.out) == json.loads(file.read_text())
 
 
+def test_a_curve_is_asked_for_by_name_and_comes_as_table_json_picture_and_page(tmp_path):
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    files = ("--html", page, "--png", picture)
+    outcome = tightfit("plan", *DECODER, "--budget", "0.9x", "--curve", *files)
+    assert "trade-off curve" in outcome.out
+    assert "every second block recomputed" in outcome.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "every second block recomputed" in page.read_text()
+    curve = json.loads(tightfit("plan", *DECODER, "--budget", "0.9x", "--curve", "--json").out)["curve"]
+    assert curve["points"][0]["peak_bytes"] > curve["points"][-1]["peak_bytes"]
+
+
+def test_an_estimate_is_a_page_and_a_picture_too(tmp_path):
+    assert tightfit("estimate", *DECODER, "--html", tmp_path / "e.html", "--png", tmp_path / "e.png").code == 0
+    assert (tmp_path / "e.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_tables_keep_within_the_width_that_they_are_given(width, written_plan):
     lines = describe_plan(package.Plan.from_json(written_plan[1]), width).splitlines()

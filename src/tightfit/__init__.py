@@ -10,6 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES: dict[str, str] = {
+    "Curve": "tightfit.planner.curve",
     "Diagnosis": "tightfit.doctor.diagnosis",
     "Estimate": "tightfit.planner.estimate",
     "Plan": "tightfit.planner.plan",
@@ -17,6 +18,7 @@ _HOMES: dict[str, str] = {
     "TrainResult": "tightfit.train",
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.trace.build",
+    "curve": "tightfit.planner.api",
     "diagnose": "tightfit.doctor.diagnose",
     "estimate": "tightfit.planner.api",
     "monitor": "tightfit.monitoring.watch",

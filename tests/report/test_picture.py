@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from tightfit.errors import InputError
-from tightfit.planner.records import Footing
-from tightfit.report.picture import COLOURS, PHASE_TINTS, memory_picture
+from tightfit.planner.records import CurvePoint, Footing
+from tightfit.report.picture import COLOURS, PHASE_TINTS, curve_picture, memory_picture
 from tightfit.trace.record import Category, Phase
 
 MIB = 2**20
@@ -71,3 +71,11 @@ def test_without_matplotlib_the_way_to_install_it_is_named(monkeypatch: pytest.M
 
     with pytest.raises(InputError, match=r"matplotlib: pip install 'tightfit\[report\]'"):
         memory_picture(PLAIN, None)
+
+
+POINTS = (CurvePoint("no lever", 9 * MIB, 1.0), CurvePoint("3 of 4 blocks recompute", 4 * MIB, 1.1))
+
+
+def test_a_curve_is_a_picture_of_its_own_or_stands_below_the_step():
+    assert size_of(curve_picture(POINTS, POINTS[:1], chosen_bytes=4 * MIB, budget_bytes=5 * MIB)) == (1200, 600)
+    assert size_of(memory_picture(PLAIN, PLANNED, points=POINTS, recipes=POINTS[:1])) == (1200, 1200)

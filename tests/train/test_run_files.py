@@ -30,6 +30,16 @@ def test_the_picture_is_drawn(tmp_path: Path):
     assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {}], ids=["plan", "by hand", "plain"])
+def test_the_page_says_what_was_measured(tmp_path: Path, memory: dict):
+    run(tmp_path, memory=memory)
+
+    page = (tmp_path / "run" / "report.html").read_text()
+    measured = json.loads((tmp_path / "run" / "result.json").read_text())["measured_peak_bytes"]
+    assert f'"measured": {measured}' in page
+    assert "measured peak" in page
+
+
 def test_metrics_are_written_for_logged_steps_and_for_the_first_and_the_last(tmp_path: Path):
     run(tmp_path, training={"max_steps": 8, "log_every": 3})
 
@@ -43,14 +53,17 @@ def test_metrics_are_written_for_logged_steps_and_for_the_first_and_the_last(tmp
     }  # fmt: skip
 
 
-def test_a_training_without_matplotlib_has_no_picture_but_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+@pytest.mark.parametrize(("module", "file"), [("matplotlib.figure", "memory.png"), ("plotly.offline", "report.html")])
+def test_a_training_without_what_draws_has_no_picture_but_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, file: str
+):
+    monkeypatch.setitem(sys.modules, module, None)
     listener = Listener()
 
     train(settings(tmp_path), reporter=listener)
 
     assert any("pip install 'tightfit[report]'" in line for name, line in listener.told if name == "note")
-    assert not (tmp_path / "run" / "memory.png").exists()
+    assert not (tmp_path / "run" / file).exists()
     assert (tmp_path / "run" / "result.json").exists()
 
 

@@ -224,8 +224,8 @@ def test_the_run_folder_holds_everything_and_nothing_half_written(tmp_path: Path
 
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "config.yaml", "memory.png", "metrics.jsonl", "model.safetensors", "plan.json", "result.json",
-        "tokenizer.json",
+        "config.json", "config.yaml", "memory.png", "metrics.jsonl", "model.safetensors", "plan.json",
+        "report.html", "result.json", "tokenizer.json",
     }  # fmt: skip
     assert load_config(folder / "config.yaml") == config
     assert Plan.from_json(folder / "plan.json").budget_bytes == result.budget_bytes

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,8 @@ def estimate(
     grad_clip: options.GradClip = None,
     device: options.Device = None,
     as_json: options.Json = False,
+    html: options.Html = None,
+    png: options.Png = None,
 ) -> None:
     """Predict the peak memory and the time of one training step, without running it.
 
@@ -47,6 +50,8 @@ def estimate(
 
     subject = subject_of(question, dry=True)
     found = subject.estimate()
+    write("page", found.to_html, html)
+    write("picture", found.to_png, png)
     show(found.to_dict() if as_json else describe_estimate(found, columns()))
 
 
@@ -66,6 +71,9 @@ def plan(
     levers: options.Levers = None,
     blocks: options.Blocks = None,
     as_json: options.Json = False,
+    curve: options.Curve = False,
+    html: options.Html = None,
+    png: options.Png = None,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the plan there too, as JSON.", rich_help_panel=options.THE_ANSWER),
@@ -80,14 +88,17 @@ def plan(
     [dim]tightfit plan examples/quickstart.yaml memory.budget=0.4x[/]
 
     [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 300MiB[/]
+
+    [dim]tightfit plan examples/quickstart.yaml --curve --html report.html[/]
     """
     question = Question.of(ctx.params)
     from tightfit.cli.subject import subject_of
     from tightfit.planner.describe import describe_plan
 
-    found = planned(subject_of(question, dry=True))
-    if output is not None:
-        write(found, output)
+    found = planned(subject_of(question, dry=True), curve=curve or html is not None)
+    write("plan", found.to_json, output)
+    write("page", found.to_html, html)
+    write("picture", found.to_png, png)
     show(found.to_dict() if as_json else describe_plan(found, columns()))
 
 
@@ -140,19 +151,21 @@ def verify(
     show(str(report))
 
 
-def planned(subject: "Subject") -> "Plan":
+def planned(subject: "Subject", *, curve: bool = False) -> "Plan":
     """A plan for the subject's budget."""
     if subject.budget is None:
         raise BudgetError("a plan needs a budget: give --budget, for example 22GiB or 0.5x, or memory.budget in CONFIG")
-    return subject.plan(subject.budget)
+    return subject.plan(subject.budget, curve=curve)
 
 
-def write(plan: "Plan", path: Path) -> None:
-    """Write a plan to a file. Raises `OutputError`."""
+def write(what: str, to_file: Callable[[Path], None], path: Path | None) -> None:
+    """Write an answer to a file, if one was asked for. Raises `OutputError`."""
+    if path is None:
+        return
     try:
-        plan.to_json(path)
+        to_file(path)
     except OSError as error:
-        raise OutputError(f"{path}: the plan cannot be written: {error.strerror}") from error
+        raise OutputError(f"{path}: the {what} cannot be written: {error.strerror}") from error
 
 
 def show(answer: str | dict[str, Any] | list[Any]) -> None:

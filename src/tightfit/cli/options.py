@@ -1,5 +1,6 @@
 """The arguments and options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -89,4 +90,28 @@ Blocks = Annotated[
 Json = Annotated[
     bool,
     typer.Option("--json", help="Write JSON to stdout, with the field names of Python.", rich_help_panel=THE_ANSWER),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a page for the browser too, all in one file (needs plotly).",
+        rich_help_panel=THE_ANSWER,
+    ),
+]
+Png = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a picture of the step's memory too (needs matplotlib).",
+        rich_help_panel=THE_ANSWER,
+    ),
+]
+Curve = Annotated[
+    bool,
+    typer.Option(
+        "--curve",
+        help="Show what memory costs in time, from the plain step down to the least; in FILE of --html and --png too.",
+        rich_help_panel=THE_ANSWER,
+    ),
 ]

@@ -52,11 +52,10 @@ class Subject:
             found = api.estimate(self.model, self.batch, loss=self.loss, **self.step)
         return replace(found, optimizer=self.optimizer)
 
-    def plan(self, budget: int | str) -> Plan:
+    def plan(self, budget: int | str, *, curve: bool = False) -> Plan:
+        how = {"levers": self.levers, "blocks": self.blocks, "curve": curve, **self.step}
         with self.rejections():
-            found = api.plan(
-                self.model, self.batch, budget, loss=self.loss, levers=self.levers, blocks=self.blocks, **self.step
-            )
+            found = api.plan(self.model, self.batch, budget, loss=self.loss, **how)
         return replace(found, optimizer=self.optimizer)
 
     def verify(self, plan: Plan) -> Verification:

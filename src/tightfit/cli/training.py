@@ -22,8 +22,9 @@ def train(
     """Train a model as CONFIG says, within its memory budget.
 
     The peak is predicted before the first step, and measured. The run's
-    folder then holds the weights, the tokenizer, the plan, the metrics and
-    a picture of the memory. Ctrl-C ends it after the step that runs.
+    folder then holds the weights, the tokenizer, the plan, the metrics, a
+    picture of the memory and a page for the browser. Ctrl-C ends it after
+    the step that runs.
 
     [dim]tightfit train examples/quickstart.yaml[/]
 
@@ -53,7 +54,7 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
         *losses(result),
         *sample,
         "",
-        f"The run is in {result.folder}: memory.png shows the step, plan.json why.",
+        f"The run is in {result.folder}: memory.png and report.html show the step, plan.json has the figures.",
         width=width,
     )
 

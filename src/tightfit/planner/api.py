@@ -1,6 +1,7 @@
 """The public questions: what will this step take, and how can it fit?"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from tightfit.errors import InputError
 from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import KEEP_ALL
 from tightfit.planner.apply import policy_of
+from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
 from tightfit.planner.footing import fingerprint, footing
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.planner.search import Candidate, Search
+from tightfit.planner.tradeoff import POINTS, Tradeoff
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, Precision, StepSettings, model_loss
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
@@ -57,18 +60,53 @@ def plan(
     blocks: str | None = None,
     micro_batches: int = 1,
     grad_clip: float | None = None,
+    curve: bool = False,
 ) -> Plan:
     """The fastest combination of levers whose true peak is within the budget.
 
     `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
     those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them. `blocks` is a
     glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
-    those of `estimate`. Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget
-    cannot be read.
+    those of `estimate`. With `curve` the plan carries the trade-off curve too, and what the levers that were not
+    allowed would have given. Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the
+    budget cannot be read.
     """
     request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip)
     search = Search(request, budget)
-    return as_plan(search, search.run())
+    found = search.run()
+    if not curve:
+        return as_plan(search, found)
+    tradeoff = Tradeoff(search)
+    drawn = tradeoff.curve()
+    tradeoff.try_forbidden()
+    return replace(as_plan(search, found), curve=drawn)
+
+
+def curve(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    device: Any = None,
+    levers: str | Sequence[str] | None = None,
+    blocks: str | None = None,
+    micro_batches: int = 1,
+    grad_clip: float | None = None,
+    points: int = POINTS,
+) -> Curve:
+    """What memory costs in time: peak against step time, from the plain step down to the least peak.
+
+    `points` is the number of budgets for which a choice is solved and traced as applied. The other arguments are those
+    of `plan`. The curve also holds the fixed recipes that are used without a plan.
+    """
+    request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip)
+    if points < 1:
+        raise InputError(f"points is {points}, wanted at least 1")
+    search = Search(request, "1x")
+    search.run()
+    return Tradeoff(search).curve(points)
 
 
 def make_request(

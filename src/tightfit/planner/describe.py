@@ -3,16 +3,16 @@
 import io
 import textwrap
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.planner.curve import Curve
 from tightfit.planner.plan import Plan
-from tightfit.planner.records import BlockChoice, Footing
-from tightfit.report.words import keeps, where, without_folders
+from tightfit.planner.records import BlockChoice, CurvePoint, Footing
+from tightfit.report.words import alike, keeps, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     parts: list[Table | str] = [*summary(plan), "", comparison(plan)]
     if any(choice.action != "keep" for choice in plan.choices):
         parts += ["", block_table(plan.choices)]
+    if plan.curve is not None:
+        parts += ["", *curve_tables(plan.curve, plan.peak_bytes)]
     if plan.rejected:
         parts += ["", rejected_table(plan)]
     return rendered(*parts, *notes(plan.assumptions), width=width)
@@ -109,7 +111,7 @@ def used_levers(plan: Plan) -> list[str]:
     if plan.micro_batches > 1:
         lines.append(f"The batch runs in {plan.micro_batches} micro-batches, weighted by their valid tokens.")
     if plan.chunked_loss is not None:
-        lines.append(f"Head {plan.chunked_loss.head} and cross-entropy run in chunks; the logits are never whole.")
+        lines.append(f"The loss and its head ({plan.chunked_loss.head}) run in chunks; the logits are never whole.")
     recomputing = sum(choice.action != "keep" for choice in plan.choices)
     if recomputing:
         lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")
@@ -138,9 +140,7 @@ def comparison(plan: Plan) -> Table:
 def block_table(choices: Sequence[BlockChoice]) -> Table:
     """Neighbouring blocks that do the same on one line."""
     table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
-    for _, group in groupby(choices, key=lambda c: (c.action, c.kept, c.kept_modules, c.joined)):
-        same = list(group)
-        name = same[0].path if len(same) == 1 else f"{same[0].path} … {same[-1].path}"
+    for name, same in alike(choices):
         kept, seconds = sum(c.kept_bytes for c in same), sum(c.recompute_seconds for c in same)
         table.add_row(name, keeps(same[0]), format_bytes(kept), format_seconds(seconds) if seconds else "")
     return table
@@ -154,6 +154,33 @@ def rejected_table(plan: Plan) -> Table:
         step = "" if rejected.step_seconds is None else format_seconds(rejected.step_seconds)
         table.add_row(rejected.levers, peak, step, rejected.reason)
     return table
+
+
+# Curves
+
+
+def describe_curve(curve: Curve, width: int = WIDTH) -> str:
+    """The frontier, and the recipes beside it."""
+    return rendered(*curve_tables(curve), width=width)
+
+
+def curve_tables(curve: Curve, chosen_bytes: int | None = None) -> list[Table | str]:
+    """Peak against step time, from the plain step down; the plan's own point marked."""
+    plain = curve.recipes[0]
+    table = table_of("trade-off curve", "peak", "of plain", "step", "of plain")
+    for point in curve.points:
+        mark = " (this plan)" if point.peak_bytes == chosen_bytes else ""
+        table.add_row(point.levers + mark, *_against(point, plain))
+    recipes = table_of("fixed recipes", "peak", "of plain", "step", "of plain")
+    for point in curve.recipes:
+        recipes.add_row(point.levers, *_against(point, plain))
+    return [table, "", recipes]
+
+
+def _against(point: CurvePoint, plain: CurvePoint) -> tuple[str, ...]:
+    step = f"{point.step_seconds / plain.step_seconds:.1%}" if plain.step_seconds else ""
+    share = f"{point.peak_bytes / plain.peak_bytes:.1%}"
+    return format_bytes(point.peak_bytes), share, format_seconds(point.step_seconds), step
 
 
 # Both

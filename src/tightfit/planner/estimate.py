@@ -54,6 +54,20 @@ class Estimate:
         """Write the estimate to a file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
+    def to_html(self, path: str | Path) -> None:
+        """Write the estimate as a page for the browser, all in one file. Raises `InputError` where plotly is not
+        installed.
+        """
+        from tightfit.planner.page import estimate_page
+
+        Path(path).write_text(estimate_page(self), encoding="utf-8")
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the memory of the step. Raises `InputError` where matplotlib is not installed."""
+        from tightfit.report.picture import memory_picture
+
+        Path(path).write_bytes(memory_picture(self.footing, None))
+
     def __str__(self) -> str:
         from tightfit.planner.describe import describe_estimate
 

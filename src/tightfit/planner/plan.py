@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.planner.records import BlockChoice, ChunkedLoss, Curve, CurvePoint, Footing, Rejected
+from tightfit.planner.curve import Curve
+from tightfit.planner.records import BlockChoice, ChunkedLoss, Footing, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,6 +78,31 @@ class Plan:
         """Write the plan to a file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as a page for the browser, all in one file. Raises `InputError` where plotly is not
+        installed.
+        """
+        from tightfit.planner.page import plan_page
+
+        Path(path).write_text(plan_page(self), encoding="utf-8")
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the memory of the step, plain and planned, and the curve if there is one. Raises `InputError` where
+        matplotlib is not installed.
+        """
+        from tightfit.report.picture import memory_picture
+
+        curve = self.curve
+        picture = memory_picture(
+            self.plain,
+            None if self.planned == self.plain else self.planned,
+            budget_bytes=self.budget_bytes,
+            micro_batches=self.micro_batches,
+            points=() if curve is None else curve.points,
+            recipes=() if curve is None else curve.recipes,
+        )
+        Path(path).write_bytes(picture)
+
     @classmethod
     def from_json(cls, path: str | Path) -> "Plan":
         """Read a plan that `to_json` wrote. Raises `InputError` where the file is not one."""
@@ -109,7 +135,7 @@ class Plan:
             "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
-            "curve": None if raw["curve"] is None else _curve(raw["curve"]),
+            "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
         }
         return cls(**fields)
 
@@ -117,7 +143,3 @@ class Plan:
         from tightfit.planner.describe import describe_plan
 
         return describe_plan(self)
-
-
-def _curve(raw: Mapping[str, Any]) -> Curve:
-    return Curve(**{name: tuple(CurvePoint(**point) for point in raw[name]) for name in ("points", "recipes")})

@@ -93,20 +93,8 @@ class Rejected:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One way to run the step, traced as applied. `levers` says it in words."""
+    """One way to run the step, traced as applied: its levers in words, its peak, and the seconds of a step."""
 
     levers: str
     peak_bytes: int
     step_seconds: float
-
-
-@dataclass(frozen=True)
-class Curve:
-    """What memory costs in time: the ways worth having, and fixed recipes beside them.
-
-    `points` run from the plain step, or the fastest, to the least peak: bytes fall and seconds rise from one to the
-    next. `recipes` are what is done without a plan (every block recomputed, every second one, chunked loss, both).
-    """
-
-    points: tuple[CurvePoint, ...]
-    recipes: tuple[CurvePoint, ...]

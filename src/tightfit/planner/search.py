@@ -7,7 +7,7 @@ that is over the budget, the bound is tightened by the excess and solved again.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tightfit.errors import CannotFit
@@ -18,7 +18,7 @@ from tightfit.planner.head import find_head
 from tightfit.planner.pricing import Priced, price
 from tightfit.planner.records import ChunkedLoss, Rejected
 from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
-from tightfit.planner.solve import least_peak, solve
+from tightfit.planner.solve import Chain, least_peak, solve
 from tightfit.trace.record import Phase, StepTrace
 from tightfit.units import format_bytes, parse_budget
 
@@ -53,15 +53,31 @@ class Candidate:
         return self.trace.step_seconds
 
 
+@dataclass(frozen=True)
+class Prospect:
+    """A combination as it stands with nothing recomputed, and its blocks with their prices; None without blocks."""
+
+    combination: Combination
+    peak_bytes: int
+    seconds: float  # of a step; no choice inside blocks is faster
+    priced: Priced | None
+
+    @property
+    def chain(self) -> Chain:
+        assert self.priced is not None, "there are blocks"
+        return self.priced.chain
+
+
 @dataclass
 class Search:
-    """Mutable: the best candidate so far, the least one, and what was rejected."""
+    """Mutable: the best candidate so far, the least one, what was rejected, and what is priced."""
 
     request: Request
     budget: int | str
     best: Candidate | None = None
     least: Candidate | None = None
     rejected: list[Rejected] = field(default_factory=list)
+    priced: dict[Combination, Prospect] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
@@ -87,40 +103,59 @@ class Search:
 
     # Combinations
 
-    def combinations(self) -> Iterable[Combination]:
+    def combinations(self) -> list[Combination]:
         """Micro-batches and loss, the fewest micro-batches first."""
         losses: list[ChunkedLoss | None] = [None]
         if "chunked_loss" in self.request.levers:
             head = find_head(self.plain, self.request.model)
-            if head is None:
-                self.rejected.append(Rejected("chunked loss", "no linear head that feeds a cross-entropy was found"))
-            else:
-                losses.append(ChunkedLoss(head, None))
+            losses += [] if head is None else [ChunkedLoss(head, None)]
         counts = [self.request.micro_batches]
         if "micro_batch" in self.request.levers:
             size = self.request.size
             counts += [n for n in range(counts[0] + 1, size + 1) if size % n == 0]
         return [Combination(count, loss) for count in counts for loss in losses]
 
-    def solve_blocks(self, combination: Combination) -> None:
-        """The best choice inside blocks for one combination."""
-        plain = self.tracer.part(combination, dict.fromkeys(self.paths, KEEP_ALL), self.plain)
-        outside = self.plain.step_seconds - loop_seconds(self.plain)
-        lower_bound = loop_seconds(plain) + outside
-        if self.best is not None and lower_bound >= self.best.seconds:
-            self.rejected.append(
-                Rejected(str(combination), "slower than the plan even without recomputation", None, lower_bound)
-            )
-            return
-        if not self.paths:
-            self.consider(self.trace_applied(combination, {}), str(combination))
-            return
-        first = [plain]
+    def prospects(self) -> list[Prospect]:
+        """All combinations, priced."""
+        return [self.prospect(combination) for combination in self.combinations()]
+
+    def prospect(self, combination: Combination, part: StepTrace | None = None) -> Prospect:
+        """A combination, priced; once. `part` is its trace with nothing recomputed, where that is there."""
+        if combination not in self.priced:
+            self.priced[combination] = self.price(combination, part or self.part(combination))
+        return self.priced[combination]
+
+    def price(self, combination: Combination, part: StepTrace) -> Prospect:
+        first = [part]
 
         def trace(policies: Mapping[str, Policy]) -> StepTrace:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain)
 
-        priced = price(self.request.model, self.paths, trace, fixed_bytes=optimizer_peak(self.plain))
+        fixed = optimizer_peak(self.plain)
+        priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed) if self.paths else None
+        return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
+
+    def part(self, combination: Combination) -> StepTrace:
+        """A combination with nothing recomputed, its blocks watched."""
+        return self.tracer.part(combination, dict.fromkeys(self.paths, KEEP_ALL), self.plain)
+
+    def with_optimizer(self, part: StepTrace) -> float:
+        """Seconds of a whole step of which forward and backward were traced."""
+        return loop_seconds(part) + self.plain.step_seconds - loop_seconds(self.plain)
+
+    def solve_blocks(self, combination: Combination) -> None:
+        """The best choice inside blocks for one combination."""
+        part = self.part(combination)
+        lower_bound = self.with_optimizer(part)
+        if self.best is not None and lower_bound >= self.best.seconds:
+            peak = max(part.peak_bytes, optimizer_peak(self.plain))
+            reason = "slower than the plan even without recomputation"
+            self.rejected.append(Rejected(str(combination), reason, peak, lower_bound))
+            return
+        priced = self.prospect(combination, part).priced
+        if priced is None:
+            self.consider(self.trace_applied(combination, {}), str(combination))
+            return
         self.take_solution(combination, priced)
         self.take_least(combination, priced)
 
@@ -189,7 +224,7 @@ class Search:
             self.rejected.append(Rejected(name, f"{over} over the budget", candidate.peak_bytes, candidate.seconds))
         elif self.best is None or candidate.seconds < self.best.seconds:
             if self.best is not None:
-                self.reject_slower(str(self.best.combination), self.best)
+                self.reject_slower(self.in_words(self.best), self.best)
             self.best = candidate
         else:
             self.reject_slower(name, candidate)
@@ -197,12 +232,18 @@ class Search:
     def reject_slower(self, name: str, candidate: Candidate) -> None:
         self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
 
+    def in_words(self, candidate: Candidate) -> str:
+        recomputing = sum(policy != KEEP_ALL for policy in candidate.policies.values())
+        return describe_levers(candidate.combination, recomputing, len(self.paths), len(candidate.joined))
+
     def forbidden(self) -> None:
         for lever in ("recompute", "chunked_loss", "micro_batch"):
             if lever not in self.request.levers:
                 self.rejected.append(Rejected(lever.replace("_", " "), "not among the levers that were allowed"))
         if "recompute" in self.request.levers and not self.paths:
             self.rejected.append(Rejected("recompute", "the model has no repeated blocks"))
+        if "chunked_loss" in self.request.levers and find_head(self.plain, self.request.model) is None:
+            self.rejected.append(Rejected("chunked loss", "no linear head that feeds a cross-entropy was found"))
 
     def cannot_fit(self) -> CannotFit:
         assert self.least is not None, "the plain step was traced"
@@ -210,7 +251,7 @@ class Search:
         holds = max(trace.by_category().items(), key=lambda item: item[1])
         return CannotFit(
             f"{format_bytes(self.budget_bytes)} cannot fit: the least is {format_bytes(least.needed_bytes)} "
-            f"({least.needed_bytes} bytes), reached by {describe_levers(least)}; it is held up in "
+            f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
             f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
             f"by {format_bytes(holds[1])} of {holds[0]}",
             least.needed_bytes,
@@ -225,13 +266,13 @@ def segment_counts(blocks: int) -> list[int]:
     return sorted({math.ceil(blocks / length) for length in range(2, blocks + 1)}, reverse=True)
 
 
-def describe_levers(candidate: Candidate) -> str:
-    """The levers of a candidate in a few words."""
-    words = [] if str(candidate.combination) == "plain" else [str(candidate.combination)]
-    if candidate.policies:
-        words.append(f"recomputing in {len(candidate.policies)} blocks")
-    if candidate.joined:
-        words.append(f"{len(candidate.joined)} of them joined to the next")
+def describe_levers(combination: Combination, recomputing: int, blocks: int, joined: int = 0) -> str:
+    """The levers of a candidate in a few words: `recomputing` of `blocks` recompute, `joined` hold no output."""
+    words = [] if str(combination) == "plain" else [str(combination)]
+    if recomputing:
+        words.append(f"{recomputing} of {blocks} blocks recompute")
+    if joined:
+        words.append(f"{joined} of them joined to the next")
     return ", ".join(words) or "no lever"
 
 

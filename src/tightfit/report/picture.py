@@ -1,4 +1,4 @@
-"""memory.png: the memory of one training step, plain beside planned, by category."""
+"""Pictures: the memory of one training step, plain beside planned, by category; and the trade-off curve."""
 
 import io
 import itertools
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.planner.records import Footing
+from tightfit.planner.records import CurvePoint, Footing
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ BUDGET_COLOUR, MEASURED_COLOUR = "#D55E00", "#000000"
 PHASE_TINTS = {"forward": "#FFFFFF", "recompute": "#CFE8F7", "backward": "#EDEDED", "optimizer": "#FFFFFF"}
 HEADROOM = 1.3  # above the highest bar: for its label and the names of the phases
 WIDTH, HEIGHT, DOTS = 12.0, 6.0, 100  # inches and dots per inch: 1200 by 600
+CURVE_COLOUR, CHOSEN_COLOUR = "#0072B2", "#D55E00"
+RECIPE_MARKERS = "osD^v"
 LEGEND_COLUMNS = 5
 LEAST_LABELLED = 0.06  # share of the panel's width that a phase needs for its name to be legible
 
@@ -40,17 +42,21 @@ def memory_picture(
     measured_peak_bytes: int | None = None,
     plain_micro_batches: int = 1,
     micro_batches: int = 1,
+    points: Sequence[CurvePoint] = (),
+    recipes: Sequence[CurvePoint] = (),
 ) -> bytes:
     """A PNG, 1200 pixels wide: memory over the operators of a step, stacked by category, on one scale.
 
-    `plain` is the step without levers, `planned` the one that runs, None where it is the same. Raises `InputError`
-    where matplotlib is not installed.
+    `plain` is the step without levers, `planned` the one that runs, None where it is the same. Where `points` of a
+    trade-off curve are given, the curve is drawn below. Raises `InputError` where matplotlib is not installed.
     """
-    figure = _new_figure()
+    figure = _new_figure(2 * HEIGHT if points else HEIGHT)
+    upper, lower = figure.subfigures(2, 1) if points else (figure, None)
     steps = [(f"Plain: no lever{_shown(plain_micro_batches)}", plain)]
     if planned is not None:
-        steps.append((f"Planned: as it ran{_shown(micro_batches)}", planned))
-    axes = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+        ran = "" if measured_peak_bytes is None else ": as it ran"
+        steps.append((f"Planned{ran}{_shown(micro_batches)}", planned))
+    axes = upper.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     unit, divisor = _unit(plain.peak_bytes)
     for axis, (name, footing) in zip(axes, steps, strict=True):
         measured = measured_peak_bytes if axis is axes[-1] else None
@@ -58,21 +64,76 @@ def memory_picture(
     highest = max(size for size in (plain.peak_bytes, budget_bytes, measured_peak_bytes) if size)
     axes[0].set_ylim(0, HEADROOM * highest / divisor)
     axes[0].set_ylabel(f"memory in use ({unit})")
-    figure.suptitle(_title(plain, planned, budget_bytes, measured_peak_bytes), fontsize=13)
+    upper.suptitle(_title(plain, planned, budget_bytes, measured_peak_bytes), fontsize=13)
     handles, labels = axes[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+    upper.legend(handles, labels, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+    if lower is not None:
+        chosen = None if planned is None else planned.peak_bytes
+        _draw_curve(lower.subplots(), points, recipes, chosen, budget_bytes)
+    return _png(figure)
+
+
+def curve_picture(
+    points: Sequence[CurvePoint],
+    recipes: Sequence[CurvePoint],
+    *,
+    chosen_bytes: int | None = None,
+    budget_bytes: int | None = None,
+) -> bytes:
+    """A PNG, 1200 by 600 pixels: step time against peak, the recipes beside the curve.
+
+    `chosen_bytes` is the peak of the point that a plan took. Raises `InputError` where matplotlib is not installed.
+    """
+    figure = _new_figure(HEIGHT)
+    _draw_curve(figure.subplots(), points, recipes, chosen_bytes, budget_bytes)
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DOTS)
     return image.getvalue()
 
 
-def _new_figure() -> Any:
+def _draw_curve(
+    axis: "Axes",
+    points: Sequence[CurvePoint],
+    recipes: Sequence[CurvePoint],
+    chosen_bytes: int | None,
+    budget_bytes: int | None,
+) -> None:
+    """Step time, in shares of the plain one where that is known, against peak."""
+    unit, divisor = _unit(max(point.peak_bytes for point in (*points, *recipes)))
+    plain = next((recipe.step_seconds for recipe in recipes), points[0].step_seconds) or 1.0
+
+    def place(some: Sequence[CurvePoint]) -> tuple[list[float], list[float]]:
+        return [point.peak_bytes / divisor for point in some], [point.step_seconds / plain for point in some]
+
+    axis.plot(*place(points), "-o", color=CURVE_COLOUR, markersize=5, linewidth=2, label="plans, by budget")
+    for recipe, marker, colour in zip(recipes, RECIPE_MARKERS, list(COLOURS.values())[1:], strict=False):
+        axis.plot(*place([recipe]), marker, color=colour, markersize=10, label=recipe.levers, markeredgecolor="#333333")
+    chosen = [point for point in points if point.peak_bytes == chosen_bytes]
+    if chosen:
+        axis.plot(*place(chosen), "*", color=CHOSEN_COLOUR, markersize=18, label="this plan", zorder=5)
+    if budget_bytes is not None:
+        axis.axvline(budget_bytes / divisor, color=BUDGET_COLOUR, linestyle="--", linewidth=2, label="budget")
+    axis.set_xlim(left=0)
+    axis.set_xlabel(f"peak memory ({unit})")
+    axis.set_ylabel("step time (of plain)")
+    axis.yaxis.set_major_formatter("{x:.2f}x")
+    axis.set_title("What memory costs in time: every point traced as applied")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+
+
+def _new_figure(height: float) -> Any:
     """A figure that belongs to no window, whatever the user's backend is."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(f"memory.png needs the package matplotlib: {INSTALL_HINT}") from error
-    return Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        raise InputError(f"a picture needs the package matplotlib: {INSTALL_HINT}") from error
+    return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def _draw_step(

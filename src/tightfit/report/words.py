@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 
 from tightfit.planner.records import BlockChoice, Footing
 
@@ -18,6 +19,12 @@ def keeps(choice: BlockChoice) -> str:
     }
     kept = words[choice.action]
     return f"{kept}, not even its output" if choice.joined else kept
+
+
+def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]:
+    """Neighbouring blocks that do the same, under one name: `layers.0 … layers.4`."""
+    runs = [list(run) for _, run in groupby(choices, key=lambda c: (c.action, c.kept, c.kept_modules, c.joined))]
+    return [(run[0].path if len(run) == 1 else f"{run[0].path} … {run[-1].path}", run) for run in runs]
 
 
 def kept_in_words(operators: Sequence[str], modules: Sequence[str]) -> str:

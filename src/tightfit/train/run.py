@@ -16,20 +16,20 @@ from tightfit import __version__
 from tightfit.config import Config, dump_config, load_config, parse_config
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
-from tightfit.errors import InputError, VerificationFailed
+from tightfit.errors import VerificationFailed
 from tightfit.models.generation import generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.planner.plan import Plan
-from tightfit.report.picture import memory_picture
 from tightfit.step import StepSettings
 from tightfit.train.evaluation import evaluation_loss
 from tightfit.train.fitting import Fit, fit
 from tightfit.train.loop import Record, Stepper, run_steps
 from tightfit.train.objective import CausalLMLoss, counted
 from tightfit.train.optimizer import OptimizerRecipe
+from tightfit.train.pictures import write_pictures
 from tightfit.train.reporter import Reporter, SilentReporter, Start
 from tightfit.train.result import TrainResult
-from tightfit.train.storage import CONFIG, PICTURE, PLAN, RESULT, RunFolder
+from tightfit.train.storage import CONFIG, PLAN, RESULT, RunFolder
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -41,7 +41,7 @@ def train(
     """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
 
     The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
-    memory.png, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
+    memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
 
     Ctrl-C ends it after the step that runs: what is done so far is written, then `KeyboardInterrupt` is raised.
     Raises `InputError` for what is wrong in the configuration, the data or the folder, `CannotFit` where no plan
@@ -213,20 +213,9 @@ def _write_beginning(config: Config, data: PreparedData, fitted: Fit, folder: Ru
 
 
 def _write_end(result: TrainResult, model: nn.Module, fitted: Fit, folder: RunFolder, reporter: Reporter) -> None:
-    """Weights, picture, and last the result: where it stands, the run is complete."""
+    """Weights, pictures, and last the result: where it stands, the run is complete."""
     folder.write_model(model)
-    try:
-        picture = memory_picture(
-            fitted.plain,
-            fitted.planned if fitted.has_levers else None,
-            budget_bytes=fitted.budget_bytes,
-            measured_peak_bytes=result.measured_peak_bytes,
-            plain_micro_batches=fitted.plain_micro_batches,
-            micro_batches=fitted.micro_batches,
-        )
-        folder.write(PICTURE, picture)
-    except InputError as error:  # a training does not fail for lack of a picture
-        reporter.on_note(str(error))
+    write_pictures(result, fitted, folder, reporter)
     folder.write(RESULT, result.to_json())
 
 

@@ -16,13 +16,15 @@ from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
 
-CONFIG, PLAN, METRICS, RESULT, PICTURE = "config.yaml", "plan.json", "metrics.jsonl", "result.json", "memory.png"
+CONFIG, PLAN, METRICS, RESULT = "config.yaml", "plan.json", "metrics.jsonl", "result.json"
+PICTURE, PAGE = "memory.png", "report.html"
 RUN_FILES = (
     CONFIG,
     PLAN,
     METRICS,
     RESULT,
     PICTURE,
+    PAGE,
     TOKENIZER_FILE,
     CONFIG_FILE,
     WEIGHTS_FILE,

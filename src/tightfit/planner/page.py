@@ -1,0 +1,119 @@
+"""Plans and estimates as pages for the browser."""
+
+from typing import TYPE_CHECKING
+
+import tightfit
+from tightfit.planner.describe import summary
+from tightfit.planner.plan import Plan
+from tightfit.planner.records import Footing
+from tightfit.report.page import Page, render
+from tightfit.report.words import where, without_folders
+from tightfit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tightfit.planner.estimate import Estimate
+
+
+def estimate_page(estimate: "Estimate") -> str:
+    """What the plain step takes. Raises `InputError` where plotly is not installed."""
+    footing = estimate.footing
+    share = f"{footing.peak_bytes / estimate.device_bytes:.1%} of {estimate.device}"
+    return render(
+        Page(
+            title=f"One training step takes {format_bytes(footing.peak_bytes)}",
+            lead=[f"The peak stands in {where(footing)}."],
+            facts=[
+                ("peak", format_bytes(footing.peak_bytes), share),
+                ("step", format_seconds(footing.step_seconds), "predicted"),
+                ("parameters", f"{estimate.parameters / 1e6:.1f}M", estimate.precision),
+            ],
+            plain=footing,
+            plain_name=f"As it stands: no lever, {estimate.optimizer}",
+            notes=without_folders(estimate.assumptions),
+            setting=f"{estimate.precision}, {estimate.optimizer}, {estimate.device}; {_version()}",
+        )
+    )
+
+
+def plan_page(plan: Plan, *, measured_peak_bytes: int | None = None, plain_micro_batches: int = 1) -> str:
+    """The plain step and the planned one, the curve if the plan has one, and what was not taken.
+
+    `measured_peak_bytes` is the allocator's record of the planned step, where it ran. Raises `InputError` where plotly
+    is not installed.
+    """
+    setting, fits, *levers = summary(plan)
+    curve = plan.curve
+    ratio = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
+    share = plan.peak_bytes / plan.plain_peak_bytes
+    facts = [
+        ("planned peak", format_bytes(plan.peak_bytes), f"{share:.0%} of plain"),
+        ("plain peak", format_bytes(plan.plain_peak_bytes), f"in {plan.plain.peak_phase}"),
+        ("budget", format_bytes(plan.budget_bytes), f"{plan.budget_bytes / plan.plain_peak_bytes:.0%} of plain"),
+        ("step", format_seconds(plan.step_seconds), f"{ratio:.2f}x of plain, predicted"),
+    ]
+    if measured_peak_bytes is not None:
+        error = plan.peak_bytes - measured_peak_bytes
+        facts.insert(1, ("measured peak", format_bytes(measured_peak_bytes), f"{error:+,} bytes predicted"))
+    return render(
+        Page(
+            title=fits,
+            lead=levers,
+            facts=facts,
+            plain=plan.plain,
+            plain_name=f"Plain: no lever{_micro_batches(plain_micro_batches)}",
+            planned=None if plan.planned == plan.plain else plan.planned,
+            planned_name=f"Planned{_micro_batches(plan.micro_batches)}",
+            budget_bytes=plan.budget_bytes,
+            measured_peak_bytes=measured_peak_bytes,
+            points=() if curve is None else curve.points,
+            recipes=() if curve is None else curve.recipes,
+            choices=plan.choices,
+            rejected=plan.rejected,
+            notes=without_folders(plan.assumptions),
+            setting=f"{setting}; {_version()}",
+        )
+    )
+
+
+def run_page(
+    plain: Footing,
+    planned: Footing | None,
+    *,
+    measured_peak_bytes: int,
+    plain_micro_batches: int,
+    micro_batches: int,
+    setting: str,
+) -> str:
+    """A training without a plan: the plain step, the one that ran with levers set by hand (None where it is the same),
+    and what was measured. Raises `InputError` where plotly is not installed.
+    """
+    ran = plain if planned is None else planned
+    error = ran.peak_bytes - measured_peak_bytes
+    return render(
+        Page(
+            title=f"One training step took {format_bytes(measured_peak_bytes)}",
+            lead=[f"The peak stands in {where(ran)}."],
+            facts=[
+                ("measured peak", format_bytes(measured_peak_bytes), f"{error:+,} bytes predicted"),
+                ("predicted peak", format_bytes(ran.peak_bytes), f"{ran.peak_bytes / plain.peak_bytes:.0%} of plain"),
+                ("step", format_seconds(ran.step_seconds), "predicted"),
+            ],
+            plain=plain,
+            plain_name=f"Plain: no lever{_micro_batches(plain_micro_batches)}",
+            planned=planned,
+            planned_name=f"As it ran{_micro_batches(micro_batches)}",
+            measured_peak_bytes=measured_peak_bytes,
+            setting=f"{setting}; {_version()}",
+        )
+    )
+
+
+def _micro_batches(count: int) -> str:
+    """What of the micro-batches a timeline shows: the last two, all before the second being like the second."""
+    if count == 1:
+        return ""
+    return ", 2 micro-batches" if count == 2 else f", the last 2 of {count} micro-batches"
+
+
+def _version() -> str:
+    return f"tightfit {tightfit.__version__}"

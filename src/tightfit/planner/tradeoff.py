@@ -1,0 +1,157 @@
+"""Traces the trade-off curve: peak against step time, from the plain step down to the least that can be reached.
+
+What was priced for a budget serves all others: the blocks' options do not depend on it. For each budget on the way
+down the choice is solved anew, and what comes out is traced as applied, forward and backward of one micro-batch; the
+optimizer's phase, which no choice moves, is that of the plain step. (With micro-batches, the first one's seconds are
+counted as those of the others, though it has no gradients to add to: at most a few parts in a thousand too much.) The
+curve is what no other traced point beats.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.lever import segment_ends
+from tightfit.planner.curve import Curve, frontier
+from tightfit.planner.head import find_head
+from tightfit.planner.records import ChunkedLoss, CurvePoint
+from tightfit.planner.request import Combination, optimizer_peak
+from tightfit.planner.search import Prospect, Search, describe_levers
+from tightfit.planner.solve import Solution, least_peak, solve
+
+POINTS = 12  # budgets between the plain peak and the least, for each of which a choice is solved and traced
+Choice = tuple[Prospect, Solution]
+
+
+class Tradeoff:
+    """The curve of one search. Mutable: the points traced so far."""
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.points: list[CurvePoint] = []
+        self.traced: set[tuple[Combination, tuple[int, ...]]] = set()
+
+    def curve(self, count: int = POINTS) -> Curve:
+        """The curve through about `count` budgets, and the recipes."""
+        plain = CurvePoint("no lever", self.search.plain.peak_bytes, self.search.plain.step_seconds)
+        recipes = (plain, *self.recipes())
+        self.points += [recipe for recipe in recipes if self.allowed(recipe)]
+        if self.search.best is not None:
+            best = self.search.best
+            self.points.append(CurvePoint(self.search.in_words(best), best.peak_bytes, best.seconds))
+        self.descend(self.search.prospects(), count)
+        return Curve(frontier(self.points), recipes)
+
+    # The frontier
+
+    def descend(self, prospects: Sequence[Prospect], count: int) -> None:
+        """Trace the best choice at each of `count` budgets from the plain peak down to the least."""
+        solvable = [prospect for prospect in prospects if prospect.priced is not None]
+        for prospect in prospects:
+            levers = describe_levers(prospect.combination, 0, len(self.search.paths))
+            self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
+        if not solvable:
+            return
+        lowest = min(((p, least_peak(p.chain)) for p in solvable), key=lambda choice: choice[1].peak_bytes)
+        top, bottom = self.search.plain.peak_bytes, lowest[1].peak_bytes
+        for step in range(1, count + 1):
+            found = self.best(solvable, top - step * (top - bottom) // count)
+            if found is not None:
+                self.trace(*found)
+        self.trace(*lowest)
+        self.join(lowest[0])
+
+    def best(self, prospects: Sequence[Prospect], budget: int) -> Choice | None:
+        """The fastest choice within a budget over all combinations, by the prices."""
+        found: Choice | None = None
+        for prospect in sorted(prospects, key=lambda p: p.seconds):
+            if found is not None and prospect.seconds >= _seconds(found):
+                break
+            solution = solve(prospect.chain, budget)
+            if solution is not None and (found is None or prospect.seconds + solution.seconds < _seconds(found)):
+                found = (prospect, solution)
+        return found
+
+    def trace(self, prospect: Prospect, solution: Solution) -> None:
+        """Put a choice on the model and run it dry, unless that was done."""
+        key = (prospect.combination, solution.choice)
+        if key in self.traced:
+            return
+        self.traced.add(key)
+        assert prospect.priced is not None, "a solution is that of a priced prospect"
+        self.apply(prospect.combination, prospect.priced.policies(solution.choice))
+
+    def join(self, prospect: Prospect) -> None:
+        """Blocks joined to a few segments, whose outputs are recomputed too."""
+        paths = self.search.paths
+        policies = dict.fromkeys(paths, RECOMPUTE_ALL)
+        for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
+            ends = segment_ends(len(paths), segments)
+            self.apply(prospect.combination, policies, tuple(p for i, p in enumerate(paths) if i not in ends))
+
+    def apply(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> None:
+        recomputing = sum(policy != KEEP_ALL for policy in policies.values())
+        levers = describe_levers(combination, recomputing, len(self.search.paths), len(joined))
+        self.points.append(self.point(levers, combination, policies, joined))
+
+    # Recipes
+
+    def recipes(self) -> list[CurvePoint]:
+        """What is done without a plan, each traced as applied."""
+        plain, paths = Combination(self.search.request.micro_batches), self.search.paths
+        every, second = dict.fromkeys(paths, RECOMPUTE_ALL), dict.fromkeys(paths[1::2], RECOMPUTE_ALL)
+        head = find_head(self.search.plain, self.search.request.model)
+        found = []
+        if paths:
+            found.append(self.point("every block recomputed", plain, every))
+        if second:
+            found.append(self.point("every second block recomputed", plain, second))
+        if head is not None:
+            chunked = Combination(plain.micro_batches, ChunkedLoss(head, None))
+            found.append(self.point("chunked loss", chunked, {}))
+            if paths:
+                found.append(self.point("chunked loss, every block recomputed", chunked, every))
+        return found
+
+    def try_forbidden(self) -> None:
+        """Give the levers that were not allowed, which the search only names, the figures that they would have had."""
+        search = self.search
+        for index, rejected in enumerate(search.rejected):
+            combination = self.with_forbidden(rejected.levers)
+            if combination is not None and rejected.peak_bytes is None:
+                point = self.point(rejected.levers, combination, {})
+                search.rejected[index] = replace(
+                    rejected, levers=str(combination), peak_bytes=point.peak_bytes, step_seconds=point.step_seconds
+                )
+
+    def with_forbidden(self, lever: str) -> Combination | None:
+        """The plain step with one lever more, by the name that the search rejects it under."""
+        request = self.search.request
+        count = request.micro_batches
+        if lever == "chunked loss" and (head := find_head(self.search.plain, request.model)) is not None:
+            return Combination(count, ChunkedLoss(head, None))
+        if lever == "micro batch":
+            counts = [n for n in range(count + 1, request.size + 1) if request.size % n == 0]
+            return Combination(counts[0]) if counts else None
+        return None
+
+    def allowed(self, recipe: CurvePoint) -> bool:
+        """Whether a plan might do the same."""
+        return "chunked loss" not in recipe.levers or "chunked_loss" in self.search.request.levers
+
+    # Both
+
+    def point(
+        self, levers: str, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
+    ) -> CurvePoint:
+        """The peak and the seconds of the step with these levers, run dry."""
+        search = self.search
+        trace = search.tracer.part(combination, policies, search.plain, joined)
+        peak = max(trace.peak_bytes, optimizer_peak(search.plain))
+        return CurvePoint(levers, peak, search.with_optimizer(trace))
+
+
+def _seconds(choice: Choice) -> float:
+    prospect, solution = choice
+    return prospect.seconds + solution.seconds

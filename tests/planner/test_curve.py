@@ -1,0 +1,88 @@
+"""The trade-off curve: what memory costs in time, every point traced as applied."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+import tightfit
+from tightfit.errors import InputError
+from tightfit.planner.curve import Curve, frontier
+from tightfit.planner.records import CurvePoint
+from tiny import allocator_peak, decoder, token_batch
+
+POINTS = 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder(num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def curve(model):
+    return tightfit.curve(model, token_batch(8), levers="rounding", points=POINTS)
+
+
+def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
+    assert len(curve.points) > POINTS
+    for left, right in pairwise(curve.points):
+        assert right.peak_bytes < left.peak_bytes
+        assert right.step_seconds > left.step_seconds
+
+
+def test_no_recipe_beats_the_curve(curve):
+    for recipe in curve.recipes:
+        point = curve.within(recipe.peak_bytes)
+        assert point.step_seconds <= recipe.step_seconds
+
+
+def test_a_recipe_is_what_the_allocator_records(model, curve):
+    peaks = {recipe.levers: recipe.peak_bytes for recipe in curve.recipes}
+    batch = token_batch(8)
+    assert peaks["no lever"] == pytest.approx(allocator_peak(model, batch), rel=0.001)
+    with tightfit.recompute(model, "layers.*"):
+        assert peaks["every block recomputed"] == pytest.approx(allocator_peak(model, batch), rel=0.001)
+    with tightfit.recompute(model, "layers.1"), tightfit.recompute(model, "layers.3"):
+        assert peaks["every second block recomputed"] == pytest.approx(allocator_peak(model, batch), rel=0.001)
+    assert {"chunked loss", "chunked loss, every block recomputed"} < set(peaks)
+
+
+def test_the_curve_goes_through_the_plans(model, curve):
+    """A point traced by forward and backward alone is what a plan, traced as a whole step, says of it."""
+    point = curve.points[len(curve.points) // 2]
+    made = tightfit.plan(model, token_batch(8), point.peak_bytes + 1024, levers="rounding")
+    assert made.peak_bytes == point.peak_bytes
+    assert made.step_seconds == pytest.approx(point.step_seconds, rel=0.01)  # see planner/tradeoff.py: micro-batches
+
+
+def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(model, tmp_path):
+    made = tightfit.plan(model, token_batch(8), "0.7x", curve=True)
+    assert made.peak_bytes in [point.peak_bytes for point in made.curve.points]
+    assert not any("chunked" in point.levers for point in made.curve.points), "only what the plan may use"
+    made.to_json(tmp_path / "plan.json")
+    assert tightfit.Plan.from_json(tmp_path / "plan.json") == made
+    assert "every second block recomputed" in str(made)
+
+
+def test_levers_that_were_not_allowed_have_figures_beside_a_curve(model):
+    made = tightfit.plan(model, token_batch(8), "0.7x", curve=True)
+    forbidden = {r.levers: r for r in made.rejected if "not among the levers" in r.reason}
+    assert set(forbidden) == {"chunked loss", "2 micro-batches"}
+    assert all(r.peak_bytes < made.plain_peak_bytes and r.step_seconds > 0 for r in forbidden.values())
+
+
+def test_a_curve_is_a_table_and_json(curve, tmp_path):
+    assert "fixed recipes" in str(curve)
+    curve.to_json(tmp_path / "curve.json")
+    assert Curve.from_dict(json.loads((tmp_path / "curve.json").read_text())) == curve
+
+
+def test_the_frontier_is_what_nothing_else_beats():
+    fast, small, worse = CurvePoint("fast", 9, 1.0), CurvePoint("small", 3, 2.0), CurvePoint("worse", 4, 2.0)
+    assert frontier([worse, small, fast]) == (fast, small)
+
+
+def test_no_points_are_no_curve(model):
+    with pytest.raises(InputError, match="points is 0"):
+        tightfit.curve(model, token_batch(8), points=0)
