@@ -44,6 +44,19 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return type(optimizer)([dict(group) for group in optimizer.param_groups], **settings)
 
 
+def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """States that lie in host memory while the parameters lie on CUDA: counters of steps, where the optimizer is
+    neither fused nor capturable (`_init_group` in torch/optim/adam.py and its neighbours).
+    """
+    return [
+        state["step"]
+        for group in optimizer.param_groups
+        if not group.get("fused") and not group.get("capturable")
+        for parameter in group["params"]
+        if isinstance((state := optimizer.state.get(parameter, {})).get("step"), torch.Tensor)
+    ]
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Every tensor of the optimizer's state."""
     return [tensor for _, _, tensor in named_states(optimizer)]

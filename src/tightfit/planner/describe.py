@@ -50,6 +50,7 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
         f"{estimate.parameters / 1e6:.1f}M parameters, {estimate.precision}, {estimate.optimizer}, {estimate.device}",
         f"Peak {format_bytes(footing.peak_bytes)} ({footing.peak_bytes:,} bytes), "
         f"{footing.peak_bytes / estimate.device_bytes:.1%} of the device; step {format_seconds(footing.step_seconds)}.",
+        *device_footprint(estimate),
         f"The peak stands in {where(footing)}.",
         "",
         peak_table(footing),
@@ -58,6 +59,18 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
         *notes(estimate.assumptions),
         width=width,
     )
+
+
+def device_footprint(estimate: "Estimate") -> list[str]:
+    """What a CUDA device has to hold beside the tensors."""
+    if estimate.reserved_bytes is None:
+        return []
+    whole = estimate.reserved_bytes + estimate.context_bytes
+    fits = "" if whole <= estimate.device_bytes else "; as it stands this does not fit"
+    return [
+        f"The allocator reserves {format_bytes(estimate.reserved_bytes)}; with {format_bytes(estimate.context_bytes)} "
+        f"presumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}{fits}."
+    ]
 
 
 def peak_table(footing: Footing) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from tightfit.planner.footing import footing
 from tightfit.planner.records import Footing
 from tightfit.planner.request import Combination, Request, Tracer
+from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,17 @@ class Estimate:
     device: str
     device_bytes: int
     assumptions: tuple[str, ...]
+    context_bytes: int = 0  # on CUDA: what the process takes of the device outside of the allocator; an assumption
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes in use at the peak; on CUDA what `torch.cuda.max_memory_allocated` tells."""
         return self.footing.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """On CUDA what `torch.cuda.max_memory_reserved` tells, None on a CPU."""
+        return self.footing.reserved_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -85,6 +93,7 @@ def make_estimate(request: Request) -> Estimate:
         device=request.device.name,
         device_bytes=request.device.memory_bytes,
         assumptions=told(trace.assumptions),
+        context_bytes=0 if request.role is None else CONTEXT_BYTES,
     )
 
 

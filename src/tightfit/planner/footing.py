@@ -23,6 +23,7 @@ def footing(trace: StepTrace) -> Footing:
     at_peak = trace.peak_operator
     return Footing(
         peak_bytes=trace.peak_bytes,
+        reserved_bytes=trace.reserved_bytes,
         step_seconds=trace.step_seconds,
         by_category={str(c): size for c, size in trace.by_category().items()},
         phase_peaks={str(p): size for p, size in trace.phase_peaks().items()},

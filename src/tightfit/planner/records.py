@@ -68,6 +68,7 @@ class Footing:
     peak_operator: str
     timeline: Mapping[str, tuple[int, ...]]
     timeline_phases: tuple[str, ...]
+    reserved_bytes: int | None = None  # on CUDA: what the allocator holds of the device at most
     timeline_operators: tuple[str, ...] = ()
     timeline_modules: tuple[str, ...] = ()
     top: tuple[TensorGroup, ...] = ()

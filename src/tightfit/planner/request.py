@@ -22,7 +22,6 @@ from tightfit.trace.cuda import CudaRole
 from tightfit.trace.dry_run import OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.step import trace_part, trace_step
-from tightfit.trace.workspace import Workspace, cpu_workspace, no_workspace
 
 EXACT_LEVERS = ("recompute",)
 ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
@@ -72,17 +71,6 @@ class Request:
             raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
         return CudaRole(device.compute_capability, device.sm_count)
 
-    @property
-    def workspace(self) -> Workspace:
-        return cpu_workspace if self.device.kind == "cpu" else no_workspace
-
-    @property
-    def rounding(self) -> int:
-        """What the device's allocator rounds up to: CUDA's to 512 bytes (`kMinBlockSize`,
-        CUDACachingAllocator.cpp).
-        """
-        return 512 if self.device.kind == "cuda" else 1
-
     @cached_property
     def size(self) -> int:
         return batch_size(self.batch)
@@ -128,8 +116,6 @@ class Tracer:
                 optimizer=request.optimizer,
                 settings=request.settings,
                 cost=request.cost,
-                workspace=request.workspace,
-                rounding=request.rounding,
                 role=request.role,
             )
 
@@ -147,8 +133,6 @@ class Tracer:
                 state_bytes=state_bytes(plain),
                 with_gradient=plain.with_gradient,
                 cost=request.cost,
-                workspace=request.workspace,
-                rounding=request.rounding,
                 role=request.role,
             )
 

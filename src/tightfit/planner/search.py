@@ -19,6 +19,8 @@ from tightfit.planner.pricing import Priced, price
 from tightfit.planner.records import ChunkedLoss, Rejected
 from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
 from tightfit.planner.solve import Chain, least_peak, solve
+from tightfit.trace.cuda.replay import fits_device
+from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 from tightfit.trace.record import Phase, StepTrace
 from tightfit.units import format_bytes, parse_budget
 
@@ -170,10 +172,11 @@ class Search:
                 )
                 return
             candidate = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
-            if candidate.needed_bytes <= self.budget_bytes:
+            excess = self.excess(candidate)
+            if excess <= 0:
                 self.consider(candidate, f"{combination}, blocks solved")
                 return
-            bound = min(bound, solution.peak_bytes) - (candidate.needed_bytes - self.budget_bytes)
+            bound = min(bound, solution.peak_bytes) - excess
 
     def take_least(self, combination: Combination, priced: Priced) -> None:
         if self.best is None:
@@ -219,15 +222,36 @@ class Search:
         """Keep the candidate if it is the fastest that fits, and note why the other one is not taken."""
         if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
             self.least = candidate
-        if candidate.needed_bytes > self.budget_bytes:
-            over = format_bytes(candidate.needed_bytes - self.budget_bytes)
-            self.rejected.append(Rejected(name, f"{over} over the budget", candidate.peak_bytes, candidate.seconds))
+        if (excess := self.excess(candidate)) > 0:
+            over = (
+                "over the budget" if candidate.needed_bytes > self.budget_bytes else "more than the device has room for"
+            )
+            reason = f"{format_bytes(excess)} {over}"
+            self.rejected.append(Rejected(name, reason, candidate.peak_bytes, candidate.seconds))
         elif self.best is None or candidate.seconds < self.best.seconds:
             if self.best is not None:
                 self.reject_slower(self.in_words(self.best), self.best)
             self.best = candidate
         else:
             self.reject_slower(name, candidate)
+
+    def excess(self, candidate: Candidate) -> int:
+        """Bytes by which a candidate is over the budget, or, on CUDA, over what the device has room for.
+
+        The budget means what tensors take (`max_memory_allocated`). The device also holds the allocator's segments and
+        the context: together they may take all of it, or the share that a budget in per cent gives them.
+        """
+        over = candidate.needed_bytes - self.budget_bytes
+        reserved = candidate.trace.reserved_bytes
+        if over > 0 or reserved is None:
+            return over
+        room = self.device_bytes - CONTEXT_BYTES
+        return 0 if reserved <= room or fits_device(candidate.trace, room) else reserved - room
+
+    @property
+    def device_bytes(self) -> int:
+        is_share = isinstance(self.budget, str) and self.budget.strip().endswith("%")
+        return self.budget_bytes if is_share else self.request.device.memory_bytes
 
     def reject_slower(self, name: str, candidate: Candidate) -> None:
         self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))

@@ -237,7 +237,7 @@ class DryRun(TorchDispatchMode):
             constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
             price = self._costs[key] = (
                 self.cost(traits.name, shapes, outputs, constants),
-                self.workspace(traits.name, shapes),
+                self.workspace(traits.name, shapes, outputs, constants),
             )
         return price
 

@@ -101,6 +101,14 @@ class Ledger:
             self.entries[cell.index].category = category
             self.entries[cell.index].name = name
 
+    def on_host(self, tensor: torch.Tensor) -> None:
+        """The tensor lies in host memory, where the device's is counted."""
+        cell = self.cell_of(tensor)
+        if cell is not None:
+            entry = self.entries[cell.index]
+            self.live_bytes -= entry.bytes
+            entry.bytes = 0
+
     def reserve(self, size: int, category: Category) -> None:
         """Count memory that is held all the time without being there."""
         self.entries.append(Entry(size, None, 0, False, category=category))

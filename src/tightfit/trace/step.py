@@ -9,17 +9,20 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from tightfit.activity import now
-from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, named_states
+from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.memory.allocator import collector_off
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.trace.cuda import CudaRole
+from tightfit.trace.cuda.allocator import MIN_BLOCK
+from tightfit.trace.cuda.replay import as_allocated
+from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.shapes import TensorShape, is_hollow
-from tightfit.trace.workspace import Workspace, cpu_workspace
+from tightfit.trace.workspace import cpu_workspace
 
 TRACED_PARTS = 2  # the second micro-batch finds the gradients of the first; all later ones are like it
 
@@ -44,8 +47,6 @@ def trace_step(
     optimizer: str | OptimizerFactory | torch.optim.Optimizer = "adamw",
     settings: StepSettings | None = None,
     cost: OperatorCost = no_cost,
-    workspace: Workspace = cpu_workspace,
-    rounding: int = 1,
     role: CudaRole | None = None,
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
@@ -56,10 +57,11 @@ def trace_step(
     """
     settings = settings or StepSettings()
     traced = list(parts[-TRACED_PARTS:])
-    with _dry(model, parts, cost, workspace, rounding, role) as dry:
+    with _dry(model, parts, cost, role) as dry:
         twin = build_optimizer(optimizer, model.parameters())
-        boundaries = run_twice(dry, model, traced, loss, twin, settings)
-        return record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
+        boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
+        trace = record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
+    return trace if role is None else as_allocated(trace)
 
 
 def trace_part(
@@ -71,8 +73,6 @@ def trace_part(
     state_bytes: int,
     with_gradient: Sequence[str],
     cost: OperatorCost = no_cost,
-    workspace: Workspace = cpu_workspace,
-    rounding: int = 1,
     role: CudaRole | None = None,
 ) -> StepTrace:
     """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
@@ -80,7 +80,7 @@ def trace_part(
     What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
     gradient, which is there from the start if micro-batches came before.
     """
-    with _dry(model, parts, cost, workspace, rounding, role) as dry:
+    with _dry(model, parts, cost, role) as dry:
         dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         if len(parts) > 1:
             for name in with_gradient:
@@ -96,15 +96,15 @@ def _dry(
     model: nn.Module,
     parts: Sequence[Part],
     cost: OperatorCost,
-    workspace: Workspace,
-    rounding: int,
     role: CudaRole | None,
 ) -> Iterator[DryRun]:
     """A dry run about to begin; everything it touches is put back afterwards."""
     batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
-    ledger = Ledger(rounding=rounding)
+    ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
+    if role is not None:
+        ledger.reserve(role.held_bytes, Category.WORKSPACE)
     with everything_restored(model, *batch), ModuleTracker(model) as modules, collector_off():
-        dry = DryRun(ledger, modules, cost, workspace)
+        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace)
         try:
             announce(ledger, model, batch)
             with nullcontext() if role is None else role.playing(), dry, _filling_off(), _watching_saves(ledger):
@@ -147,6 +147,8 @@ def run_twice(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     settings: StepSettings,
+    *,
+    on_cuda: bool = False,
 ) -> list[int]:
     """A step to make the states, then the step that is recorded. Returns where its micro-batches begin and end."""
     boundaries: list[int] = []
@@ -158,6 +160,8 @@ def run_twice(
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, key, state in named_states(optimizer):
             dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
+        for state in host_states(optimizer) if on_cuda else ():
+            dry.ledger.on_host(state)
     return boundaries
 
 

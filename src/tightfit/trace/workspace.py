@@ -103,15 +103,12 @@ _CPU: dict[str, Callable[[Sequence[TensorShape]], int]] = {
     "aten.baddbmm.default": partial(_cpu_product, aten.baddbmm.default),
 }
 
-Workspace = Callable[[str, Sequence[TensorShape]], int]
+Workspace = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], int]
 
 
-def cpu_workspace(name: str, inputs: Sequence[TensorShape]) -> int:
+def cpu_workspace(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape] = (), arguments: tuple = ()
+) -> int:
     """Bytes of scratch memory of one operator call on this CPU."""
     formula = _CPU.get(name)
     return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)
-
-
-def no_workspace(name: str, inputs: Sequence[TensorShape]) -> int:
-    """For devices whose scratch memory is not known yet."""
-    return 0

@@ -8,6 +8,7 @@ from tightfit.internals import autocast_cache_cleared_by, foreach_on_cpu, kernel
 from tightfit.trace.cuda.attention import Capability
 from tightfit.trace.cuda.autocast import AutocastKernels
 from tightfit.trace.cuda.composites import composites
+from tightfit.trace.cuda.workspace import THREADS_WITH_PRODUCTS, blas_workspace
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class CudaRole:
 
     capability: Capability
     multiprocessors: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What libraries keep for good of the allocator's memory: the workspaces of cuBLAS."""
+        return THREADS_WITH_PRODUCTS * blas_workspace(self.capability)
 
     @contextmanager
     def playing(self) -> Iterator[None]:

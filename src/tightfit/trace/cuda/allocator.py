@@ -1,0 +1,193 @@
+"""PyTorch's caching allocator for CUDA, played: what it hands out and what it holds of the device.
+
+Source: c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_pool`, `get_allocation_size`, `get_free_block`,
+`should_split`, `try_merge_blocks`, `release_cached_blocks`, `get_expandable_segment_block`) and
+c10/core/AllocatorConfig.h (the constants), torch 2.11 to 2.13, in its default settings, on one stream.
+"""
+
+import bisect
+from dataclasses import dataclass, field
+
+MIB = 2**20
+MIN_BLOCK = 512  # kMinBlockSize: sizes are multiples of it
+SMALL_SIZE = MIB  # kSmallSize: the largest request that goes to the small pool
+SMALL_BUFFER = 2 * MIB  # kSmallBuffer: the segments of the small pool
+MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: requests from here on get a segment of their own size
+LARGE_BUFFER = 20 * MIB  # the segments of requests between the two
+ROUND_LARGE = 2 * MIB  # kRoundLarge: what segments of their own size are rounded up to
+
+
+def round_size(size: int) -> int:
+    """The bytes that a request of `size` bytes becomes."""
+    return max(MIN_BLOCK, round_up(size, MIN_BLOCK))
+
+
+def segment_size(size: int) -> int:
+    """The bytes that are asked of the device where no block of the pool can serve a (rounded) request."""
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    return LARGE_BUFFER if size < MIN_LARGE_ALLOC else round_up(size, ROUND_LARGE)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+class DeviceFull(Exception):
+    """The device has no room for a segment, even after all free ones were given back."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A piece of a segment, free or handed out; its neighbours in the segment are linked."""
+
+    address: int
+    size: int
+    is_small: bool
+    is_free: bool = True
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+@dataclass
+class _Pool:
+    """Free blocks, by size and then address."""
+
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
+
+    def add(self, block: Block) -> None:
+        key = block.size, block.address
+        bisect.insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        key = block.size, block.address
+        del self.keys[bisect.bisect_left(self.keys, key)]
+        del self.blocks[key]
+
+    def best_fit(self, size: int) -> Block | None:
+        place = bisect.bisect_left(self.keys, (size, 0))
+        return self.blocks[self.keys[place]] if place < len(self.keys) else None
+
+    def whole_segments(self) -> list[Block]:
+        return [block for block in self.blocks.values() if block.before is None and block.after is None]
+
+
+class CachingAllocator:
+    """Mutable: the segments of one device and the blocks in them.
+
+    `allocated` are the bytes handed out (`torch.cuda.memory_allocated`: whole blocks, what a request did not need of
+    its block included), `reserved` those of all segments (`memory_reserved`), each with its peak. `capacity` is what
+    the device has for segments; None is without end. With `expandable`, each pool is one segment that grows
+    (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
+    """
+
+    def __init__(self, *, capacity: int | None = None, expandable: bool = False):
+        self.capacity = capacity
+        self.expandable = expandable
+        self.allocated = self.peak_allocated = 0
+        self.reserved = self.peak_reserved = 0
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._ends: dict[bool, Block | None] = {True: None, False: None}  # the last block of each growing segment
+        self._next_address = 0
+
+    def allocate(self, size: int) -> Block:
+        """A block for a request of `size` bytes, which must be more than none. Raises `DeviceFull`."""
+        rounded = round_size(size)
+        is_small = rounded <= SMALL_SIZE
+        pool = self._pools[is_small]
+        block = pool.best_fit(rounded)
+        if block is None:
+            block = self._grow(rounded, is_small) if self.expandable else self._new_segment(rounded, is_small)
+        else:
+            pool.remove(block)
+        if self._should_split(block, rounded):
+            self._split(block, rounded)
+        block.is_free = False
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Take a block back and join it with its free neighbours."""
+        assert not block.is_free, "a block is given back once"
+        self.allocated -= block.size
+        block.is_free = True
+        pool = self._pools[block.is_small]
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.is_free:
+                pool.remove(neighbour)
+                self._join(block, neighbour)
+        pool.add(block)
+
+    def _should_split(self, block: Block, size: int) -> bool:
+        rest = block.size - size
+        return rest >= MIN_BLOCK if block.is_small or self.expandable else rest > SMALL_SIZE
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size - size, block.is_small, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.size, block.after = size, rest
+        if self._ends[block.is_small] is block:
+            self._ends[block.is_small] = rest
+        self._pools[block.is_small].add(rest)
+
+    def _join(self, block: Block, neighbour: Block) -> None:
+        if neighbour is block.before:
+            block.address, block.before = neighbour.address, neighbour.before
+            if block.before is not None:
+                block.before.after = block
+        else:
+            block.after = neighbour.after
+            if block.after is not None:
+                block.after.before = block
+        block.size += neighbour.size
+        if self._ends[block.is_small] is neighbour:
+            self._ends[block.is_small] = block
+
+    def _new_segment(self, size: int, is_small: bool) -> Block:
+        asked = segment_size(size)
+        self._reserve(asked)
+        block = Block(self._next_address, asked, is_small)
+        self._next_address += asked
+        return block
+
+    def _grow(self, size: int, is_small: bool) -> Block:
+        # Pages of the size of a segment are mapped behind the last block, which takes part where it is free.
+        end = self._ends[is_small]
+        usable = end.size if end is not None and end.is_free else 0
+        mapped = round_up(size - usable, SMALL_BUFFER if is_small else LARGE_BUFFER)
+        self._reserve(mapped)
+        if end is not None and end.is_free:
+            self._pools[is_small].remove(end)
+            end.size += mapped
+            return end
+        block = Block(0 if end is None else end.address + end.size, mapped, is_small, before=end)
+        if end is not None:
+            end.after = block
+        self._ends[is_small] = block
+        return block
+
+    def _reserve(self, size: int) -> None:
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            self._release_cached()
+            if self.reserved + size > self.capacity:
+                raise DeviceFull(f"{size} bytes asked of {self.capacity - self.reserved}")
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _release_cached(self) -> None:
+        """Give segments back in which nothing is in use; growing segments give back their free end."""
+        for is_small, pool in self._pools.items():
+            end = self._ends[is_small]
+            whole = [end] if end is not None and end.is_free else [] if self.expandable else pool.whole_segments()
+            for block in whole:
+                pool.remove(block)
+                self.reserved -= block.size
+                if self.expandable:
+                    self._ends[is_small] = block.before
+                if block.before is not None:
+                    block.before.after = None

@@ -1,0 +1,130 @@
+"""Scratch memory of CUDA's kernels and libraries, from PyTorch's sources; what it is for stands beside each."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from tightfit.trace.cuda.allocator import MIB, round_size, round_up
+from tightfit.trace.shapes import TensorShape
+
+Capability = tuple[int, int]
+Shapes = Sequence[TensorShape]
+
+# What a process takes of the device before the first tensor: the driver's context and the kernels loaded. Not measured:
+# an assumption, until a device was calibrated.
+CONTEXT_BYTES = 512 * MIB
+
+THREADS_WITH_PRODUCTS = 2  # forward's and backward's: each has its own cuBLAS handle, and with it a workspace
+
+
+def blas_workspace(capability: Capability) -> int:
+    """Bytes that cuBLAS keeps for each handle and stream, cuBLASLt sharing them.
+
+    Source: `parseChosenWorkspaceSize` and `getCUDABlasLtWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
+    """
+    return 4096 * 8 * 1024 if capability == (9, 0) else 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> int:
+    """Bytes of scratch memory of one operator call, as the allocator hands them out."""
+    formula = _FORMULAS.get(name)
+    if formula is None or math.prod(inputs[0].shape) == 0:
+        return 0
+    return sum(round_size(size) for size in formula(inputs, outputs, arguments) if size)
+
+
+# Attention backward. The inputs are: gradient, query, key, value, out, logsumexp (efficient: the bias before out).
+
+
+def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `mha_bwd` in flash_attn/flash_api.cpp: sums of out times its gradient, the gradient of the query in fp32, and
+    # where heads share keys, the gradients of keys and values for every head; `_flash_attention_backward` in
+    # attention_backward.cu: gradient and output, copied where they do not lie as (batch, length, heads, width).
+    gradient, query, key, _, out = inputs[:5]
+    batch, heads, length, width = query.shape
+    rows = round_up(length, 128)
+    rounded = round_up(width, 32 if width <= 128 else 64)
+    shared = heads != key.shape[1]
+    expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize if shared else 0
+    copies = [shape.bytes for shape in (gradient, out) if not _lies_by_length(shape)]
+    return [4 * batch * heads * rows, 4 * batch * heads * rows * rounded, expanded, expanded, *copies]
+
+
+def _cudnn_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # One buffer. `get_fe_workspace_size_node` of the backward node in cudnn-frontend's
+    # scaled_dot_product_flash_attention.h; what the engine takes beside it is not public.
+    query, key, value = inputs[1:4]
+    batch, heads, length, width = query.shape
+    sums, gradient = 4 * batch * heads * length, 4 * batch * heads * length * width
+    if heads == key.shape[1]:
+        return [sums + gradient]
+    # Gradients of keys and values for every head, which the frontend leaves to the engine: assumed in its dtype.
+    return [sums + gradient + 2 * batch * heads * key.shape[2] * (key.shape[3] + value.shape[3])]
+
+
+def _efficient_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
+    # of 16 bytes each; for wide heads in 16 bits those of keys and values too. And delta, one number a row.
+    query, key, value = inputs[1:4]
+    batch, heads, length, width = query.shape
+    is_half, widest = query.dtype.itemsize == 2, max(width, value.shape[3])
+    tile_rows, tile_columns = _efficient_tile(widest, is_half)
+    tiles = -(-length // tile_rows) * -(-width // tile_columns)
+    elements = tiles * (4 + tile_rows * tile_columns)
+    if is_half and widest > 128:
+        keys = round_up(key.shape[2], tile_columns)
+        elements += keys * (round_up(width, tile_rows) + round_up(value.shape[3], tile_rows))
+    return [4 * batch * heads * round_up(elements, 4), 4 * batch * heads * length]
+
+
+def _efficient_tile(width: int, is_half: bool) -> tuple[int, int]:
+    # kBlockSizeI, kBlockSizeJ of the kernels that cutlassB.h lists first for a width and data-centre cards
+    if width <= 64:
+        return 64, 64
+    return (128, 128) if is_half and 96 < width <= 128 else (128, 64)
+
+
+def _lies_by_length(shape: TensorShape) -> bool:
+    _, heads, length, width = shape.shape
+    return shape.stride == (length * heads * width, width, heads * width, 1)
+
+
+# Others
+
+
+def _embedding_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: indices sorted, and sums of runs of
+    # up to ten rows in fp32. Few indices without a padding index go another way that needs nothing.
+    count, (weights, width) = inputs[1].numel, outputs[0].shape
+    padding = arguments[1] if len(arguments) > 1 else -1
+    if count <= 3072 and padding < 0:
+        return []
+    index = inputs[1].dtype.itemsize
+    segments = min(count, weights)
+    runs = count // 10 + segments
+    return [index * count] * 3 + [index * segments] * 2 + [index * runs, 4 * runs * width]
+
+
+def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `index_put_with_sort_kernel` in Indexing.cu, where values accumulate: linear, sorted and original indices, and the
+    # sort's second buffers of both
+    accumulates = next((a for a in arguments if isinstance(a, bool)), False)
+    places = [shape.numel for shape in inputs[1:] if not shape.dtype.is_floating_point]
+    return [8 * max(places)] * 5 if accumulates and places else []
+
+
+def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `foreach_tensor_norm_cuda` in ForeachReduceOp.cu: a number for every chunk of 65,536 elements that the longest
+    # tensor has, for every tensor
+    return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536)]
+
+
+_FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._index_put_impl_.default": _index_put,
+    "aten.index_put_.default": _index_put,
+    "aten.index_put.default": _index_put,
+    "aten._foreach_norm.Scalar": _foreach_norm,
+}

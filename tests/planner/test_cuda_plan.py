@@ -1,0 +1,148 @@
+"""Estimates and plans for a CUDA device that is not there."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tightfit import TokenBatch, estimate, plan, verify
+from tightfit.devices.present import lookup
+from tightfit.errors import CannotFit, DeviceError
+from tightfit.levers.micro_batch import as_parts
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.api import make_request
+from tightfit.planner.search import Search
+from tightfit.step import StepSettings, model_loss
+from tightfit.trace.build import build_dry
+from tightfit.trace.cuda import CudaRole
+from tightfit.trace.cuda.allocator import MIB, round_size
+from tightfit.trace.cuda.replay import fits_device, play
+from tightfit.trace.cuda.workspace import CONTEXT_BYTES
+from tightfit.trace.record import Category, StepTrace
+from tightfit.trace.step import trace_step
+
+WIDTH, VOCABULARY = 256, 2000
+
+
+def decoder() -> nn.Module:
+    return Decoder(DecoderConfig(hidden_size=WIDTH, num_layers=4, num_heads=4, vocab_size=VOCABULARY))
+
+
+def llama() -> nn.Module:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
+    config = transformers.LlamaConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, **sizes)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(n_embd=WIDTH, n_layer=4, n_head=4, vocab_size=VOCABULARY, n_positions=512)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+BATCH = TokenBatch(8, 512, VOCABULARY)
+
+
+@pytest.mark.parametrize("build", [decoder, llama, gpt2])
+@pytest.mark.parametrize("device", ["rtx4090", "h200"])
+def test_models_are_estimated_for_cards_that_are_not_there(build, device):
+    model = build_dry(build)
+    made = estimate(model, BATCH, precision="bf16", device=device)
+    assert sum(p.nbytes for p in model.parameters()) * 3 < made.peak_bytes <= (made.reserved_bytes or 0)
+    assert made.context_bytes == CONTEXT_BYTES
+    assert "The allocator reserves" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("build", "precision"), [(decoder, "fp32"), (decoder, "bf16"), (llama, "bf16"), (gpt2, "fp32")]
+)
+def test_a_plan_for_cuda_fits_there_and_changes_no_bit_here(build, precision):
+    torch.manual_seed(0)
+    model = build()
+    made = plan(model, TokenBatch(8, 256, VOCABULARY), "0.85x", precision=precision, device="rtx4090")
+    assert made.peak_bytes <= made.budget_bytes
+    assert any(choice.action != "keep" for choice in made.choices)
+    report = verify(model, TokenBatch(2, 64, VOCABULARY), made)
+    assert report.ok, str(report)
+
+
+def test_an_estimate_for_a_cpu_knows_of_no_allocator():
+    made = estimate(build_dry(decoder), BATCH, device="cpu")
+    assert made.reserved_bytes is None
+    assert "reserves" not in str(made)
+
+
+def test_a_device_without_a_known_capability_is_refused():
+    unknown = replace(lookup("rtx4090"), compute_capability=None)
+    request = make_request(decoder(), BATCH, None, "adamw", "fp32", "rtx4090", None, None, 1, None)
+    with pytest.raises(DeviceError, match="capability"):
+        _ = replace(request, device=unknown).role
+
+
+# The allocator under the trace
+
+
+@cache
+def traced(precision: Any = "bf16") -> StepTrace:
+    model, parts = build_dry(decoder), as_parts([BATCH.tensors()], model_loss)
+    settings = StepSettings(precision)
+    return trace_step(model, parts, model_loss, settings=settings, role=CudaRole((8, 9), 128))
+
+
+def test_the_allocator_hands_out_what_storages_and_scratch_need_and_little_more():
+    trace = traced()
+    for index, level in enumerate(trace.levels):
+        needed = sum(s.bytes for s in trace.alive_at(index)) + round_size(trace.operators[index].workspace_bytes)
+        assert needed - 512 <= level
+    assert trace.peak_bytes <= (trace.reserved_bytes or 0)
+
+
+def test_a_step_fits_a_device_with_room_for_what_it_reserves_and_none_with_less_than_it_uses():
+    trace = traced()
+    assert fits_device(trace, trace.reserved_bytes or 0)
+    assert not fits_device(trace, trace.peak_bytes - 1)
+
+
+def test_growing_segments_reserve_less():
+    trace = traced()
+    assert play(trace, expandable=True).reserved_bytes <= (trace.reserved_bytes or 0)
+
+
+def test_workspaces_of_cublas_are_there_in_both_threads():
+    resident = [s for s in traced().storages if s.category is Category.WORKSPACE and s.died is None]
+    assert sum(s.bytes for s in resident) == 2 * (8 * MIB + 128 * 1024)
+
+
+def test_counters_of_steps_stay_on_the_host():
+    states = [s for s in traced("fp32").storages if s.category is Category.OPTIMIZER_STATE and s.bytes]
+    parameters = len(list(build_dry(decoder).parameters()))
+    assert len(states) == 2 * parameters
+
+
+# Budgets
+
+
+def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
+    card = lookup("rtx4090")
+    model = build_dry(decoder)
+    plain = estimate(model, BATCH, precision="bf16", device="rtx4090")
+    small = replace(card, memory_bytes=CONTEXT_BYTES + plain.peak_bytes * 95 // 100)
+    request = make_request(model, BATCH, None, "adamw", "bf16", "rtx4090", None, None, 1, None)
+    found = Search(replace(request, device=small), "1TiB").run()
+    assert found.policies
+    assert fits_device(found.trace, small.memory_bytes - CONTEXT_BYTES)
+
+
+def test_a_share_of_the_device_includes_the_context():
+    model, card = build_dry(decoder), lookup("rtx4090")
+    share = 100 * (CONTEXT_BYTES + tiny_peak(model)) / card.memory_bytes
+    with pytest.raises(CannotFit):
+        plan(model, BATCH, f"{share / 2:.4f}%", precision="bf16", device="rtx4090")
+
+
+def tiny_peak(model: nn.Module) -> int:
+    return estimate(model, BATCH, precision="bf16", device="rtx4090").peak_bytes

@@ -1,0 +1,72 @@
+"""Scratch memory of CUDA's kernels, by hand from the sources that the formulas name."""
+
+import torch
+
+from tightfit.trace.cuda.allocator import MIB, round_size
+from tightfit.trace.cuda.workspace import blas_workspace, cuda_workspace
+from tightfit.trace.shapes import TensorShape
+
+
+def by_length(batch: int, heads: int, length: int, width: int, dtype: torch.dtype = torch.bfloat16) -> TensorShape:
+    """Attention's usual layout: (batch, length, heads, width) in memory, seen as (batch, heads, length, width)."""
+    return TensorShape.of(torch.empty(batch, length, heads, width, dtype=dtype, device="meta").transpose(1, 2))
+
+
+def backward(kind: str, query: TensorShape, key: TensorShape, gradient: TensorShape | None = None) -> int:
+    name = f"aten._scaled_dot_product_{kind}_attention_backward.default"
+    return cuda_workspace(name, [gradient or query, query, key, key, query], [], ())
+
+
+def test_flash_backward_accumulates_the_querys_gradient_in_fp32():
+    query = by_length(2, 8, 1000, 80)
+    rows, width = 1024, 96  # multiples of 128 and 32
+    assert backward("flash", query, query) == 4 * 2 * 8 * rows + 4 * 2 * 8 * rows * width
+
+
+def test_flash_backward_expands_shared_keys_and_values():
+    query, key = by_length(2, 8, 1024, 64), by_length(2, 2, 1024, 64)
+    assert backward("flash", query, key) - backward("flash", query, query) == 2 * query.bytes
+
+
+def test_flash_backward_copies_a_gradient_that_lies_otherwise():
+    query = by_length(2, 8, 1024, 64)
+    turned = TensorShape.of(torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta"))
+    assert backward("flash", query, query, turned) - backward("flash", query, query) == query.bytes
+
+
+def test_cudnn_backward_has_one_buffer_for_sums_and_the_querys_gradient():
+    query = by_length(2, 8, 1024, 64)
+    assert backward("cudnn", query, query) == 4 * 2 * 8 * 1024 * (64 + 1)
+
+
+def test_efficient_backward_accumulates_in_tiles():
+    query = by_length(2, 8, 1000, 64, torch.float32)
+    tiles = 16 * 1  # of 64 rows and 64 columns, each with 4 numbers of header
+    assert backward("efficient", query, query) == 4 * 2 * 8 * tiles * (64 * 64 + 4) + round_size(4 * 2 * 8 * 1000)
+
+
+def embedding_backward(tokens: int, padding: int) -> int:
+    weight = TensorShape.of(torch.empty(32000, 256, device="meta"))
+    rows = TensorShape.of(torch.empty(tokens, 256, device="meta"))
+    index = TensorShape.of(torch.empty(tokens, dtype=torch.int64, device="meta"))
+    name = "aten.embedding_dense_backward.default"
+    return cuda_workspace(name, [rows, index], [weight], (32000, padding, False))
+
+
+def test_the_embeddings_backward_sums_runs_of_ten_rows_in_fp32_where_there_are_many_tokens():
+    tokens = 8192
+    runs = tokens // 10 + tokens
+    sizes = [8 * tokens] * 5 + [8 * runs, 4 * runs * 256]
+    assert embedding_backward(tokens, -1) == sum(map(round_size, sizes))
+    assert embedding_backward(3072, -1) == 0
+    assert embedding_backward(3072, 0) > 0
+
+
+def test_cublas_keeps_more_on_hopper():
+    assert blas_workspace((9, 0)) == 32 * MIB
+    assert blas_workspace((8, 0)) == 8 * MIB + 128 * 1024
+
+
+def test_other_operators_need_nothing():
+    shape = TensorShape.of(torch.empty(4, 4, device="meta"))
+    assert cuda_workspace("aten.mul.Tensor", [shape, shape], [shape], ()) == 0
