@@ -13,6 +13,7 @@ from tightfit.internals import has_kernel, operators_with_kernel
 from tightfit.levers.micro_batch import as_parts
 from tightfit.step import StepSettings, model_loss
 from tightfit.trace.cuda import CudaRole
+from tightfit.trace.cuda.allocator import round_size
 from tightfit.trace.cuda.autocast import CUDA_LISTS
 from tightfit.trace.record import StepTrace
 from tightfit.trace.step import trace_step
@@ -74,10 +75,9 @@ def test_a_decoder_block_keeps_what_cuda_keeps_under_bf16_autocast(role):
     attention = 2 * 3 * hidden + 2 * hidden + 4 * ROWS * HEADS  # q, k, v, output in bf16; logsumexp in fp32
     residual = 4 * hidden  # the sum that the second norm reads
     gated = 2 * 2 * hidden * 4  # gate, up, silu(gate) and the product, each twice the width, in bf16
-    random = 8 * 3 if role is A100 else 8 * 2  # seed and offset
+    small = 3 * 512  # seed, offset and the loss: nothing is smaller than a block
     trace = traced(Block(), block_batch(), role, loss=sum_of)
-    loss = 4
-    assert saved_bytes(trace) == weights + norms + attention + residual + gated + random + loss
+    assert saved_bytes(trace) == weights + norms + attention + residual + gated + small
 
 
 def test_norms_are_fused_and_attention_is_that_of_the_device():
@@ -102,7 +102,7 @@ def test_a_boolean_mask_becomes_a_bias_whose_rows_are_aligned():
 
     trace = traced(Masked(), {"q": q}, A100, "fp32")
     assert names(trace)["_scaled_dot_product_efficient_attention_backward"] == 1
-    assert any(s.bytes == 4 * 2 * length * 72 for s in trace.storages)
+    assert any(s.bytes == round_size(4 * 2 * length * 72) for s in trace.storages)
 
 
 def test_dropout_keeps_its_mask_as_booleans():
@@ -115,17 +115,17 @@ def test_dropout_keeps_its_mask_as_booleans():
             return F.dropout(x * self.scale, 0.1).sum()
 
     batch = {"x": torch.randn(500, 1000)}
-    on_cuda, on_cpu = traced(Dropped(), batch, A100, "fp32"), traced(Dropped(), batch, None, "fp32")
-    assert saved_bytes(on_cpu) - saved_bytes(on_cuda) == 500 * 1000 * 3
-    assert names(on_cuda)["native_dropout"] == 1
+    trace = traced(Dropped(), batch, A100, "fp32")
+    assert names(trace)["native_dropout"] == 1
+    assert saved_bytes(trace) == round_size(500 * 1000) + 512  # the mask and the loss
 
 
 def test_the_optimizer_is_foreach_and_its_root_of_second_moments_is_counted():
     model, batch = tiny.decoder(), tiny.token_batch()
     trace = traced(model, batch, A100, "fp32", grad_clip=1.0)
-    parameters = sum(p.nbytes for p in model.parameters())
+    parameters = sum(round_size(p.nbytes) for p in model.parameters())
     at_root = next(i for i, o in enumerate(trace.operators) if o.name == "aten._foreach_sqrt.default")
-    assert trace.levels[at_root] - trace.starts[at_root] == parameters
+    assert sum(s.bytes for s in trace.storages if s.operator == at_root) == parameters
     assert names(traced(model, batch, None, "fp32"))["_foreach_sqrt"] == 0
 
 
