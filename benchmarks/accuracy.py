@@ -165,7 +165,7 @@ PAGE = """\
 
 Written by `python benchmarks/accuracy.py`; the figures are in `benchmarks/results/accuracy.json`.
 {cpu}, {threads} threads, torch {torch}. Peaks are bytes of the second step; measured is the CPU allocator's own record.
-No figure of a GPU has been measured yet.
+No figure of a GPU has been measured yet: `python -m benchmarks.gpu` is the suite that will.
 
 {count} configurations: median error {median:.6%}, worst {worst:.6%}.
 {within} of {count} within their budget, {verified} of {count} verified.

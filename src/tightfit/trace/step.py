@@ -17,6 +17,7 @@ from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
 from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
+from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
@@ -103,7 +104,8 @@ def _dry(
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     if role is not None:
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
-    with everything_restored(model, *batch), ModuleTracker(model) as modules, collector_off():
+    everything = [*model.parameters(), *model.buffers(), *plain_tensors(model), *batch]
+    with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
         dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace)
         try:
             announce(ledger, model, batch)

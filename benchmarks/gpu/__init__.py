@@ -1,0 +1,1 @@
+"""Predictions against a real GPU: allocated and reserved peaks, and step times."""

@@ -1,0 +1,119 @@
+"""One case: predicted on a model that has no memory, then run on one that has."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from benchmarks.gpu.cases import MODELS, OPTIMIZERS, Case
+from torch import nn
+
+from tightfit import Plan, TokenBatch, estimate, plan
+from tightfit.devices.spec import DeviceSpec
+from tightfit.internals import clear_cublas_workspaces
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.levers.optimizer import build_optimizer
+from tightfit.step import StepSettings, forward_backward, model_loss, update
+from tightfit.trace.build import build_dry
+from tightfit.train.measure import measured_peak, resident_tensors
+
+WARM_UP, TIMED = 2, 3  # steps; the second is the first with optimizer states from its start
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a case will take, and the plan if it is planned. `reserved_bytes` only on CUDA."""
+
+    peak_bytes: int
+    reserved_bytes: int | None
+    step_seconds: float
+    planning_seconds: float
+    plan: Plan | None
+
+
+def predict(case: Case, device: str) -> Prediction:
+    """Ask tightfit, which sees shapes only: nothing of this touches the GPU."""
+    began = time.perf_counter()
+    chosen = MODELS[case.model]
+    model = build_dry(chosen.build)
+    batch = TokenBatch(case.size, case.length, chosen.vocabulary)
+    how: dict[str, Any] = {
+        "optimizer": OPTIMIZERS[case.optimizer],
+        "precision": case.precision,
+        "device": device,
+        "grad_clip": case.grad_clip,
+    }
+    if case.levers is None or case.budget is None:
+        made, footing = None, estimate(model, batch, **how).footing
+    else:
+        made = plan(model, batch, case.budget, levers=case.levers, **how)
+        footing = made.planned
+    took = time.perf_counter() - began
+    return Prediction(footing.peak_bytes, footing.reserved_bytes, footing.step_seconds, took, made)
+
+
+def measure(case: Case, made: Plan | None, device: torch.device) -> dict[str, Any]:
+    """Run the case's real step: allocated and reserved peak, median seconds."""
+    fresh_device(device)
+    torch.manual_seed(0)
+    chosen = MODELS[case.model]
+    with device:
+        model = chosen.build()
+    batch = {name: t.to(device) for name, t in TokenBatch(case.size, case.length, chosen.vocabulary).tensors().items()}
+    optimizer = build_optimizer(OPTIMIZERS[case.optimizer], model.parameters())
+    levers: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
+    micro_batches = 1 if made is None else made.micro_batches
+    with levers:
+        step = _step(case, model, batch, optimizer, micro_batches)
+        for _ in range(WARM_UP):
+            step()
+        peak = measured_peak(step, resident_tensors(model, optimizer, batch))
+        seconds = statistics.median(_seconds(step, device) for _ in range(TIMED))
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    return {"peak_bytes": peak, "reserved_bytes": reserved, "step_seconds": seconds}
+
+
+def _step(case: Case, model: nn.Module, batch: Any, optimizer: Any, micro_batches: int) -> Callable[[], None]:
+    parts = as_parts(split_batch(batch, micro_batches), model_loss)
+
+    def step() -> None:
+        forward_backward(model, parts, model_loss, case.precision)
+        update(model, optimizer, StepSettings(case.precision, case.grad_clip))
+
+    return step
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    step()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fresh_device(device: torch.device) -> None:
+    """Nothing of an earlier case is left in the allocator."""
+    gc.collect()
+    if device.type == "cuda":
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def describe_device(spec: DeviceSpec) -> dict[str, Any]:
+    """Of the device that predictions are for."""
+    return {
+        "name": spec.name,
+        "memory_bytes": spec.memory_bytes,
+        "compute_capability": spec.compute_capability,
+        "measured": spec.is_measured,
+    }

@@ -1,0 +1,60 @@
+"""The suite for a GPU runs on a CPU at small size, predicts before it measures and survives a case that fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.gpu import __main__ as module
+
+    return module
+
+
+def test_small_cases_are_predicted_measured_and_summed_up(suite, tmp_path, capsys):
+    path = tmp_path / "results" / "small.json"
+    assert suite.main(["--small", "--output", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content["summary"]["measured"] == len(content["cases"]) == 4
+    assert content["summary"]["errors"]["peak_bytes"]["worst"] < 0.001
+    assert content["summary"]["within_budget"] == content["summary"]["planned"] == 2
+    assert content["environment"]["versions"]["torch"]
+    assert "4/4 tiny GPT-2" in capsys.readouterr().out
+
+
+def test_a_prediction_is_in_the_file_before_its_case_runs_and_a_failure_is_recorded(
+    suite, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "failing.json"
+
+    def failing(case, made, device):
+        written = json.loads(path.read_text())["cases"][-1]
+        assert written["predicted"]["peak_bytes"] > 0
+        assert "measured" not in written
+        raise RuntimeError("CUDA error: something went wrong\nand more")
+
+    monkeypatch.setattr(suite, "measure", failing)
+    suite.main(["--small", "--only", "GPT-2", "--output", str(path)])
+    content = json.loads(path.read_text())
+    assert content["summary"]["failed"] == 1
+    assert content["cases"][0]["error"].startswith("RuntimeError: CUDA error")
+    assert "FAILED RuntimeError" in capsys.readouterr().out
+
+
+def test_there_are_at_least_forty_cases_for_a_gpu_each_of_its_own(suite):
+    from benchmarks.gpu.cases import MODELS, OPTIMIZERS, all_cases
+
+    cases = list(all_cases())
+    assert len(cases) == len({case.name for case in cases}) >= 40
+    assert all(case.model in MODELS and case.optimizer in OPTIMIZERS for case in cases)
+
+
+def test_without_a_gpu_the_suite_says_so(suite, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        suite.main(["--output", str(tmp_path / "none.json")])
+    assert "no CUDA device" in capsys.readouterr().err
