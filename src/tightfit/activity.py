@@ -1,6 +1,7 @@
 """What the levers are doing right now, for whoever watches the operators go by.
 
-The levers write it, the trace and the monitor read it: neither has to know the other. Autograd may run backward in
+The levers write it, the trace and the monitor read it (and the other way round where a dry run plays a device): neither
+has to know the other. Autograd may run backward in
 another thread, but the thread that called it waits, so one plain object serves.
 """
 
@@ -17,6 +18,7 @@ class Activity:
     recomputing: int = 0  # depth of recomputations under way
     region: str | None = None  # module path of the innermost block that a lever watches
     occurrence: int = -1  # how many operators of this name that block has run before this one
+    playing_cuda: bool = False  # a dry run in which CPU tensors stand for those of a CUDA device
     on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
 
 

@@ -75,13 +75,20 @@ def work_of(
     written = () if is_in_place(name) or ".out" in name or family is Family.FREE else outputs
     return Work(
         family,
-        dtype_key(inputs[:1], ()) if _is_attention(family) else dtype_key(inputs, outputs),  # not its log-sum-exp's
+        _dtype(family, inputs, outputs),
         _bytes_moved(name, family, inputs, outputs, arguments),
         _scattered(inputs) if family is Family.SCATTER else max(map(_numel, (*inputs, *outputs)), default=0),
         tuple(_bytes(t) for t in written),
         _products(name, inputs, outputs, arguments) if family is Family.PRODUCT else (),
         _attention(inputs[family is Family.ATTENTION_BACKWARD :], arguments) if _is_attention(family) else None,
     )
+
+
+def _dtype(family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
+    """The dtype that decides the rate: for attention not that of its log-sum-exp, for products not that of the sum."""
+    if _is_attention(family):
+        return dtype_key(inputs[:1], ())
+    return dtype_key(inputs, () if family is Family.PRODUCT else outputs)
 
 
 def dtype_key(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightfit.activity import now
+
 # The gradient of a weight of less than fp32 is summed through pieces of at most this many bytes, or of a quarter of the
 # chunk's logits where that is more: pieces that are small beside what is there anyway only cost launches.
 PIECE_BYTES = 4 * 2**20
@@ -123,15 +125,20 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right, of 16-bit inputs, without rounding the result to 16 bits."""
-    if left.is_cuda:
+    if on_cuda(left):
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def on_cuda(tensor: Tensor) -> bool:
+    """Whether the tensor lies on a CUDA device, or plays one that does."""
+    return tensor.is_cuda or now.playing_cuda
 
 
 def blocked_product(left: Tensor, right: Tensor) -> Tensor:
     """left (rows, V) @ right (V, D): a sum over the vocabulary, made in blocks so that less of it is rounded away."""
     if left.dtype.itemsize < 4:  # summed in fp32 as it is; without its rounding a CPU takes three times as long
-        return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left @ right
+        return torch.mm(left, right, out_dtype=torch.float32) if on_cuda(left) else left @ right
     size = max(LEAST_SUMMED_AT_ONCE, math.ceil(len(right) / MOST_BLOCKS))
     total = left[:, :size] @ right[:size]
     for start in range(size, len(right), size):

@@ -78,7 +78,7 @@ def plan(
         return as_plan(search, found)
     tradeoff = Tradeoff(search)
     drawn = tradeoff.curve()
-    tradeoff.try_forbidden()
+    tradeoff.try_forbidden(drawn.recipes)
     return replace(as_plan(search, found), curve=drawn)
 
 

@@ -9,13 +9,12 @@ curve is what no other traced point beats.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.curve import Curve, frontier
 from tightfit.planner.head import find_head
-from tightfit.planner.records import ChunkedLoss, CurvePoint
+from tightfit.planner.records import ChunkedLoss, CurvePoint, Rejected
 from tightfit.planner.request import Combination, optimizer_peak
 from tightfit.planner.search import Prospect, Search, describe_levers
 from tightfit.planner.solve import Solution, least_peak, solve
@@ -114,27 +113,23 @@ class Tradeoff:
                 found.append(self.point("chunked loss, every block recomputed", chunked, every))
         return found
 
-    def try_forbidden(self) -> None:
+    def try_forbidden(self, recipes: Sequence[CurvePoint]) -> None:
         """Give the levers that were not allowed, which the search only names, the figures that they would have had."""
-        search = self.search
-        for index, rejected in enumerate(search.rejected):
-            combination = self.with_forbidden(rejected.levers)
-            if combination is not None and rejected.peak_bytes is None:
-                point = self.point(rejected.levers, combination, {})
-                search.rejected[index] = replace(
-                    rejected, levers=str(combination), peak_bytes=point.peak_bytes, step_seconds=point.step_seconds
+        traced = {recipe.levers: recipe for recipe in recipes}
+        for index, rejected in enumerate(self.search.rejected):
+            point = traced.get(rejected.levers) or self.with_more_micro_batches(rejected)
+            if point is not None and rejected.peak_bytes is None:
+                self.search.rejected[index] = Rejected(
+                    point.levers, rejected.reason, point.peak_bytes, point.step_seconds
                 )
 
-    def with_forbidden(self, lever: str) -> Combination | None:
-        """The plain step with one lever more, by the name that the search rejects it under."""
+    def with_more_micro_batches(self, rejected: Rejected) -> CurvePoint | None:
+        """The fewest micro-batches more than the plain step has, where it is them that were rejected."""
         request = self.search.request
-        count = request.micro_batches
-        if lever == "chunked loss" and (head := find_head(self.search.plain, request.model)) is not None:
-            return Combination(count, ChunkedLoss(head, None))
-        if lever == "micro batch":
-            counts = [n for n in range(count + 1, request.size + 1) if request.size % n == 0]
-            return Combination(counts[0]) if counts else None
-        return None
+        if rejected.levers != "micro batch":
+            return None
+        counts = [n for n in range(request.micro_batches + 1, request.size + 1) if request.size % n == 0]
+        return self.point(str(Combination(counts[0])), Combination(counts[0]), {}) if counts else None
 
     def allowed(self, recipe: CurvePoint) -> bool:
         """Whether a plan might do the same."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tightfit.activity import now
 from tightfit.internals import autocast_cache_cleared_by, foreach_on_cpu, kernels_replaced
 from tightfit.trace.cuda.attention import Capability
 from tightfit.trace.cuda.autocast import AutocastKernels
@@ -36,4 +37,8 @@ class CudaRole:
         kernels = [(name, "AutocastCPU", kernel) for name, kernel in autocast.kernels()]
         kernels += composites(self.capability)
         with kernels_replaced(kernels), autocast_cache_cleared_by(autocast.clear), foreach_on_cpu():
-            yield
+            now.playing_cuda = True
+            try:
+                yield
+            finally:
+                now.playing_cuda = False
