@@ -10,7 +10,7 @@ from tightfit.planner.blocks import find_blocks
 from tightfit.planner.head import find_head
 from tightfit.planner.records import ChunkedLoss
 from tightfit.planner.request import ROUNDING_LEVERS, Combination, Request, Tracer
-from tightfit.planner.search import UNSEEN_BYTES, Candidate, Search, describe_levers
+from tightfit.planner.search import UNSEEN_BYTES, Candidate, Search
 from tightfit.trace.record import StepTrace
 from tightfit.units import format_bytes
 
@@ -175,7 +175,7 @@ def _planned(request: Request, plain: StepTrace, limit_bytes: int) -> Remedy:
     found: Candidate = search.run()
     budget = f"{limit_bytes // 2**20}MiB"
     return Remedy(
-        name=f"a plan for {format_bytes(limit_bytes)}: {describe_levers(found)}",
+        name=f"a plan for {format_bytes(limit_bytes)}: {search.in_words(found)}",
         exactness="exact" if str(found.combination) == str(Combination(request.micro_batches)) else "rounding",
         python=f'tightfit.plan(model, batch, "{budget}", levers="rounding").apply(model).backward(batch)',
         yaml=f"memory: {{budget: {budget}, levers: rounding}}",
