@@ -49,14 +49,14 @@ def _from_transformers(kind: str, vocabulary: int, attention: str = "sdpa", **si
 
         config = getattr(transformers, f"{kind}Config")(vocab_size=vocabulary, **sizes)
         config._attn_implementation = attention
-        classes = {"GPT2": "GPT2LMHeadModel"}
+        classes = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
         return getattr(transformers, classes.get(kind, f"{kind}ForCausalLM"))(config).train()
 
     return Model(build, vocabulary)
 
 
-_HF = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "intermediate_size": 2816}
-_GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+_HF: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "intermediate_size": 2816}
+_GPT2: dict[str, Any] = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
 
 MODELS = {
     "MM26": _decoder(6400, hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2),
@@ -69,7 +69,7 @@ MODELS = {
     "Qwen3": _from_transformers("Qwen3", 32000, num_key_value_heads=4, head_dim=64, **_HF),
     "GPT-2": _from_transformers("GPT2", 50257, **_GPT2),
     "GPT-2 eager": _from_transformers("GPT2", 50257, "eager", **_GPT2),
-    "Gemma-2": _from_transformers("Gemma2", 32000, num_key_value_heads=4, head_dim=128, **_HF),
+    "Gemma-2": _from_transformers("Gemma2", 32000, "eager", num_key_value_heads=4, head_dim=128, **_HF),
     "Gemma-3": _from_transformers("Gemma3Text", 32000, num_key_value_heads=4, head_dim=256, **_HF),
     "tiny": _decoder(500, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2),
     "tiny GPT-2": _from_transformers("GPT2", 500, n_embd=64, n_layer=2, n_head=4, n_positions=128),

@@ -191,3 +191,21 @@ def test_afterwards_the_cpu_is_a_cpu_again():
     assert not has_kernel("aten::_fused_rms_norm", "CPU")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.randn(8).exp().dtype == torch.float32
+
+
+def test_small_frozen_attention_and_norms_give_true_numbers_so_that_branches_on_them_are_true():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.scale = nn.RMSNorm(16), nn.Parameter(torch.ones(16))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed = self.frozen(x)
+            attended = F.scaled_dot_product_attention(normed, normed, normed)
+            seen.append(bool(attended.isfinite().all()))
+            return (x * self.scale).sum()
+
+    seen: list[bool] = []
+    traced(Branching(), {"x": torch.randn(2, 2, 8, 16)}, H200, "fp32")
+    assert all(seen)

@@ -45,6 +45,13 @@ def test_efficient_backward_accumulates_in_tiles():
     assert backward("efficient", query, query) == 4 * 2 * 8 * tiles * (64 * 64 + 4) + round_size(4 * 2 * 8 * 1000)
 
 
+def test_efficient_forward_sums_wide_values_in_fp32():
+    name = "aten._scaled_dot_product_efficient_attention.default"
+    wide, narrow = by_length(2, 8, 1024, 256), by_length(2, 8, 1024, 128)
+    assert cuda_workspace(name, [wide] * 3, [], ()) == 2 * wide.bytes
+    assert cuda_workspace(name, [narrow] * 3, [], ()) == 0
+
+
 def embedding_backward(tokens: int, padding: int) -> int:
     weight = TensorShape.of(torch.empty(32000, 256, device="meta"))
     rows = TensorShape.of(torch.empty(tokens, 256, device="meta"))

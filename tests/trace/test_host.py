@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.trace.host import KNOWN_LIMIT, on_host
-from tightfit.trace.shapes import is_hollow
+from tightfit.trace.host import on_host
+from tightfit.trace.shapes import KNOWN_LIMIT, is_hollow
 
 
 def test_large_weights_come_as_shapes_and_what_is_small_or_integer_with_its_content():

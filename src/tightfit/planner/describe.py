@@ -140,6 +140,8 @@ def comparison(plan: Plan) -> Table:
         table.add_row(name, form(before), form(after), f"{after / before:.0%}" if before else "")
 
     row("peak", plain.peak_bytes, planned.peak_bytes, format_bytes)
+    if plain.reserved_bytes is not None and planned.reserved_bytes is not None:
+        row("reserved", plain.reserved_bytes, planned.reserved_bytes, format_bytes)
     row("step", plain.step_seconds, planned.step_seconds, format_seconds)
     table.add_section()
     table.add_row("at the peak")

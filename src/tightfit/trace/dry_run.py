@@ -22,11 +22,10 @@ from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import Questions
 from tightfit.trace.record import OperatorRecord, Phase
 from tightfit.trace.rules import CHOOSING, INDEXING, NEVER_COMPUTED, balanced_choice, choice_bound
-from tightfit.trace.shapes import TensorShape, is_hollow, result_shapes, set_hollow, signature
+from tightfit.trace.shapes import KNOWN_LIMIT, TensorShape, is_hollow, result_shapes, set_hollow, signature
 from tightfit.trace.workspace import Workspace, cpu_workspace
 
 aten = torch.ops.aten
-KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
 
 OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], float]
 

@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from tightfit.trace.shapes import TensorShape
-
-KNOWN_LIMIT = 1 << 16  # elements: floating-point tensors up to this size are brought along with their content
+from tightfit.trace.shapes import KNOWN_LIMIT, TensorShape
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.trace.rules import SHAPE_RULES
 
+KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
+
 
 class TensorShape(NamedTuple):
     """A tensor without its data."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tightfit.internals import attention_priority
+from tightfit.trace.shapes import KNOWN_LIMIT
 
 aten = torch.ops.aten
 Capability = tuple[int, int]
@@ -49,6 +50,11 @@ class Call:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
+
+    @property
+    def may_be_known(self) -> bool:
+        """Small and without a gradient: its numbers may be known, and only the plain kernel computes with them."""
+        return not self.needs_gradient and max(t.numel() for t in self.tensors) <= KNOWN_LIMIT
 
     @property
     def needs_gradient(self) -> bool:
@@ -187,7 +193,7 @@ def _last_stride_is_one(call: Call, *, ignore_single: bool) -> bool:
 def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     """Attention as CUDA would compute it: the operator of the chosen kernel, its inputs padded as that one asks for."""
     backend = choose_backend(call, capability)
-    if backend is Backend.MATH:
+    if backend is Backend.MATH or call.may_be_known:
         result = aten._scaled_dot_product_attention_math.default(
             *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
         )

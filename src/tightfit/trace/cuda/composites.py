@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tightfit.trace.cuda.attention import Call, Capability, attend
+from tightfit.trace.shapes import KNOWN_LIMIT
 
 aten = torch.ops.aten
 
@@ -46,7 +47,10 @@ def _rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     # `rms_norm_symint` in layer_norm.cpp: fused, unless the weight has another dtype than the input
-    if hasattr(aten, "_fused_rms_norm") and (weight is None or weight.dtype == input.dtype):
+    # (and unless it is small and without a gradient: its numbers may be known, and no CPU can run the fused one)
+    has_gradient = torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad))
+    is_fused = hasattr(aten, "_fused_rms_norm") and (weight is None or weight.dtype == input.dtype)
+    if is_fused and (has_gradient or input.numel() > KNOWN_LIMIT):
         return aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     dims = list(range(-len(normalized_shape), 0))

@@ -61,6 +61,15 @@ def _cudnn_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[i
     return [sums + gradient + 2 * batch * heads * key.shape[2] * (key.shape[3] + value.shape[3])]
 
 
+def _efficient_forward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: values that are wider than a block of keys
+    # (at most 128), summed in fp32 for a result in 16 bits
+    query, value = inputs[0], inputs[2]
+    batch, heads, length, _ = query.shape
+    is_needed = query.dtype.itemsize == 2 and value.shape[3] > 128
+    return [4 * batch * heads * length * value.shape[3]] if is_needed else []
+
+
 def _efficient_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
     # of 16 bytes each; for wide heads in 16 bits those of keys and values too. And delta, one number a row.
@@ -121,6 +130,7 @@ def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._index_put_impl_.default": _index_put,
