@@ -55,7 +55,12 @@ def _from_transformers(kind: str, vocabulary: int, attention: str = "sdpa", **si
     return Model(build, vocabulary)
 
 
-_HF: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "intermediate_size": 2816}
+_HF: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "intermediate_size": 2816,
+}
 _GPT2: dict[str, Any] = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
 
 MODELS = {
