@@ -3,6 +3,7 @@
 Each is there in torch 2.11 and 2.13.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,7 @@ __all__ = [
     "autocast_cache_cleared_by",
     "clear_cublas_workspaces",
     "counting_alias",
+    "cudnn_attention_is_preferred",
     "current_node",
     "fallthrough",
     "foreach_on_cpu",
@@ -109,6 +111,17 @@ fallthrough = torch.library.fallthrough_kernel  # as a kernel of a key: go on to
 _BACKENDS = {0: "math", 1: "flash_attention", 2: "efficient_attention", 3: "cudnn_attention"}
 # `sdp_priority_order` in ATen/Context.h
 _DEFAULT_PRIORITY = ["flash_attention", "efficient_attention", "math", "cudnn_attention"]
+
+
+def cudnn_attention_is_preferred() -> bool:
+    """Whether cuDNN's attention comes first on the cards that it is for; without CUDA, as in a build for CUDA 13.
+
+    Source: `check_prefer_cudnn_attention` in ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") == "1":
+        return False
+    version = torch.backends.cudnn.version()
+    return version is None or version > 91500
 
 
 def has_kernel(operator: str, key: str) -> bool:

@@ -107,9 +107,12 @@ def test_a_step_fits_a_device_with_room_for_what_it_reserves_and_none_with_less_
     assert not fits_device(trace, trace.peak_bytes - 1)
 
 
-def test_growing_segments_reserve_less():
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_growing_segments_reserve_less_where_the_environment_asks_for_them(monkeypatch, variable):
     trace = traced()
-    assert play(trace, expandable=True).reserved_bytes <= (trace.reserved_bytes or 0)
+    fixed = play(trace).reserved_bytes
+    monkeypatch.setenv(variable, "max_split_size_mb:512, expandable_segments:True")
+    assert play(trace).reserved_bytes < fixed == trace.reserved_bytes
 
 
 def test_workspaces_of_cublas_are_there_in_both_threads():

@@ -74,6 +74,11 @@ def test_the_users_switches_are_respected():
         assert choose_backend(call(), A100) is Backend.MATH
 
 
+def test_an_older_cudnn_is_not_preferred(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert choose_backend(call(), H200) is Backend.FLASH
+
+
 @pytest.mark.parametrize(
     ("dtype", "capability", "elements"),
     [(BF16, A100, 8), (FP32, A100, 4), (FP16, T4, 8), (FP32, T4, 1), (FP32, (6, 1), 1)],

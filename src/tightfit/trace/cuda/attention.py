@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tightfit.internals import attention_priority
+from tightfit.internals import attention_priority, cudnn_attention_is_preferred
 from tightfit.trace.shapes import KNOWN_LIMIT
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ def choose_backend(call: Call, capability: Capability, order: Sequence[str] | No
 
 def _preferred(capability: Capability) -> list[str]:
     names, is_default = attention_priority()
-    prefers_cudnn = capability[0] in (9, 10) and is_default
+    prefers_cudnn = capability[0] in (9, 10) and is_default and cudnn_attention_is_preferred()
     ordered = [Backend.CUDNN.value, *names] if prefers_cudnn and Backend.CUDNN in names else names
     return list(dict.fromkeys(ordered))
 

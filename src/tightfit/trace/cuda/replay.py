@@ -1,5 +1,6 @@
 """A traced step put through CUDA's caching allocator: what it really hands out, and what it holds of the device."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,13 +34,23 @@ def fits_device(trace: StepTrace, capacity: int) -> bool:
     return True
 
 
-def play(trace: StepTrace, *, capacity: int | None = None, expandable: bool = False) -> Replay:
-    """Allocate and release as the step does, from the first step on. Raises `DeviceFull` beyond `capacity`."""
+def play(trace: StepTrace, *, capacity: int | None = None, expandable: bool | None = None) -> Replay:
+    """Allocate and release as the step does, from the first step on. Raises `DeviceFull` beyond `capacity`.
+
+    `expandable` None is what the environment asks of PyTorch's allocator.
+    """
+    expandable = expandable_segments() if expandable is None else expandable
     player = _Player(trace, CachingAllocator(capacity=capacity, expandable=expandable))
     levels: list[int] = []
     for step in range(STEPS):
         levels = player.step(first=step == 0)
     return Replay(tuple(levels), player.allocator.peak_reserved)
+
+
+def expandable_segments() -> bool:
+    """Whether the environment sets `expandable_segments:True` (`PYTORCH_ALLOC_CONF`, or by its older name)."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 class _Player:
