@@ -6,12 +6,11 @@ the model is called again after an optimizer stepped (after a backward, where th
 and several micro-batches are one step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from tightfit.internals import at_end_of_backward, current_node
 from tightfit.trace.record import Phase
@@ -20,14 +19,14 @@ from tightfit.trace.record import Phase
 class Stage:
     """Mutable: the phase that is running.
 
-    Listeners: `on_change(old, new)` before the phase changes; `on_inputs(tensors)` at each call of a model;
+    Listeners: `on_change(old, new)` before the phase changes; `on_inputs(args, kwargs)` at each call of a model;
     `on_optimizer(optimizer)` before it steps; `on_step()` where a step has ended.
     """
 
     def __init__(
         self,
         on_change: Callable[[Phase, Phase], None],
-        on_inputs: Callable[[list[torch.Tensor]], None],
+        on_inputs: Callable[[tuple, dict], None],
         on_optimizer: Callable[[torch.optim.Optimizer], None],
         on_step: Callable[[], None],
         *,
@@ -71,12 +70,14 @@ class Stage:
             self._stepped = False
             self.on_step()
         self.enter(Phase.FORWARD)
-        self.on_inputs([leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+        self.on_inputs(args, kwargs)
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        for leaf in tree_iter(_plain(output)):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(self._gradient_arrives)
+        for result in _tensors(output):
+            if result.requires_grad and result.grad_fn is not None:
+                result.register_hook(self._gradient_arrives)
+                if result.dim() == 0:  # a loss: nothing else will have its gradient before
+                    return
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         self.backward_begins()
@@ -106,6 +107,18 @@ class Stage:
             self.on_step()
 
 
-def _plain(output: Any) -> Any:
-    """A result as the tree functions see into it: a dataclass (models of `transformers` return some) as its fields."""
-    return vars(output) if hasattr(output, "__dataclass_fields__") and not isinstance(output, dict) else output
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a result, scalars first: in lists, tuples, dicts and dataclasses, as models return them."""
+    return sorted(_leaves(output), key=torch.Tensor.dim)
+
+
+def _leaves(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _leaves(item)
+    elif isinstance(output, Mapping):
+        yield from _leaves(list(output.values()))
+    elif hasattr(output, "__dataclass_fields__"):
+        yield from _leaves(list(vars(output).values()))

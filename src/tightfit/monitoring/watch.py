@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from tightfit.errors import InputError
 from tightfit.internals import is_innermost
@@ -194,10 +195,11 @@ class Watch:
             if old is Phase.BACKWARD:
                 self._label()  # gradients, before anybody sets them to None
 
-    def _inputs(self, tensors: list[torch.Tensor]) -> None:
+    def _inputs(self, args: tuple, kwargs: dict) -> None:
         if self._run is not None and not self._run.passive:
-            for tensor in tensors:
-                self._run.ledger.enter(tensor, Category.INPUT)
+            for leaf in tree_iter((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._run.ledger.enter(leaf, Category.INPUT)
 
     def _step_ends(self) -> None:
         now = time.perf_counter()
