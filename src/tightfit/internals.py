@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "attention_priority",
     "autocast_cache_cleared_by",
     "clear_cublas_workspaces",
+    "compiled_code_off",
     "counting_alias",
     "cudnn_attention_is_preferred",
     "current_node",
@@ -50,6 +52,14 @@ __all__ = [
 def clear_cublas_workspaces() -> None:
     """Give back the scratch memory that cuBLAS keeps; only on a build with CUDA."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces")()  # noqa: B009 (builds without CUDA do not have it)
+
+
+def compiled_code_off() -> Callable[[], None]:
+    """Run what was compiled as it was written, until what this returns is called. Nothing where nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:  # loading it takes seconds
+        return lambda: None
+    stance = torch.compiler.set_stance("force_eager")
+    return partial(stance.__exit__, None, None, None)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -311,3 +311,11 @@ def test_a_wrong_argument_is_named(arguments, said):
 def test_a_step_is_counted_from_one():
     with pytest.raises(InputError, match="traced_step 0"):
         tightfit.monitor(nn.Linear(2, 2), traced_step=0)
+
+
+@pytest.mark.slow  # compiles a model: half a minute
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+def test_a_compiled_model_is_traced_as_it_was_written_and_then_runs_compiled():
+    plain, compiled = Loop(decoder(num_layers=1)), Loop(torch.compile(decoder(num_layers=1)))
+    assert compiled.run(steps=4).peak_bytes == plain.run().peak_bytes
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0

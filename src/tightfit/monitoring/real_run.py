@@ -66,6 +66,25 @@ class RealLedger(Ledger):
         self.seen.clear()
 
 
+class WatchedModules(ModuleTracker):
+    """Which module runs, by hooks on the watched modules themselves: global ones would meddle with compiled models.
+
+    `models` are named by the prefix of their paths.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]):
+        super().__init__(nn.Module())
+        self.modules = [module for model in models.values() for module in model.modules()]
+        for prefix, model in models.items():
+            self.paths |= {id(module): f"{prefix}{path}".rstrip(".") for path, module in model.named_modules()}
+
+    def __enter__(self) -> "WatchedModules":
+        for module in dict.fromkeys(self.modules):
+            self.handles.append(module.register_forward_pre_hook(self._enter))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+        return self
+
+
 class RealRun(DryRun):
     """The mode under which a real step is watched. It changes nothing of what is computed.
 

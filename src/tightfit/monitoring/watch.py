@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,16 +13,15 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from tightfit.errors import InputError
-from tightfit.internals import is_innermost
+from tightfit.internals import compiled_code_off, is_innermost
 from tightfit.memory.counters import allocator_state
 from tightfit.memory.failure import parse_out_of_memory
-from tightfit.monitoring.real_run import RealRun, bytes_by_module
+from tightfit.monitoring.real_run import RealRun, WatchedModules, bytes_by_module
 from tightfit.monitoring.record import Failure, Record, Sample
 from tightfit.monitoring.sampler import Sampler
 from tightfit.monitoring.stage import Stage
 from tightfit.monitoring.where import Place, place_of_error
 from tightfit.planner.footing import footing
-from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
 
 RECENT_STEPS = 101  # whose median is the step's time
@@ -71,7 +71,8 @@ class Watch:
         self._traced = 0  # the number of the step in `trace`
         self._complete = False
         self._run: RealRun | None = None
-        self._modules: ModuleTracker | None = None
+        self._modules: WatchedModules | None = None
+        self._stance: Callable[[], None] = lambda: None  # lets compiled code run again
         self._record: Record | None = None
         self._sampler = Sampler()
         self._step_began = time.perf_counter()
@@ -139,10 +140,9 @@ class Watch:
     # Tracing
 
     def _start_tracing(self) -> None:
-        self._modules = ModuleTracker(next(iter(self._models.values()), nn.Module()))
-        for prefix, model in self._models.items():
-            self._modules.paths |= {id(m): f"{prefix}{path}".rstrip(".") for path, m in model.named_modules()}
+        self._modules = WatchedModules(self._models)
         self._modules.__enter__()
+        self._stance = compiled_code_off()
         self._run = RealRun(self._device, self._modules, self.stage.backward_begins)
         self._run.phase = self.stage.phase
         self._label()
@@ -157,6 +157,7 @@ class Watch:
         if self._modules is not None:
             self._modules.__exit__()
             self._modules = None
+        self._stance()
         if is_innermost(self._run):
             self._run.__exit__(None, None, None)
             self._run = None
