@@ -30,7 +30,9 @@ BUDGET = {"budget": "0.6x", "levers": "exact"}
 @pytest.fixture(autouse=True)
 def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than all the rest of a tiny training; `test_run_files.py` has them."""
-    monkeypatch.setattr("tightfit.train.run.memory_picture", lambda *_, **__: b"")
+    monkeypatch.setattr("tightfit.train.pictures.memory_picture", lambda *_, **__: b"")
+    monkeypatch.setattr("tightfit.train.pictures.plan_page", lambda *_, **__: "")
+    monkeypatch.setattr("tightfit.train.pictures.run_page", lambda *_, **__: "")
     monkeypatch.setattr("tightfit.train.run.SAMPLE_TOKENS", 1)
 
 
