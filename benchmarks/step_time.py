@@ -1,188 +1,178 @@
-"""Predicted against measured seconds of a real training step, operator by operator, on this machine's CPU.
+"""Predicted against measured seconds of whole training steps on this machine's CPU: plain, and under plans.
 
-    python benchmarks/step_time.py [--case cpu26 --precision fp32] [--rounds 6] [--output results/step_time.json]
+    python benchmarks/step_time.py --output benchmarks/results/step_time.json && python benchmarks/accuracy_page.py
 
-The device is calibrated in the same run. Operators' figures are the least over the rounds, since other processes can
-only make them larger; on a busy machine run it with one thread (OMP_NUM_THREADS=1), since threads that wait for each
-other multiply the disturbance. Plain steps run before those whose operators are timed one by one, for what the timer
-keeps would break up the heap.
+The device is measured at the start of the same run (unless `--spec` names a calibration), and every prediction is made
+before the step is first run. Steps of a model's variants are interleaved, after two that warm up. The error is that of
+the prediction against the median step; the least is there because other processes can only make a step longer. What
+others took of the machine meanwhile is in the file: figures of a machine that was not quiet say little. With one
+thread, the median processor seconds, which do not count waiting for a core, stand beside them.
 """
 
 import argparse
 import json
-import resource
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch import nn
 
+from accuracy import decoder, from_transformers
 from environment import environment
+from tightfit import Plan, TokenBatch, estimate, plan
 from tightfit.devices.calibrate import calibrate
-from tightfit.devices.cost import CostModel
-from tightfit.devices.work import work_of
-from tightfit.models.decoder import Decoder, DecoderConfig
-from tightfit.models.decoder_config import PRESETS
-from tightfit.operators import traits_of
-from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.trace.shapes import TensorShape
+from tightfit.devices.quiet import Clocks, Observation
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import CannotFit
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.step import StepSettings, forward_backward, model_loss, update
 
-BATCHES = {"cpu8": TokenBatch(8, 256, 6400), "cpu26": TokenBatch(4, 256, 6400)}
-PRECISIONS = ("fp32", "bf16")
+WARM_UP = 2
+BUDGETS = ("0.75x", "0.55x")  # of the plain peak, with the levers that are exact to rounding
 
 
 @dataclass(frozen=True)
-class Called:
-    """One operator call of the step."""
+class Case:
+    """A model and a batch."""
+
+    build: Callable[[], nn.Module]
+    batch: tuple[int, int]
+    vocabulary: int
+    precision: Any = "fp32"
+
+
+def gpt2() -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=8000, n_embd=384, n_layer=6, n_head=6, n_positions=512)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+CASES = {
+    "CPU8, 8 x 256": Case(lambda: decoder(hidden_size=256), (8, 256), 6400),
+    "CPU8, 8 x 256, bf16": Case(lambda: decoder(hidden_size=256), (8, 256), 6400, "bf16"),
+    "CPU8, 1 x 2048": Case(lambda: decoder(hidden_size=256, max_position_embeddings=2048), (1, 2048), 6400),
+    "CPU26, 4 x 256": Case(lambda: decoder(hidden_size=512, num_kv_heads=2), (4, 256), 6400),
+    "CPU26, 4 x 256, bf16": Case(lambda: decoder(hidden_size=512, num_kv_heads=2), (4, 256), 6400, "bf16"),
+    "Llama 20M, 4 x 256": Case(lambda: from_transformers("Llama"), (4, 256), 8000),
+    "Qwen3 20M, 4 x 256": Case(lambda: from_transformers("Qwen3", head_dim=64), (4, 256), 8000),
+    "GPT-2 14M, 4 x 256": Case(gpt2, (4, 256), 8000),
+}
+
+
+@dataclass
+class Variant:
+    """One way to run the steps of a model; `seconds` are those measured."""
 
     name: str
-    inputs: tuple[TensorShape, ...]
-    outputs: tuple[TensorShape, ...]
-    arguments: tuple[Any, ...]
+    predicted: float
+    made: Plan | None
+    seconds: list[float]
+    processor_seconds: list[float]
+
+    @property
+    def micro_batches(self) -> int:
+        return 1 if self.made is None else self.made.micro_batches
 
 
-class OperatorTimer(TorchDispatchMode):
-    """Times each operator that computes something; writes down what was called only where asked to."""
-
-    def __init__(self, *, called: list[Called] | None = None) -> None:
-        super().__init__()
-        self.called = called
-        self.seconds: list[float] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        began = time.perf_counter()
-        result = func(*args, **kwargs)
-        seconds = time.perf_counter() - began
-        if not traits_of(func).is_view:
-            self.seconds.append(seconds)
-            if self.called is not None:
-                constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
-                self.called.append(Called(str(func), _shapes((args, kwargs)), _shapes(result), constants))
-        return result
+def variants(model: nn.Module, batch: dict[str, torch.Tensor], precision: Any, device: DeviceSpec) -> list[Variant]:
+    """The plain step and the plans, with the seconds that are predicted for them."""
+    found = [Variant("plain", estimate(model, batch, precision=precision, device=device).step_seconds, None, [], [])]
+    for budget in BUDGETS:
+        try:
+            made = plan(model, batch, budget, levers="rounding", precision=precision, device=device)
+        except CannotFit:
+            continue
+        found.append(Variant(budget, made.step_seconds, made, [], []))
+    return found
 
 
-def _shapes(tree: Any) -> tuple[TensorShape, ...]:
-    return tuple(TensorShape.of(t) for t in tree_iter(tree) if isinstance(t, torch.Tensor))
-
-
-def training_step(case: str, precision: Any) -> Callable[[], None]:
-    """A step of the reference decoder with AdamW."""
-    torch.manual_seed(0)
-    model = Decoder(DecoderConfig(**PRESETS[case]))
+def measure(
+    model: nn.Module, batch: dict[str, torch.Tensor], precision: Any, found: list[Variant], rounds: int
+) -> None:
+    """Run the variants in turns; the first rounds warm up and are not kept."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = BATCHES[case].tensors()
-
-    def step() -> None:
-        forward_backward(model, [Part(batch, 1.0)], model_loss, precision)
-        update(model, optimizer, StepSettings(precision))
-
-    return step
-
-
-class PlainStep(NamedTuple):
-    """One step with nobody watching: by the clock, in user mode on all threads, in the system; page faults."""
-
-    seconds: float
-    user_seconds: float
-    system_seconds: float
-    page_faults: int
+    for turn in range(WARM_UP + rounds):
+        for variant in found:
+            parts = as_parts(split_batch(batch, variant.micro_batches), model_loss)
+            with nullcontext() if variant.made is None else variant.made.apply(model):
+                began, began_own = time.perf_counter(), time.process_time()
+                forward_backward(model, parts, model_loss, precision)
+                update(model, optimizer, StepSettings(precision))
+                seconds, own = time.perf_counter() - began, time.process_time() - began_own
+            if turn >= WARM_UP:
+                variant.seconds.append(seconds)
+                variant.processor_seconds.append(own)
 
 
-def plain_step(step: Callable[[], None]) -> PlainStep:
-    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    step()
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-    return PlainStep(seconds, user, system, after.ru_minflt - before.ru_minflt)
+def rows(name: str, case: Case, device: DeviceSpec, rounds: int) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = case.build()
+    batch = TokenBatch(*case.batch, case.vocabulary).tensors()
+    found = variants(model, batch, case.precision, device)
+    began = Clocks.now()
+    measure(model, batch, case.precision, found, rounds)
+    others = Clocks.now().others_since(began)
+    for variant in found:
+        median = statistics.median(variant.seconds)
+        yield {
+            "case": name,
+            "precision": case.precision,
+            "variant": variant.name,
+            "predicted_seconds": variant.predicted,
+            "median_seconds": median,
+            "least_seconds": min(variant.seconds),
+            "median_processor_seconds": statistics.median(variant.processor_seconds),
+            "error": variant.predicted / median - 1,
+            "error_against_least": variant.predicted / min(variant.seconds) - 1,
+            "micro_batches": variant.micro_batches,
+            "chunked_loss": variant.made is not None and variant.made.chunked_loss is not None,
+            "others_cores": others,
+            "disturbed_by": disturbance(others),
+        }
 
 
-def measure(step: Callable[[], None], rounds: int) -> tuple[list[PlainStep], list[Called], list[list[float]]]:
-    """Plain steps after two warm-up steps; the operators of a step, and their seconds in each timed step."""
-    step()
-    step()
-    plain = [plain_step(step) for _ in range(rounds)]
-    called: list[Called] = []
-    with OperatorTimer(called=called):
-        step()
-    timed = []
-    for _ in range(rounds):
-        with OperatorTimer() as timer:
-            step()
-        timed.append(timer.seconds)
-    return plain, called, timed
+def disturbance(others: float) -> str:
+    return Observation(others, torch.get_num_threads(), torch.get_num_threads()).disturbed_by
 
 
-def compare(model: CostModel, case: str, precision: str, rounds: int) -> dict[str, Any]:
-    """One case: totals, and predicted and measured seconds of each family and of the costliest operators."""
-    plain, called, timed = measure(training_step(case, precision), rounds)
-    families: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    signatures: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for call, *spent in zip(called, *timed, strict=True):
-        measured = min(spent)
-        work = work_of(call.name, call.inputs, call.outputs, call.arguments)
-        label = f"{call.name} {' '.join(f'{str(t.dtype)[6:]}{list(t.shape)}' for t in call.inputs[:3])}"
-        for table, key in ((families, str(work.family)), (signatures, label)):
-            table[key][0] += model.seconds(work)
-            table[key][1] += measured
-    costliest = sorted(signatures.items(), key=lambda item: -item[1][1])[:25]
-    return {
-        "case": case,
-        "precision": precision,
-        "predicted_seconds": sum(predicted for predicted, _ in families.values()),
-        "operators_seconds": sum(measured for _, measured in families.values()),
-        "operators_seconds_median": statistics.median(map(sum, timed)),
-        "step_seconds_least": min(step.seconds for step in plain),
-        "step_seconds_median": statistics.median(step.seconds for step in plain),
-        "plain_steps": [step._asdict() for step in plain],
-        "operators": len(called),
-        "families": {k: {"predicted": p, "measured": m} for k, (p, m) in families.items()},
-        "costliest": [{"operator": k, "predicted": p, "measured": m} for k, (p, m) in costliest],
-    }
-
-
-def show(result: dict[str, Any], verbose: bool) -> None:
-    """A table of the families, the costliest first, and the totals."""
-    print(f"\n{result['case']} {result['precision']}: {result['operators']} operators")
-    print(f"{'family':24}{'predicted':>12}{'measured':>12}{'ratio':>8}")
-    rows = list(result["families"].items())
-    if verbose:
-        rows += [(c["operator"], c) for c in result["costliest"]]
-    for name, row in sorted(rows, key=lambda item: -item[1]["measured"]):
-        if row["measured"] > 0:
-            ratio = row["predicted"] / row["measured"]
-            print(f"{name:24}{row['predicted'] * 1e3:9.2f} ms{row['measured'] * 1e3:9.2f} ms{ratio:8.2f}")
-    predicted = result["predicted_seconds"]
-    for name in ("operators_seconds", "operators_seconds_median", "step_seconds_least", "step_seconds_median"):
-        print(f"{name:24}{predicted * 1e3:9.2f} ms{result[name] * 1e3:9.2f} ms{predicted / result[name]:8.2f}")
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['case']:22} {row['variant']:6} predicted {row['predicted_seconds'] * 1e3:8.1f} ms, median "
+        f"{row['median_seconds'] * 1e3:8.1f} ms {row['error']:+7.1%}, least {row['least_seconds'] * 1e3:8.1f} ms "
+        f"{row['error_against_least']:+7.1%}; processor {row['median_processor_seconds'] * 1e3:8.1f} ms; "
+        f"others {row['others_cores']:.1f} cores"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", choices=sorted(BATCHES), help="one case; all by default")
-    parser.add_argument("--precision", choices=PRECISIONS, help="one precision; all by default")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--operators", action="store_true", help="show the costliest operators too")
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--spec", type=Path, help="a calibration in JSON, instead of one made now")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    began = time.perf_counter()
-    spec = calibrate("cpu")
-    calibration_seconds = time.perf_counter() - began
+    where = environment()
+    device = calibrate("cpu") if options.spec is None else DeviceSpec.from_json(options.spec)
+    print(f"calibration: {device.disturbed_by or 'quiet'}", flush=True)
     results = []
-    for case in [options.case] if options.case else sorted(BATCHES):
-        for precision in [options.precision] if options.precision else PRECISIONS:
-            results.append(compare(CostModel(spec), case, precision, options.rounds))
-            show(results[-1], options.operators)
-    if options.output:
-        record = {"environment": environment(), "calibration_seconds": calibration_seconds, "spec": asdict(spec)}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+    for name in options.case or CASES:
+        for row in rows(name, CASES[name], device, options.rounds):
+            print(line(row), flush=True)
+            results.append(row)
+            if options.output:
+                record = {
+                    "environment": where,
+                    "device": device.to_dict(),
+                    "rounds": options.rounds,
+                    "results": results,
+                }
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
