@@ -1,6 +1,6 @@
-"""Predicted against measured peaks, and the gradients of every plan, as the table of docs/accuracy.md.
+"""Predicted against measured peaks, and the gradients of every plan: a section of docs/accuracy.md.
 
-    python benchmarks/accuracy.py --output benchmarks/results/accuracy.json --table docs/accuracy.md
+    python benchmarks/accuracy.py --output benchmarks/results/accuracy.json && python benchmarks/accuracy_page.py
 
 Each case is a model with a batch, a precision and an optimizer. It runs plain and under plans at 0.7x and 0.5x of
 its plain peak and at the least that fits. Measured is the CPU allocator's own record of the second step (profiler
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accuracy_page import peak_line
 from environment import environment
 from tightfit import Plan, TokenBatch, estimate, plan, verify
 from tightfit.errors import CannotFit
@@ -160,59 +161,6 @@ def outcome(model: nn.Module, batch: dict[str, torch.Tensor], case: Case, made: 
     }
 
 
-PAGE = """\
-# Accuracy
-
-Written by `python benchmarks/accuracy.py`; the figures are in `benchmarks/results/accuracy.json`.
-{cpu}, {threads} threads, torch {torch}. Peaks are bytes of the second step; measured is the CPU allocator's own record.
-No figure of a GPU has been measured yet: `python -m benchmarks.gpu` is the suite that will.
-
-{count} configurations: median error {median:.6%}, worst {worst:.6%}.
-{within} of {count} within their budget, {verified} of {count} verified.
-
-Gradients of plans with exact levers only are bit-equal to plain or not; with a chunked loss or micro-batches the
-table gives their relative error against fp64, planned / plain (dropout off; plain is the worst of three orders of the
-samples), and what is recomputed is bit-equal.
-
-| case | precision | optimizer | levers | budget | predicted | measured | error | gradients |
-|---|---|---|---|---|---|---|---|---|
-"""
-
-
-def table(results: list[dict[str, Any]], where: dict[str, Any]) -> str:
-    ran = [r for r in results if "measured" in r]
-    errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in ran)
-    head = PAGE.format(
-        cpu=where["machine"]["cpu"],
-        threads=where["threads"],
-        torch=where["versions"]["torch"],
-        count=len(ran),
-        median=errors[len(errors) // 2],
-        worst=errors[-1],
-        within=sum(r.get("within", True) for r in ran),
-        verified=sum(r.get("verified", True) for r in ran),
-    )
-    return head + "".join(map(line, results))
-
-
-def line(row: dict[str, Any]) -> str:
-    start = f"| {row['case']} | {row['precision']} | {row['optimizer']} | {row['levers']} | {row['budget']} "
-    if "least_bytes" in row:
-        return start + f"| cannot fit: the least is {row['least_bytes']:,} | | | |\n"
-    error = row["predicted"] / row["measured"] - 1
-    return start + f"| {row['predicted']:,} | {row['measured']:,} | {error:+.5%} | {gradients(row)} |\n"
-
-
-def gradients(row: dict[str, Any]) -> str:
-    if "verified" not in row:
-        return ""
-    if not row["recompute_bit_equal"]:
-        return "NOT EQUAL"
-    if row["planned_error"] is None:
-        return "bit-equal"
-    return f"{row['planned_error']:.2e} / {row['plain_error']:.2e}" + ("" if row["verified"] else " MORE")
-
-
 def kept(path: Path | None, cases: list[str]) -> list[dict[str, Any]]:
     """The rows of an earlier run that this one does not make anew."""
     if path is None or not path.exists():
@@ -224,19 +172,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     cases = options.case or list(CASES)
     results, where = kept(options.output, cases), environment()
     for case in cases:
         for row in rows(case):
-            print(line(row), end="", flush=True)
+            print(peak_line(row), flush=True)
             results.append(row)
             results.sort(key=lambda r: list(CASES).index(r["case"]))
             if options.output:
                 options.output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
-            if options.table:
-                options.table.write_text(table(results, where))
 
 
 if __name__ == "__main__":
