@@ -23,7 +23,7 @@ DEVICE = "h200"
 MEMORY = 2**42  # bytes: more than there is on the card, so that all of the models could be trained on it
 BUDGETS = {"1B": "0.7x", "8B": "0.9x", "70B": "0.9x"}  # shares of the plain peak that leave the planner a choice
 OPTIMIZERS = {"1B": "adamw", "8B": "adamw", "70B": "sgd"}  # of plans: no lever lowers the peak of 70B with AdamW
-QUESTIONS = ("estimate", "plan exact", "plan rounding")
+QUESTIONS = ("estimate", "plan exact", "plan rounding", "curve exact", "curve rounding")
 
 # T7: seconds of an estimate, and of a plan with its curve where there is a target.
 TARGETS = {"1B": (1.0, 5.0), "8B": (3.0, 15.0), "70B": (6.0, None)}
@@ -79,6 +79,8 @@ def answer(case: str, question: str) -> dict[str, Any]:
         "estimate": lambda: tightfit.estimate(model, batch, **how),
         "plan exact": lambda: tightfit.plan(model, batch, BUDGETS[case], **how),
         "plan rounding": lambda: tightfit.plan(model, batch, BUDGETS[case], levers="rounding", **how),
+        "curve exact": lambda: tightfit.curve(model, batch, **how),
+        "curve rounding": lambda: tightfit.curve(model, batch, levers="rounding", **how),
     }
     with timed(row, "answer"):
         found = asked[question]()
@@ -99,7 +101,7 @@ def asked_in_a_fresh_process(case: str, question: str) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     return (
-        f"{row['case']:4} {row['question']:14} {row['answer_seconds']:7.2f} s, processor "
+        f"{row['case']:4} {row['question']:15} {row['answer_seconds']:7.2f} s, processor "
         f"{row['answer_processor_seconds']:6.2f} s; ready after {row['ready_seconds']:5.2f} s; "
         f"RSS {row['rss_bytes'] / 1e6:5.0f} MB"
     )

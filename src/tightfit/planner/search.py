@@ -273,8 +273,12 @@ class Search:
         assert self.least is not None, "the plain step was traced"
         least, trace = self.least, self.least.trace
         holds = max(trace.by_category().items(), key=lambda item: item[1])
+        device = self.request.device
+        limit = format_bytes(self.budget_bytes)
+        if least.needed_bytes <= self.budget_bytes:  # then it is the device that has no room
+            limit = f"{limit} is more than {device.name} holds ({format_bytes(device.memory_bytes)}): the step"
         return CannotFit(
-            f"{format_bytes(self.budget_bytes)} cannot fit: the least is {format_bytes(least.needed_bytes)} "
+            f"{limit} cannot fit: the least is {format_bytes(least.needed_bytes)} "
             f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
             f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
             f"by {format_bytes(holds[1])} of {holds[0]}",

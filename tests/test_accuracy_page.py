@@ -1,0 +1,47 @@
+import importlib.util
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def accuracy_page():
+    spec = importlib.util.spec_from_file_location("accuracy_page", ROOT / "benchmarks" / "accuracy_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_says_what_the_results_files_say():
+    module = accuracy_page()
+    assert module.PAGE.read_text("utf-8") == module.page(), "run: python benchmarks/accuracy_page.py"
+
+
+def test_what_was_not_measured_is_said_to_be_missing(tmp_path):
+    text = accuracy_page().page(tmp_path)
+    assert "Not measured at this commit: `benchmarks/accuracy.py`, `benchmarks/step_time.py`" in text
+    assert "##" not in text
+
+
+def test_a_step_time_of_a_busy_machine_is_said_to_be_one(tmp_path):
+    environment = {
+        "machine": {"cpu": "Round"},
+        "versions": {"torch": "2.13.0"},
+        "threads": 2,
+        "commit": "0123456789",
+        "dirty": False,
+    }
+    row = {
+        "case": "CPU8", "precision": "fp32", "variant": "plain", "predicted_seconds": 1.1, "median_seconds": 1.0,
+        "least_seconds": 0.9, "error": 0.1, "others_cores": 0.0, "disturbed_by": "",
+    }  # fmt: skip
+    record = {"environment": environment, "device": {"disturbed_by": ""}, "rounds": 3, "results": [row, row]}
+
+    def section():
+        (tmp_path / "step_time.json").write_text(json.dumps(record))
+        return accuracy_page().page(tmp_path)
+
+    assert "median error 10.0%, worst 10.0%" in section()
+    assert "The machine was quiet." in section()
+    record["results"] = [row, {**row, "disturbed_by": "others"}]
+    assert "other processes disturbed 1 of 2 rows" in section()
