@@ -51,7 +51,9 @@ def peaks(record: Record) -> str:
     return f"""\
 ## Peaks
 
-{where(record)} Peaks are bytes of the second step; measured is the CPU allocator's own record
+{where(record)}
+
+Peaks are bytes of the second step; measured is the CPU allocator's own record
 (`benchmarks/accuracy.py`).
 
 {len(ran)} configurations: median error {statistics.median(errors):.6%}, worst {errors[-1]:.6%}.
@@ -99,7 +101,9 @@ def step_time(record: Record) -> str:
     return f"""\
 ## Step time
 
-{where(record)} Predicted before the steps ran, from a calibration in the same run; measured is the median of
+{where(record)}
+
+Predicted before the steps ran, from a calibration in the same run; measured is the median of
 {record["rounds"]} steps (`benchmarks/step_time.py`). {quiet}
 
 {len(results)} configurations: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}.
@@ -125,7 +129,9 @@ def plan_time(record: Record) -> str:
     return f"""\
 ## Time of an estimate and of a plan
 
-{where(record)} Each in a process of its own, for a card that is not there ({record["device"]}); processor seconds
+{where(record)}
+
+Each in a process of its own, for a card that is not there ({record["device"]}); processor seconds
 are what is left of the seconds on a machine without other work; peak RSS is of the whole process
 (`benchmarks/plan_time.py`).
 
