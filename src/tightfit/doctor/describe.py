@@ -8,21 +8,23 @@ from tightfit.doctor.diagnosis import Diagnosis, Remedy
 from tightfit.planner.describe import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
+ROOMY = 84  # columns
 CHANGES = {"exact": "no bit", "rounding": "rounding", "inexact": "numerics"}
 
 
 def describe_diagnosis(diagnosis: Diagnosis, width: int = WIDTH) -> str:
-    """What happened, who holds the memory, remedies with their price, and the lines to add."""
+    """What happened, who holds the memory, remedies with their price, and the lines to add, each whole on a line."""
     parts: list[Table | str] = [f"Diagnosis of {diagnosis.subject}", "", *diagnosis.findings]
     if diagnosis.by_category:
         parts += ["", _sizes("at the peak", list(diagnosis.by_category.items()))]
     if diagnosis.holders:
         parts += ["", _sizes("held by", [(holder.name, holder.bytes) for holder in diagnosis.holders])]
+    sections = [rendered(*parts, width=width)]
     if diagnosis.remedies:
-        parts += ["", remedy_table(diagnosis.remedies), "", *_lines(diagnosis.remedies)]
+        sections += [rendered(remedy_table(diagnosis.remedies, width), width=width), _lines(diagnosis.remedies)]
     if diagnosis.advice:
-        parts += ["", *diagnosis.advice]
-    return rendered(*parts, width=width)
+        sections += [rendered(*diagnosis.advice, width=width)]
+    return "\n\n".join(sections)
 
 
 def _sizes(title: str, sizes: Sequence[tuple[str, int]]) -> Table:
@@ -33,20 +35,21 @@ def _sizes(title: str, sizes: Sequence[tuple[str, int]]) -> Table:
     return table
 
 
-def remedy_table(remedies: Sequence[Remedy]) -> Table:
-    """The remedies, the best first."""
-    table = table_of("remedy", "saves", "leaves", "step", "changes", "fits", texts=("remedy",))
+def remedy_table(remedies: Sequence[Remedy], width: int = WIDTH) -> Table:
+    """The remedies, the best first; on a narrow terminal without what they leave."""
+    is_wide, has_limit = width >= ROOMY, any(remedy.fits is not None for remedy in remedies)
+    columns = ["remedy", "saves", *(["leaves"] if is_wide else []), "step", "changes", *(["fits"] if has_limit else [])]
+    table = table_of(*columns, texts=("remedy",))
     for number, remedy in enumerate(remedies, 1):
-        fits = {True: "yes", False: "no", None: ""}[remedy.fits]
-        saved, left = (None, None) if remedy.saved_bytes is None else (remedy.saved_bytes, remedy.peak_bytes)
-        table.add_row(
-            f"{number}. {remedy.name}",
-            "" if saved is None else format_bytes(saved),
-            "" if left is None else format_bytes(left),
-            "" if remedy.added_seconds is None else _signed(remedy.added_seconds),
-            CHANGES[remedy.exactness],
-            fits,
-        )
+        figures = {
+            "remedy": f"{number}. {remedy.name}",
+            "saves": "" if remedy.saved_bytes is None else format_bytes(remedy.saved_bytes),
+            "leaves": "" if remedy.peak_bytes is None else format_bytes(remedy.peak_bytes),
+            "step": "" if remedy.added_seconds is None else _signed(remedy.added_seconds),
+            "changes": CHANGES[remedy.exactness],
+            "fits": "yes" if remedy.fits else "no",
+        }
+        table.add_row(*(figures[column] for column in columns))
     return table
 
 
@@ -54,9 +57,9 @@ def _signed(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
-def _lines(remedies: Sequence[Remedy]) -> list[str]:
-    """The lines to add, numbered as in the table."""
+def _lines(remedies: Sequence[Remedy]) -> str:
+    """The lines to add, numbered as in the table; never broken, so that they can be copied."""
     lines = []
     for number, remedy in enumerate(remedies, 1):
         lines += [f"{number}. Python:  {remedy.python}", f"   YAML:    {remedy.yaml}"]
-    return lines
+    return "\n".join(lines)

@@ -58,7 +58,7 @@ def diagnose(
     if not found.by_category:
         found = replace(found, by_category=expected.by_category, holders=expected.holders, category=expected.category)
     predicted = isinstance(error_or_trace, Plan | Estimate | Footing | StepTrace)
-    compared = () if predicted else (_compared(found, expected),)
+    compared = () if predicted else (_compared(found, expected, request.device.name),)
     return replace(
         found,
         findings=(*found.findings, *compared),
@@ -121,11 +121,11 @@ def _(subject: dict) -> Diagnosis:
         raise InputError(f"not a CUDA memory snapshot ({type(error).__name__}: {error})") from error
 
 
-def _compared(found: Diagnosis, expected: Diagnosis) -> str:
+def _compared(found: Diagnosis, expected: Diagnosis, device: str) -> str:
     """Expected against actual, where the subject knows its own peak."""
     assert expected.peak_bytes is not None, "a dry run has a peak"
     place = f"{expected.phase}, {expected.module or 'top level'}"
-    line = f"A dry run of this step expects {format_bytes(expected.peak_bytes)}, in {place}"
+    line = f"A dry run of this step on {device} expects {format_bytes(expected.peak_bytes)}, in {place}"
     actual = found.peak_bytes if found.requested_bytes is None else None
     if actual is None and found.limit_bytes is not None:
         over = expected.peak_bytes - found.limit_bytes
