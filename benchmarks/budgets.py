@@ -4,7 +4,8 @@
 
 Budgets run evenly from the plain peak down to the least that can be reached, levers exact to rounding allowed. For each
 the plan's peak is compared with what the CPU allocator records of the second real step under it. From each budget to
-the next smaller one the peak must not rise and the predicted seconds must not fall.
+the next smaller one the peak must not rise and the predicted seconds must not fall. Models that are not asked for keep
+the figures that the output has of them.
 """
 
 import argparse
@@ -133,8 +134,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
-    where, found, results = environment(), [], []
-    for case in options.case or CASES:
+    cases, where = options.case or list(CASES), environment()
+    kept = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
+    found = [row for row in kept.get("plans", ()) if row["case"] not in cases]
+    results = [result for result in kept.get("results", ()) if result["case"] not in cases]
+    for case in cases:
         own = []
         for row in rows(case, options.budgets):
             own.append(row)

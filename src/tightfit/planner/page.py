@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import tightfit
-from tightfit.planner.describe import summary
+from tightfit.planner.describe import device_footprint, summary
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
 from tightfit.report.page import Page, render
@@ -21,7 +21,7 @@ def estimate_page(estimate: "Estimate") -> str:
     return render(
         Page(
             title=f"One training step takes {format_bytes(footing.peak_bytes)}",
-            lead=[f"The peak stands in {where(footing)}."],
+            lead=[*device_footprint(estimate), f"The peak stands in {where(footing)}."],
             facts=[
                 ("peak", format_bytes(footing.peak_bytes), share),
                 ("step", format_seconds(footing.step_seconds), "predicted"),

@@ -23,7 +23,8 @@ function escaped(text) {
 function folded(text, width = 34) {
   const lines = [];
   for (let rest = text; rest.length; ) {
-    const cut = rest.length <= width ? rest.length : Math.max(rest.lastIndexOf(".", width), width / 2);
+    const gap = Math.max(rest.lastIndexOf(".", width), rest.lastIndexOf(" ", width));
+    const cut = rest.length <= width ? rest.length : gap > 0 ? gap : width;
     lines.push(escaped(rest.slice(0, cut)));
     rest = rest.slice(cut);
   }
