@@ -129,7 +129,7 @@ def test_names_of_modules_cannot_break_the_page(plan):
 
 def test_a_measured_peak_is_shown_beside_the_predicted_one(plan):
     page = Parsed(plan_page(plan, measured_peak_bytes=plan.peak_bytes - 4))
-    assert "+4 bytes predicted" in page.texts
+    assert "predicted +4 bytes" in page.texts
     assert page.data["steps"][1]["measured"] == plan.peak_bytes - 4
 
 

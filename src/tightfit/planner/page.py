@@ -52,8 +52,7 @@ def plan_page(plan: Plan, *, measured_peak_bytes: int | None = None, plain_micro
         ("step", format_seconds(plan.step_seconds), f"{ratio:.2f}x of plain, predicted"),
     ]
     if measured_peak_bytes is not None:
-        error = plan.peak_bytes - measured_peak_bytes
-        facts.insert(1, ("measured peak", format_bytes(measured_peak_bytes), f"{error:+,} bytes predicted"))
+        facts.insert(1, _measured(measured_peak_bytes, plan.peak_bytes))
     return render(
         Page(
             title=fits,
@@ -88,13 +87,12 @@ def run_page(
     and what was measured. Raises `InputError` where plotly is not installed.
     """
     ran = plain if planned is None else planned
-    error = ran.peak_bytes - measured_peak_bytes
     return render(
         Page(
             title=f"One training step took {format_bytes(measured_peak_bytes)}",
             lead=[f"The peak stands in {where(ran)}."],
             facts=[
-                ("measured peak", format_bytes(measured_peak_bytes), f"{error:+,} bytes predicted"),
+                _measured(measured_peak_bytes, ran.peak_bytes),
                 ("predicted peak", format_bytes(ran.peak_bytes), f"{ran.peak_bytes / plain.peak_bytes:.0%} of plain"),
                 ("step", format_seconds(ran.step_seconds), "predicted"),
             ],
@@ -106,6 +104,11 @@ def run_page(
             setting=f"{setting}; {_version()}",
         )
     )
+
+
+def _measured(measured_bytes: int, predicted_bytes: int) -> tuple[str, str, str]:
+    error = predicted_bytes - measured_bytes
+    return "measured peak", format_bytes(measured_bytes), f"predicted {error:+,} bytes" if error else "as predicted"
 
 
 def _micro_batches(count: int) -> str:
