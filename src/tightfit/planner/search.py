@@ -21,7 +21,7 @@ from tightfit.planner.request import Combination, Request, Tracer, optimizer_pea
 from tightfit.planner.solve import Chain, least_peak, solve
 from tightfit.trace.cuda.replay import fits_device
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
-from tightfit.trace.record import Phase, StepTrace
+from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.units import format_bytes, parse_budget
 
 # Numbers that Python wraps in a tensor, and the like, take a few bytes each that no dispatch mode sees (at most 4 were
@@ -142,8 +142,8 @@ class Search:
         return self.tracer.part(combination, dict.fromkeys(self.paths, KEEP_ALL), self.plain)
 
     def with_optimizer(self, part: StepTrace) -> float:
-        """Seconds of a whole step of which forward and backward were traced."""
-        return loop_seconds(part) + self.plain.step_seconds - loop_seconds(self.plain)
+        """Seconds of a whole step of which forward and backward of the last micro-batch were traced."""
+        return loop_seconds(part) - accumulation_seconds(part) + self.plain.step_seconds - loop_seconds(self.plain)
 
     def solve_blocks(self, combination: Combination) -> None:
         """The best choice inside blocks for one combination."""
@@ -302,6 +302,18 @@ def describe_levers(combination: Combination, recomputing: int, blocks: int, joi
     if joined:
         words.append(f"{joined} of them joined to the next")
     return ", ".join(words) or "no lever"
+
+
+def accumulation_seconds(part: StepTrace) -> float:
+    """Seconds of adding to gradients that were there, which the first of several micro-batches has no need to do."""
+    if part.loop_repeats == 1:
+        return 0.0
+    gradients = {i for i, storage in enumerate(part.storages) if storage.category is Category.GRADIENT}
+    return sum(
+        operator.seconds
+        for operator in part.operators
+        if operator.name == "aten.add_.Tensor" and any(part.values[v].storage in gradients for v in operator.makes)
+    )
 
 
 def loop_seconds(trace: StepTrace) -> float:

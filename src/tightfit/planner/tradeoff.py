@@ -2,9 +2,7 @@
 
 What was priced for a budget serves all others: the blocks' options do not depend on it. For each budget on the way
 down the choice is solved anew, and what comes out is traced as applied, forward and backward of one micro-batch; the
-optimizer's phase, which no choice moves, is that of the plain step. (With micro-batches, the first one's seconds are
-counted as those of the others, though it has no gradients to add to: at most a few parts in a thousand too much.) The
-curve is what no other traced point beats.
+optimizer's phase, which no choice moves, is that of the plain step. The curve is what no other traced point beats.
 """
 
 import math
