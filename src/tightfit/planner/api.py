@@ -155,6 +155,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         device=request.device.name,
         fingerprint=fingerprint(request.model),
         assumptions=told(candidate.trace.assumptions),
+        worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
     )
 

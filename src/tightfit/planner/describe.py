@@ -52,6 +52,7 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
         f"{footing.peak_bytes / estimate.device_bytes:.1%} of the device; step {format_seconds(footing.step_seconds)}.",
         *device_footprint(estimate),
         f"The peak stands in {where(footing)}.",
+        *worst_case(footing.peak_bytes, estimate.worst_peak_bytes),
         "",
         peak_table(footing),
         "",
@@ -71,6 +72,14 @@ def device_footprint(estimate: "Estimate") -> list[str]:
         f"The allocator reserves {format_bytes(estimate.reserved_bytes)}; with {format_bytes(estimate.context_bytes)} "
         f"presumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}{fits}."
     ]
+
+
+def worst_case(peak: int, worst: int | None) -> list[str]:
+    """What the peak may become where it depends on how tokens are routed to experts."""
+    if worst is None:
+        return []
+    more = f"{format_bytes(worst)} ({worst:,} bytes)" if worst != peak else "the same"
+    return [f"It depends on the data: experts are presumed evenly used; with all tokens at the fewest, it is {more}."]
 
 
 def peak_table(footing: Footing) -> Table:

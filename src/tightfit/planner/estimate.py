@@ -24,6 +24,7 @@ class Estimate:
     device_bytes: int
     assumptions: tuple[str, ...]
     context_bytes: int = 0  # on CUDA: what the process takes of the device outside of the allocator; an assumption
+    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
 
     @property
     def peak_bytes(self) -> int:
@@ -84,7 +85,9 @@ class Estimate:
 
 def make_estimate(request: Request) -> Estimate:
     """Trace the request's step as it stands."""
-    trace = Tracer(request).whole(Combination(request.micro_batches), {})
+    tracer, combination = Tracer(request), Combination(request.micro_batches)
+    trace = tracer.whole(combination, {})
+    routed = tracer.routed_peaks(trace, combination, {})
     return Estimate(
         footing=footing(trace),
         parameters=sum(p.numel() for p in request.model.parameters()),
@@ -94,6 +97,7 @@ def make_estimate(request: Request) -> Estimate:
         device_bytes=request.device.memory_bytes,
         assumptions=told(trace.assumptions),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
+        worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
     )
 
 

@@ -41,6 +41,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     batch: str = ""
     curve: Curve | None = None
+    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
 
     @property
     def peak_bytes(self) -> int:

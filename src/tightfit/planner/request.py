@@ -21,6 +21,7 @@ from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.dry_run import OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.rules import ONE_SIDED, Routing
 from tightfit.trace.step import trace_part, trace_step
 
 EXACT_LEVERS = ("recompute",)
@@ -105,7 +106,13 @@ class Tracer:
 
     request: Request
 
-    def whole(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> StepTrace:
+    def whole(
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        joined: Sequence[str] = (),
+        routing: Routing = Routing.BALANCED,
+    ) -> StepTrace:
         """The whole step, optimizer and all, as it will run."""
         request = self.request
         with self.applied(combination, policies, joined):
@@ -117,7 +124,22 @@ class Tracer:
                 settings=request.settings,
                 cost=request.cost,
                 role=request.role,
+                routing=routing,
             )
+
+    def routed_peaks(
+        self, trace: StepTrace, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
+    ) -> list[int]:
+        """The peaks with all tokens at as few experts as can be; none where the traced step's peak does not depend on
+        choices, one where choices turn out to change no size.
+        """
+        peaks: list[int] = []
+        if trace.peak_depends_on_data:
+            for routing in ONE_SIDED:
+                peaks.append(self.whole(combination, policies, joined, routing).peak_bytes)
+                if peaks == [trace.peak_bytes]:
+                    break
+        return peaks
 
     def part(
         self, combination: Combination, policies: Mapping[str, Policy], plain: StepTrace, joined: Sequence[str] = ()

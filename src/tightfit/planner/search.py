@@ -40,6 +40,7 @@ class Candidate:
     trace: StepTrace
     priced: Priced | None = None
     choice: tuple[int, ...] = ()
+    worst_bytes: int | None = None  # the peak with all tokens at the fewest experts, if that makes a difference
 
     @property
     def peak_bytes(self) -> int:
@@ -48,7 +49,7 @@ class Candidate:
     @property
     def needed_bytes(self) -> int:
         """The smallest budget that this candidate may be given."""
-        return self.trace.peak_bytes + UNSEEN_BYTES
+        return max(self.trace.peak_bytes, self.worst_bytes or 0) + UNSEEN_BYTES
 
     @property
     def seconds(self) -> float:
@@ -92,7 +93,10 @@ class Search:
         self.budget_bytes = parse_budget(
             self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=self.plain.peak_bytes
         )
-        self.consider(Candidate(Combination(self.request.micro_batches), {}, (), self.plain), "no lever")
+        plain = Combination(self.request.micro_batches)
+        routed = self.tracer.routed_peaks(self.plain, plain, {})
+        self.routing_matters = any(peak != self.plain.peak_bytes for peak in routed)
+        self.consider(Candidate(plain, {}, (), self.plain, worst_bytes=max(routed, default=None)), "no lever")
         if self.best is None:
             self.forbidden()
             for combination in self.combinations():
@@ -216,7 +220,8 @@ class Search:
         joined: tuple[str, ...] = (),
     ) -> Candidate:
         trace = self.tracer.whole(combination, policies, joined)
-        return Candidate(combination, policies, joined, trace, priced, choice)
+        routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
+        return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
 
     def consider(self, candidate: Candidate, name: str) -> None:
         """Keep the candidate if it is the fastest that fits, and note why the other one is not taken."""

@@ -21,7 +21,17 @@ from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import Questions
 from tightfit.trace.record import OperatorRecord, Phase
-from tightfit.trace.rules import CHOOSING, INDEXING, NEVER_COMPUTED, balanced_choice, choice_bound
+from tightfit.trace.rules import (
+    ADDED_IN_PLACE,
+    CHOOSING,
+    INDEXING,
+    NEVER_COMPUTED,
+    REDUCED_IN_PLACE,
+    Routing,
+    choice_bound,
+    in_unreduced_memory,
+    presumed_choice,
+)
 from tightfit.trace.shapes import KNOWN_LIMIT, TensorShape, is_hollow, result_shapes, set_hollow, signature
 from tightfit.trace.workspace import Workspace, cpu_workspace
 
@@ -44,12 +54,14 @@ class DryRun(TorchDispatchMode):
         modules: ModuleTracker,
         cost: OperatorCost = no_cost,
         workspace: Workspace = cpu_workspace,
+        routing: Routing = Routing.BALANCED,
     ):
         super().__init__()
         self.ledger = ledger
         self.modules = modules
         self.cost = cost
         self.workspace = workspace
+        self.routing = routing
         self.phase = Phase.FORWARD
         self.questions = Questions(modules)
         self.operators: list[OperatorRecord] = []
@@ -160,6 +172,9 @@ class DryRun(TorchDispatchMode):
         out = hollow_tensors(shapes)
         if func in CHOOSING:
             self.choose(func, args, out)
+        if func in REDUCED_IN_PLACE:
+            out = in_unreduced_memory(out, args[0], args[1])
+            set_hollow(out)
         return out
 
     def without_masks(self, args: tuple) -> tuple:
@@ -192,9 +207,9 @@ class DryRun(TorchDispatchMode):
     def choose(self, func: Any, args: tuple, out: Any) -> None:
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
-                tensor.copy_(balanced_choice(tensor.numel(), choice_bound(func, args)).view(tensor.shape))
+                tensor.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
                 set_hollow(tensor, hollow=False)
-        self.questions.note(str(func), "a balanced choice", moves_peak=True)
+        self.questions.note(str(func), self.routing.value, moves_peak=True)
 
     def account(
         self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
@@ -240,10 +255,11 @@ class DryRun(TorchDispatchMode):
             )
         return price
 
-    # Sums of two gradients: autograd adds in place when nobody else holds the left one, but not under a dispatch mode
+    # Autograd's own in-place operators: it adds into a gradient that nobody else holds, and scatters into fresh zeros,
+    # in place; but not under a dispatch mode. A view's memory is held by its base too.
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
-        is_sum = traits.name == "aten.add.Tensor" and self.phase is Phase.BACKWARD and _called_by_engine()
+        is_sum = traits.name in ADDED_IN_PLACE and self.phase is Phase.BACKWARD and _called_by_engine()
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
 

@@ -105,6 +105,11 @@ class StepTrace:
     with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
     reserved_bytes: int | None = None  # what CUDA's allocator holds of the device at most; None on a CPU
 
+    @property
+    def peak_depends_on_data(self) -> bool:
+        """Whether sizes in this trace rest on presumed numbers."""
+        return any(assumption.moves_peak for assumption in self.assumptions)
+
     @cached_property
     def peak_index(self) -> int:
         """The operator that is running at the peak."""

@@ -1,5 +1,6 @@
 """The operators for which a dry run needs more than their meta kernel: short, and each with its reason."""
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,67 @@ CHOOSING = {
     aten.min.dim: (1, None),
     aten.multinomial.default: (None, -1),
 }
+
+
+# What autograd's formulas do in place when no dispatch mode is on (`areAnyTensorSubclassLike` in
+# ATen/native/TensorAdvancedIndexing.cpp and ReduceOps.cpp; `accumulate` in torch/csrc/autograd/input_buffer.cpp).
+ADDED_IN_PLACE = frozenset(
+    {
+        "aten.add.Tensor",
+        "aten.index_put.default",
+        "aten.index_add.default",
+        "aten.scatter_add.default",
+        "aten.scatter.src",
+        "aten.scatter.value",
+    }
+)
+
+
+# Elementwise losses whose reduced result keeps the memory of the unreduced one: it is resized, not made anew. Source:
+# `TORCH_META_FUNC(mse_loss)`, ATen/native/BinaryOps.cpp and Loss.cpp.
+REDUCED_IN_PLACE = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default})
+
+
+def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The result over memory for one element of each pair."""
+    if result.dim():
+        return result
+    whole = torch.empty(torch.broadcast_shapes(left.shape, right.shape), dtype=result.dtype, device=result.device)
+    return whole.as_strided((), ())
+
+
+class Routing(enum.Enum):
+    """What is presumed of choices that depend on numbers which a dry run does not have: the experts of a router."""
+
+    BALANCED = "a balanced choice"
+    FIRST = "the first for nearly all"
+    LAST = "the last for nearly all"
+    ONLY_FIRST = "the first for all"
+    ONLY_LAST = "the last for all"
+
+
+# A loop over experts holds the most either while its largest one runs, or while the small ones before it in backward
+# are done and the largest is still held; and more if the others have some tokens and so gradients, unless it runs those
+# without tokens too.
+ONE_SIDED = (Routing.FIRST, Routing.LAST, Routing.ONLY_FIRST, Routing.ONLY_LAST)
+
+
+def presumed_choice(routing: Routing, shape: torch.Size, bound: int) -> torch.Tensor:
+    """Indexes below `bound` of a shape; the last dimension holds the choices of one row where there are several."""
+    if routing is Routing.BALANCED:
+        return balanced_choice(shape.numel(), bound).view(shape)
+    several = shape[-1] if len(shape) > 1 else 1
+    order = torch.arange(max(bound, several))
+    if routing in (Routing.LAST, Routing.ONLY_LAST):
+        order = order.roll(several)  # the last ones are preferred
+    rows = order[:several].repeat(shape.numel() // max(several, 1), 1)
+    if routing in (Routing.FIRST, Routing.LAST):
+        others = (
+            order[several:].unfold(0, several, several) if len(order) >= 2 * several else order[:0].view(0, several)
+        )
+        count = min(len(others), len(rows))
+        rows[:count] = others[:count]
+    return rows.view(shape) % max(bound, 1)
 
 
 def balanced_choice(count: int, bound: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.restore import everything_restored
+from tightfit.trace.rules import Routing
 from tightfit.trace.shapes import TensorShape, is_hollow
 from tightfit.trace.workspace import cpu_workspace
 
@@ -49,16 +50,18 @@ def trace_step(
     settings: StepSettings | None = None,
     cost: OperatorCost = no_cost,
     role: CudaRole | None = None,
+    routing: Routing = Routing.BALANCED,
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
 
-    `parts` are the micro-batches, the largest last. With a `role`, the CPU plays a CUDA device. Nothing of the model,
+    `parts` are the micro-batches, the largest last; `routing` is what is presumed of a router's
+    choices. With a `role`, the CPU plays a CUDA device. Nothing of the model,
     its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an
     operator cannot be run dry.
     """
     settings = settings or StepSettings()
     traced = list(parts[-TRACED_PARTS:])
-    with _dry(model, parts, cost, role) as dry:
+    with _dry(model, parts, cost, role, routing) as dry:
         twin = build_optimizer(optimizer, model.parameters())
         boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
         trace = record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
@@ -98,6 +101,7 @@ def _dry(
     parts: Sequence[Part],
     cost: OperatorCost,
     role: CudaRole | None,
+    routing: Routing = Routing.BALANCED,
 ) -> Iterator[DryRun]:
     """A dry run about to begin; everything it touches is put back afterwards."""
     batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
@@ -106,7 +110,7 @@ def _dry(
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     everything = [*model.parameters(), *model.buffers(), *plain_tensors(model), *batch]
     with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
-        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace)
+        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing)
         try:
             announce(ledger, model, batch)
             with nullcontext() if role is None else role.playing(), dry, _filling_off(), _watching_saves(ledger):

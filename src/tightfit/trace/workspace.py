@@ -7,6 +7,7 @@ from functools import cache, partial
 import torch
 
 from tightfit.memory.allocator import cpu_rise
+from tightfit.trace.cpu_temporaries import CONVOLUTIONS, PROMOTING, converted_operands, convolution_scratch
 from tightfit.trace.shapes import TensorShape
 
 aten = torch.ops.aten
@@ -110,5 +111,9 @@ def cpu_workspace(
     name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape] = (), arguments: tuple = ()
 ) -> int:
     """Bytes of scratch memory of one operator call on this CPU."""
+    if name in PROMOTING:
+        return converted_operands(name, inputs)
+    if name in CONVOLUTIONS:
+        return convolution_scratch(name, inputs, arguments)
     formula = _CPU.get(name)
     return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)

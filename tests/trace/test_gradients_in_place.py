@@ -1,0 +1,67 @@
+"""What autograd writes in place in a real step is counted so, although it looks out of place under a dispatch mode."""
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit.planner.api import estimate
+from tiny import allocator_peak
+
+ROWS, WIDTH = 512, 64
+
+
+class Formula(nn.Module):
+    """A function whose backward holds the peak, between two small layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x, index):
+        return self.last(self.function(self.first(x), index)).sum()
+
+
+def wide(x):
+    return x.repeat(1, 8)
+
+
+FORMULAS = {
+    "gather": lambda x, index: wide(x).gather(1, index[:, None].expand(-1, WIDTH)),
+    "index": lambda x, index: wide(x)[index][:, :WIDTH],
+    "index_select": lambda x, index: wide(x).index_select(0, index)[:, :WIDTH],
+    "max": lambda x, index: wide(x).view(ROWS, WIDTH, 8).max(-1).values,
+    "sort": lambda x, index: wide(x).sort(-1).values[:, :WIDTH],
+    "topk": lambda x, index: wide(x).topk(WIDTH).values,
+    "index_add": lambda x, index: wide(x).index_add(0, index, wide(x))[:, :WIDTH],
+    "scatter_add": lambda x, index: wide(x).scatter_add(1, index[:, None].expand(-1, WIDTH), x)[:, :WIDTH],
+    "cumsum": lambda x, index: wide(x).cumsum(1)[:, :WIDTH],
+    "sum of three uses": lambda x, index: (wide(x).sin() + wide(x).cos() * wide(x))[:, :WIDTH],
+    "sum of views": lambda x, index: sum(wide(x).view(ROWS, 8, WIDTH)[:, i].sin() for i in range(8)),
+    "median": lambda x, index: wide(x).view(ROWS, WIDTH, 8).median(-1).values,
+    "amax": lambda x, index: wide(x).view(ROWS, WIDTH, 8).amax(-1),
+    "mean squared error": lambda x, index: (wide(x) * nn.functional.mse_loss(wide(x), wide(x).detach()))[:, :WIDTH],
+    "norm": lambda x, index: wide(x).view(ROWS, WIDTH, 8).norm(dim=-1),
+    "logsumexp": lambda x, index: wide(x).view(ROWS, WIDTH, 8).logsumexp(-1),
+    "logcumsumexp": lambda x, index: wide(x).logcumsumexp(1)[:, :WIDTH],
+    "masked_fill": lambda x, index: wide(x).masked_fill(index[:, None] > 3, 0.0)[:, :WIDTH],
+    "where": lambda x, index: torch.where(index[:, None] > 3, wide(x), wide(x).sin())[:, :WIDTH],
+    "take_along_dim": lambda x, index: wide(x).take_along_dim(index[:, None].expand(-1, WIDTH), 1),
+    "unfold": lambda x, index: wide(x).unfold(1, 8, 8).sum(-1),
+    "flip and roll": lambda x, index: wide(x).flip(1).roll(1, 1)[:, :WIDTH],
+    "conv1d": lambda x, index: nn.functional.conv1d(
+        wide(x).view(8, WIDTH, -1), torch.ones(WIDTH, 1, 4), padding=3, groups=WIDTH
+    )[..., :512].reshape(-1, WIDTH),
+    "einsum": lambda x, index: (
+        torch.einsum("abc,adc->abd", wide(x).view(8, 64, -1), x.view(8, 8, -1)).reshape(-1, 8).repeat(1, 8)
+    ),
+    "product with a mask": lambda x, index: (wide(x) * (index[:, None] > 3).expand(-1, 512).clone())[:, :WIDTH],
+    "softplus, silu": lambda x, index: nn.functional.silu(nn.functional.softplus(wide(x)))[:, :WIDTH],
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_peak_of_a_backward_formula_is_the_allocators(name):
+    model = Formula(FORMULAS[name])
+    batch = {"x": torch.randn(ROWS, WIDTH), "index": torch.arange(ROWS) % WIDTH}
+    assert estimate(model, batch).peak_bytes == pytest.approx(allocator_peak(model, batch), rel=0.001)
