@@ -10,8 +10,9 @@ from tightfit.step import StepSettings
 from tiny import allocator_peak
 
 
-@pytest.mark.parametrize("case", [vision_case, diffusion_case])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("case", "precision"), [(vision_case, "fp32"), (vision_case, "bf16"), (diffusion_case, "fp32")]
+)
 def test_a_model_of_images_is_estimated_planned_and_verified(case, precision):
 
     model, batch = case()
