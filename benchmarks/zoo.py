@@ -208,8 +208,8 @@ def summary(group: tuple[str, list[dict[str, Any]]]) -> str:
     refused = sum(row["outcome"] == "refused" for row in rows)
     within = sum(row["planned_measured"] <= row["budget"] for row in planned)
     return (
-        f"{precision}: {ran} of {len(rows)} classes run. {sum(e <= 0.001 for e in errors)} of {ran} are estimated within "
-        f"0.1% (median {errors[len(errors) // 2]:.5%}, worst {errors[-1]:.3%}); {within} of {len(planned)} plans stay "
+        f"{precision}: {ran} of {len(rows)} classes run. {sum(e <= 0.001 for e in errors)} of {ran} are estimated "
+        f"within 0.1% (median {errors[len(errors) // 2]:.5%}, worst {errors[-1]:.3%}); {within} of {len(planned)} plans stay "
         f"within their budget; {exact} of the {ran - unrepeatable} whose plain step is repeatable are bit-equal under "
         f"their plan, {refused} are refused by name.\n\n"
     )
