@@ -153,3 +153,9 @@ def test_skipped_steps_and_unknown_times_are_told():
     assert "1 of 2 steps skipped" in text
     assert "50.0%" in text
     assert "25.0%" in text
+
+
+def test_a_long_path_is_told_whole(config, tmp_path):
+    folder = tmp_path / "-".join(["a-rather-long-name"] * 8)
+    done = tightfit("train", config(), f"output.folder={folder}")
+    assert str(folder) in done.out

@@ -25,7 +25,11 @@ def rendered(*items: Table | str, width: int = WIDTH) -> str:
     """Tables and lines as text."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
     for item in items:
-        console.print("\n".join(textwrap.wrap(item, width, subsequent_indent="  ")) if isinstance(item, str) else item)
+        if isinstance(item, str):  # a path stays whole, however long it is
+            lines = textwrap.wrap(item, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            console.print("\n".join(lines), soft_wrap=True)
+        else:
+            console.print(item)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
