@@ -22,6 +22,7 @@ _HOMES: dict[str, str] = {
     "diagnose": "tightfit.doctor.diagnose",
     "estimate": "tightfit.planner.api",
     "monitor": "tightfit.monitoring.watch",
+    "offload": "tightfit.levers.offload",
     "plan": "tightfit.planner.api",
     "recompute": "tightfit.levers.recompute",
     "train": "tightfit.train",

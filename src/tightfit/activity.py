@@ -19,6 +19,10 @@ class Activity:
     region: str | None = None  # module path of the innermost block that a lever watches
     occurrence: int = -1  # how many operators of this name that block has run before this one
     playing_cuda: bool = False  # a dry run in which CPU tensors stand for those of a CUDA device
+    offloading: int = 0  # depth of copies to or from the place where a lever puts values
+    # In a dry run: stands for a copy of a tensor's storage outside of the memory that is counted, and gives what
+    # brings it back.
+    dry_copy: Callable[[Any], Callable[[], Any]] | None = None
     on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
 
 
@@ -33,3 +37,13 @@ def recomputation() -> Iterator[None]:
         yield
     finally:
         now.recomputing -= 1
+
+
+@contextmanager
+def offload() -> Iterator[None]:
+    """The operators inside move values out of the allocator's memory, or back."""
+    now.offloading += 1
+    try:
+        yield
+    finally:
+        now.offloading -= 1

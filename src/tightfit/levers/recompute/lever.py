@@ -10,6 +10,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward
+from tightfit.levers.recompute.values import Shelf
 
 __all__ = ["Applied", "apply_policies", "matching_modules", "recompute"]
 
@@ -38,11 +39,15 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
     )
 
 
-def apply_policies(model: nn.Module, policies: Mapping[str, Policy], *, joined: Iterable[str] = ()) -> Applied:
-    """Give each named block its policy. Blocks in `joined` do not hold their output for the block that follows."""
+def apply_policies(
+    model: nn.Module, policies: Mapping[str, Policy], *, joined: Iterable[str] = (), shelf: Shelf | None = None
+) -> Applied:
+    """Give each named block its policy. Blocks in `joined` do not hold their output for the block that follows. The
+    `shelf` takes what policies offload.
+    """
     joined = set(joined)
     return install(
-        RecordedForward(model.get_submodule(path), path, policy, holds_output=path not in joined)
+        RecordedForward(model.get_submodule(path), path, policy, shelf=shelf, holds_output=path not in joined)
         for path, policy in policies.items()
     )
 

@@ -1,4 +1,4 @@
-"""What becomes of each operator's output inside a block: kept, recomputed, or (later) offloaded."""
+"""What becomes of each operator's output inside a block: kept, recomputed, or offloaded."""
 
 import enum
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class Decision(enum.Enum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
-    OFFLOAD = "offload"  # its place in the executor; the lever that moves the bytes is not built yet
+    OFFLOAD = "offload"
 
 
 class OperatorKey(NamedTuple):
@@ -22,18 +22,28 @@ class OperatorKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """Which operators' outputs a block keeps; the rest is recomputed in backward.
+    """Which operators' outputs a block keeps and which it offloads; the rest is recomputed in backward.
 
-    `kept` lists operator calls. A call beyond those the planner saw (a block whose number of operators depends on
-    the data) follows `default`. Any policy is exact; it only moves bytes and seconds.
+    `kept` and `offloaded` list operator calls. A call beyond those the planner saw (a block whose number of operators
+    depends on the data) follows `default`. With `offloads_output` what the block hands on, which the next block would
+    hold, is offloaded as well. Any policy is exact; it only moves bytes and seconds.
     """
 
     kept: frozenset[OperatorKey] = frozenset()
     default: Decision = Decision.RECOMPUTE
+    offloaded: frozenset[OperatorKey] = frozenset()
+    offloads_output: bool = False
 
     def decide(self, key: OperatorKey) -> Decision:
-        return Decision.KEEP if key in self.kept else self.default
+        if key in self.kept:
+            return Decision.KEEP
+        return Decision.OFFLOAD if key in self.offloaded else self.default
+
+    @property
+    def offloads(self) -> bool:
+        return self.offloads_output or bool(self.offloaded) or self.default is Decision.OFFLOAD
 
 
 RECOMPUTE_ALL = Policy()
 KEEP_ALL = Policy(default=Decision.KEEP)
+OFFLOAD_ALL = Policy(default=Decision.OFFLOAD, offloads_output=True)

@@ -29,6 +29,7 @@ from tightfit.levers.recompute.values import (
     Operation,
     Product,
     Reference,
+    Shelf,
     Watch,
     existing_root,
     forget_root,
@@ -53,10 +54,11 @@ from tightfit.operators import (
 class Recorder(TorchDispatchMode):
     """The observer of one call of one block (a region)."""
 
-    def __init__(self, region: str, policy: Policy, *, sees_exposures: bool = True):
+    def __init__(self, region: str, policy: Policy, *, shelf: Shelf | None = None, sees_exposures: bool = True):
         super().__init__()
         self.region = region
         self.policy = policy
+        self.shelf = shelf
         self.counts: dict[str, int] = {}
         self.watch = Watch()
         self.exposures = ExposureWatch(region) if sees_exposures else nullcontext()
@@ -81,7 +83,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
-        if traits.is_view or now.recomputing:
+        if traits.is_view or now.recomputing or now.offloading:
             return func(*args, **kwargs)
         occurrence = self.counts.get(traits.name, 0)
         self.counts[traits.name] = occurrence + 1
@@ -95,8 +97,8 @@ class Recorder(TorchDispatchMode):
     def run(self, func: Any, traits: Traits, key: OperatorKey, args: tuple, kwargs: dict) -> Any:
         """Run the operator; record it unless its outputs are kept."""
         decision = self.policy.decide(key)
-        if decision is Decision.OFFLOAD:
-            raise RecomputeError(f"{self.region}: {key.name} is to be offloaded, which no lever of this release does")
+        if decision is Decision.OFFLOAD and traits.is_uninitialised:
+            decision = Decision.RECOMPUTE  # nothing is in it yet; what is written into it is offloaded
         if func in EXCHANGES_MEMORY:
             raise RecomputeError(
                 f"{self.region}: {key.name} exchanges the memory under a tensor, which cannot be recomputed: "
@@ -112,12 +114,15 @@ class Recorder(TorchDispatchMode):
         for target in targets:
             preserve(target)
         results = func(*args, **kwargs)
-        if operation is not None and any(is_index(result) for result in flat(results)):
-            operation = None  # routing and sorting decisions are always kept
+        shelf = self.shelf if decision is Decision.OFFLOAD and not traits.is_foreign else None
+        if any(is_index(result) for result in flat(results)):
+            operation = shelf = None  # routing and sorting decisions are always kept
         if targets:
-            note_writes(operation, targets, self.watch)
+            note_writes(operation, targets, self.watch, shelf)
         if operation is not None and not traits.returns_written:
             note_results(operation, traits, results, targets, self.watch)
+        if shelf is not None and not traits.returns_written:
+            note_offloaded(shelf, (args, kwargs), results, self.watch)
         return results
 
 
@@ -154,6 +159,8 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
         value = product_of(storage)
         if value is None or (value.blank and not any(tensor is target for target in targets)):
             value = root_of(tensor)
+        elif not value.blank:
+            value.secure(tensor)
         references.append(Reference(value, Geometry.of(tensor)))
         return references[-1]
 
@@ -166,23 +173,31 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
 
 
 def preserve(target: torch.Tensor) -> None:
-    """The storage of `target` is about to be written: those who hold its content as a root get a copy."""
+    """The storage of `target` is about to be written: those who hold its content as a root get a copy, and a copy
+    that is under way to a shelf is completed first.
+    """
     if not has_plain_storage(target):
         return
     storage = target.untyped_storage()
+    product = product_of(storage)
+    if product is not None:
+        product.settle()
     root = existing_root(storage)
     if root is not None:
         root.hold_copy()
         forget_root(storage)
 
 
-def note_writes(operation: Operation | None, targets: Sequence[torch.Tensor], watch: Watch) -> None:
+def note_writes(
+    operation: Operation | None, targets: Sequence[torch.Tensor], watch: Watch, shelf: Shelf | None = None
+) -> None:
     """Each written storage that held a product now holds another one, or memory that is kept."""
     plain = [target.untyped_storage() for target in targets if has_plain_storage(target)]
     for index, storage in enumerate(plain):
         if product_of(storage) is None:
             continue  # memory that is not ours to free
-        after = None if operation is None else Product(operation, watch)
+        is_worth_it = shelf is not None and storage.nbytes() >= shelf.smallest_bytes
+        after = Product(operation, watch, shelf=shelf) if is_worth_it or operation is not None else None
         set_product(storage, after)
         if operation is not None and after is not None:
             operation.becomes.append((index, weakref.ref(after)))
@@ -208,10 +223,27 @@ def note_results(
         operation.outputs.append((position, weakref.ref(product)))
 
 
-def leave(outputs: Any, *, held: bool) -> None:
-    """The block is left with its results: memory that the caller holds from now on, or, within a segment, values
-    that stay known as long as nobody writes into them.
+def note_offloaded(shelf: Shelf, arguments: Any, results: Any, watch: Watch) -> None:
+    """Each fresh storage among the results that is worth it holds a product that the shelf will take."""
+    given = {
+        tensor.untyped_storage()._cdata
+        for tensor in tree_iter(arguments)
+        if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor)
+    }
+    for result in flat(results):
+        if not isinstance(result, torch.Tensor) or not has_plain_storage(result):
+            continue
+        storage = result.untyped_storage()
+        is_fresh = product_of(storage) is None and existing_root(storage) is None and storage._cdata not in given
+        if is_fresh and storage.nbytes() >= shelf.smallest_bytes:
+            set_product(storage, Product(None, watch, shelf=shelf))
+
+
+def leave(outputs: Any, watch: Watch, *, held: bool, shelf: Shelf | None = None) -> None:
+    """The block is left with its results: memory that the caller holds from now on, or, within a segment or with a
+    shelf for them, values that stay known as long as nobody writes into them.
     """
+    handed_on: set[Any] = set()
     for tensor in tree_iter(outputs):
         if not isinstance(tensor, torch.Tensor) or not has_plain_storage(tensor):
             continue
@@ -219,7 +251,15 @@ def leave(outputs: Any, *, held: bool) -> None:
         product = product_of(storage)
         if product is None:
             continue
-        if held:
+        product.settle()
+        if shelf is not None and storage.nbytes() >= shelf.smallest_bytes:
+            if product.watch is watch and storage._cdata not in handed_on:
+                # A value of its own: what this block wants in backward was secured, what others want is not yet.
+                product = Product(None, watch, shelf=shelf)
+                set_product(storage, product)
+            handed_on.add(storage._cdata)
+            product.left_as.append((TensorWeakRef(tensor), tensor._version))
+        elif held:
             set_product(storage, None)
             product.hold(root_of(tensor))
         else:

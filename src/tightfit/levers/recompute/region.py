@@ -14,6 +14,7 @@ from tightfit.internals import without_dynamo
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, leave
+from tightfit.levers.recompute.values import Shelf
 
 
 class FrugalForward:
@@ -58,12 +59,16 @@ class RecordedForward(FrugalForward):
     """Runs a block so that each operator's output is kept or recomputed as the policy says.
 
     `holds_output` says whether the block's results are held for the next one (yes, unless both belong to one
-    segment).
+    segment). What the policy offloads goes to the `shelf`.
     """
 
-    def __init__(self, module: nn.Module, path: str, policy: Policy, *, holds_output: bool = True):
+    def __init__(
+        self, module: nn.Module, path: str, policy: Policy, *, shelf: Shelf | None = None, holds_output: bool = True
+    ):
         super().__init__(module, path)
+        assert shelf is not None or not policy.offloads, f"{path} has no shelf to offload to"
         self.policy = policy
+        self.shelf = shelf
         self.holds_output = holds_output
         self.sees_exposures = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
@@ -71,9 +76,10 @@ class RecordedForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        with Recorder(self.path, self.policy, sees_exposures=self.sees_exposures):
+        with Recorder(self.path, self.policy, shelf=self.shelf, sees_exposures=self.sees_exposures) as recorder:
             outputs = self.original(*args, **kwargs)
-            leave(outputs, held=self.holds_output)
+            handed_to = self.shelf if self.policy.offloads_output else None
+            leave(outputs, recorder.watch, held=self.holds_output, shelf=handed_to)
         return outputs
 
 

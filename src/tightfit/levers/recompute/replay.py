@@ -9,7 +9,7 @@ import torch
 
 from tightfit.activity import recomputation
 from tightfit.internals import NoAutocast
-from tightfit.levers.recompute.values import Operation, Product, Reference, whole_storage
+from tightfit.levers.recompute.values import Operation, Parcel, Product, Reference, whole_storage
 
 
 def materialise(product: Product) -> None:
@@ -26,9 +26,9 @@ def materialise(product: Product) -> None:
             rerun(pending.popleft())
 
 
-def needed_operations(product: Product) -> deque[Operation]:
-    """The operations to run, oldest first."""
-    found: dict[int, Operation] = {}
+def needed_operations(product: Product) -> deque[Operation | Parcel]:
+    """The operations to run, and the parcels to bring back, oldest first."""
+    found: dict[int, Operation | Parcel] = {}
     waiting = [product.producer]
     while waiting:
         operation = waiting.pop()
@@ -42,8 +42,11 @@ def needed_operations(product: Product) -> deque[Operation]:
     return deque(found[sequence] for sequence in sorted(found))
 
 
-def rerun(operation: Operation) -> None:
+def rerun(operation: Operation | Parcel) -> None:
     """Run one operation on recomputed arguments and fill the products that are still wanted."""
+    if isinstance(operation, Parcel):
+        operation.deliver()
+        return
     private = [private_base(reference) for reference in operation.written]
     replaced = {id(reference): base for reference, base in zip(operation.written, private, strict=True)}
     random = operation.generator_state

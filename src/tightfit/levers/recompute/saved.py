@@ -1,4 +1,4 @@
-"""What autograd holds for backward inside a watched block: the tensor itself, or a promise to compute it again."""
+"""What autograd holds for backward inside a watched block: the tensor itself, or a promise to bring it back."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from tightfit.levers.recompute.values import (
 
 
 class Promise(NamedTuple):
-    """What autograd holds in place of a saved tensor: it is computed again when asked for."""
+    """What autograd holds in place of a saved tensor: it is computed again, or fetched, when asked for."""
 
     product: Product
     geometry: Geometry
@@ -39,6 +39,7 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     if product is None or product.blank or is_aliased(storage):
         # Without its graph: a saved result would hold the very node that holds it.
         return Held(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+    product.secure(tensor)
     return Promise(product, Geometry.of(tensor))
 
 

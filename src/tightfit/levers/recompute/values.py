@@ -2,8 +2,8 @@
 
 A value is the content of one storage between two writes into it. Tensors are only geometry over a value, so views
 cost nothing and a write makes a new value. A value is either a `Root` (its memory is held) or a `Product` (only the
-operator that makes it is held). References run from results to arguments only; so when autograd lets go of a saved
-tensor, Python's reference counts free exactly what nothing else needs.
+operator that makes it is held, or a copy of its bytes somewhere else). References run from results to arguments only;
+so when autograd lets go of a saved tensor, Python's reference counts free exactly what nothing else needs.
 
 A storage knows its present value only as long as somebody sees every write into it: the recorder that watches the
 block. Afterwards the memory itself is the truth.
@@ -11,7 +11,7 @@ block. Afterwards the memory itself is the truth.
 
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -128,13 +128,43 @@ class Watch:
         self.is_open = True
 
 
+class Copy(Protocol):
+    """A storage's bytes outside of the allocator's memory, for as long as somebody holds this."""
+
+    def fetch(self) -> torch.Tensor:
+        """The bytes in memory of their own, as a flat tensor."""
+        ...
+
+    def settle(self) -> None:
+        """The memory that was copied is about to be written: let that wait until the copy is complete."""
+        ...
+
+
+class Shelf(Protocol):
+    """Where offloaded values lie."""
+
+    @property
+    def smallest_bytes(self) -> int:
+        """Storages below this size stay where they are."""
+        ...
+
+    def put(self, tensor: torch.Tensor) -> Copy | None:
+        """A copy of what the tensor's storage holds now; None where there is no room for it."""
+        ...
+
+
 class Product:
-    """A value that an operator makes: nothing is held until it is computed again, or the block is left with it."""
+    """A value that an operator makes: nothing is held until it is computed again, or the block is left with it.
 
-    __slots__ = ("__weakref__", "blank", "content", "left_as", "lent", "producer", "root", "shown", "watch")
+    With a `shelf` it is to be offloaded: its bytes are copied away when the first who will want it in backward shows
+    up, which never happens for most values.
+    """
 
-    def __init__(self, producer: "Operation", watch: Watch, *, blank: bool = False):
-        self.producer: Operation | None = producer
+    __slots__ = ("__weakref__", "blank", "content", "left_as", "lent", "producer", "root", "shelf", "shown", "watch")
+
+    def __init__(self, producer: "Operation | None", watch: Watch, *, blank: bool = False, shelf: Shelf | None = None):
+        self.producer: Operation | Parcel | None = producer
+        self.shelf = shelf
         self.watch = watch
         self.blank = blank  # made by an operator that returns unwritten memory
         self.content: torch.Tensor | None = None  # recomputed, in memory of our own
@@ -153,6 +183,22 @@ class Product:
             return True
         left = [(reference(), version) for reference, version in self.left_as]
         return bool(left) and all(t is not None and t._version == version for t, version in left)
+
+    def secure(self, tensor: torch.Tensor) -> None:
+        """Backward will want this value, which the storage of `tensor` holds now."""
+        if self.shelf is None:
+            return
+        copy = self.shelf.put(tensor)
+        if copy is None:
+            self.hold(root_of(tensor))
+        else:
+            self.producer = Parcel(self, copy)
+        self.shelf = None
+
+    def settle(self) -> None:
+        """The memory that held this value is about to be written: a copy under way is completed first."""
+        if isinstance(self.producer, Parcel):
+            self.producer.copy.settle()
 
     def fill(self, content: torch.Tensor) -> None:
         """Hold the recomputed content; how to make it is no longer needed."""
@@ -242,6 +288,24 @@ class Operation:
         args = map_instances(Reference, tensor, self.args)
         values = map_instances(Reference, tensor, self.kwargs.values())
         return flat(self.operator(*args, **dict(zip(self.kwargs, values, strict=True))))
+
+
+class Parcel:
+    """A value's bytes somewhere else: in a replay it stands for the operator that makes them, and reads nothing."""
+
+    __slots__ = ("copy", "product", "references", "sequence")
+
+    def __init__(self, product: Product, copy: Copy):
+        self.product = weakref.ref(product)
+        self.copy = copy
+        self.references: list[Reference] = []
+        self.sequence = next(_sequence)
+
+    def deliver(self) -> None:
+        """Bring the bytes back, if the value is still wanted."""
+        product = self.product()
+        if product is not None:
+            product.fill(self.copy.fetch())
 
 
 def product_of(storage: Any) -> Product | None:

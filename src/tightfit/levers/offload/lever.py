@@ -1,0 +1,75 @@
+"""The lever by hand: `offload(model, "layers.*")`."""
+
+from pathlib import Path
+
+from torch import nn
+
+from tightfit.errors import BudgetError, LeverError
+from tightfit.levers.handle import Applied
+from tightfit.levers.offload.shelf import SMALLEST_BYTES, HostShelf, OffloadSettings
+from tightfit.levers.recompute.lever import apply_policies, matching_modules
+from tightfit.levers.recompute.policy import OFFLOAD_ALL, Decision, Policy
+from tightfit.memory.pool import PoolStatistics
+from tightfit.units import parse_bytes
+
+OUTPUTS_ONLY = Policy(default=Decision.RECOMPUTE, offloads_output=True)
+
+
+class AppliedOffload(Applied):
+    """Offload in force on a model; `undo()` restores the model exactly."""
+
+    def __init__(self, applied: Applied, shelf: HostShelf):
+        super().__init__([applied])
+        self.shelf = shelf
+
+    @property
+    def statistics(self) -> PoolStatistics:
+        """Hits, misses and bytes of the pool of buffers."""
+        return self.shelf.statistics()
+
+
+def offload(
+    model: nn.Module,
+    pattern: str,
+    *,
+    recompute: bool = False,
+    folder: str | Path | None = None,
+    budget: int | str | None = None,
+    smallest: int | str = SMALLEST_BYTES,
+) -> AppliedOffload:
+    """Offload what every module whose path matches a glob would hold for backward; on a CPU to disk.
+
+    `pattern` is a glob over module paths, as for `recompute`. With `recompute=True` only what a module hands on is
+    offloaded and everything inside it is recomputed. `folder` is where the file lies that a CPU's values go to (it
+    has no name, and is gone with the process); None: the system's folder for temporary files. `budget` bounds its
+    size, in bytes or as `"4GiB"`; None: half of what is free. Values for which there is no room stay in memory, with a
+    warning (`OffloadFallback`). Storages below `smallest` stay in memory too. Parameters, buffers and the model's
+    inputs are never offloaded.
+
+    Returns a handle with the pool's `statistics`, whose `undo()` restores the model exactly. Raises `LeverError` where
+    nothing matches, a match has a lever already, the model lies on a device that has no tier to offload to, or the
+    budget is more than what is free; `OutputError` where the folder cannot be used; `BudgetError` for a size that is
+    none.
+    """
+    paths = matching_modules(model, pattern)
+    refuse_devices(model)
+    shelf = HostShelf(OffloadSettings(folder, positive_bytes(budget), positive_bytes(smallest) or SMALLEST_BYTES))
+    shelf.open("cpu")  # a folder or a budget that is wrong is an error now
+    policy = OUTPUTS_ONLY if recompute else OFFLOAD_ALL
+    return AppliedOffload(apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf), shelf)
+
+
+def positive_bytes(size: int | str | None) -> int | None:
+    if size is None:
+        return None
+    count = parse_bytes(size)
+    if count <= 0:
+        raise BudgetError(f"offload: {size!r} is not above zero")
+    return count
+
+
+def refuse_devices(model: nn.Module) -> None:
+    """Raises `LeverError` if a parameter lies where no tier reaches."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise LeverError(f"offload: {name} lies on {parameter.device}, from where this release offloads nothing")

@@ -1,0 +1,100 @@
+"""A pool hands out buffers of exact size, uses them again, and stays within its bound."""
+
+import errno
+import os
+from itertools import pairwise
+
+import pytest
+
+from tightfit.errors import LeverError, OutputError
+from tightfit.memory.disk import DiskStore, Extent
+from tightfit.memory.pool import BufferPool
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DiskStore(tmp_path, budget_bytes=1000)
+
+
+@pytest.fixture
+def pool(store):
+    return BufferPool(store)
+
+
+def test_a_buffer_that_came_back_serves_the_next_of_its_size(pool):
+    first = pool.lease(300)
+    extent = first.buffer
+    del first
+    second = pool.lease(300)
+    assert second.buffer == extent
+    assert (pool.statistics.hits, pool.statistics.misses, pool.statistics.held_bytes) == (1, 1, 300)
+
+
+def test_a_buffer_in_use_is_nobody_elses(pool):
+    leases = [pool.lease(100) for _ in range(10)]
+    ends = sorted((lease.buffer.start, lease.buffer.end) for lease in leases)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    assert pool.statistics.leased_bytes == 1000
+
+
+def test_the_pool_says_no_where_everything_is_in_use(pool):
+    leases = [pool.lease(400), pool.lease(400), pool.lease(400)]
+    assert leases[2] is None
+    assert pool.statistics.refusals == 1
+    assert pool.statistics.held_bytes == 800
+
+
+def test_free_buffers_of_other_sizes_make_room(pool):
+    del_me = [pool.lease(400), pool.lease(500)]
+    del_me.clear()
+    assert pool.lease(900).buffer == Extent(0, 900)
+    statistics = pool.statistics
+    assert (statistics.buffers, statistics.high_water_bytes, statistics.refusals) == (1, 900, 0)
+
+
+def test_the_file_is_never_longer_than_the_budget_whatever_the_order(pool, store):
+    held = {}
+    for turn in range(400):
+        size = 10 + (turn * 37) % 290
+        held.pop(turn % 7, None)
+        held[turn % 7] = pool.lease(size)
+        assert os.fstat(store._fd).st_size <= 1000
+    leases = [lease for lease in held.values() if lease is not None]
+    spans = sorted(lease.buffer for lease in leases)
+    assert all(a.end <= b.start for a, b in pairwise(spans))
+    assert pool.statistics.leased_bytes == sum(lease.nbytes for lease in leases)
+
+
+def test_space_at_the_end_goes_back_to_the_disk(store):
+    first, second = store.allocate(200), store.allocate(300)
+    store.free(first, 200)
+    assert os.fstat(store._fd).st_size == 500
+    store.free(second, 300)
+    assert os.fstat(store._fd).st_size == 0
+
+
+def test_the_file_has_no_name(store, tmp_path):
+    store.allocate(500)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_is_a_no_and_other_trouble_is_raised(pool, monkeypatch):
+    def full(fd, start, nbytes):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    code = errno.ENOSPC
+    assert pool.lease(10) is None
+    code = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        pool.lease(10)
+
+
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path):
+    with pytest.raises(OutputError, match=r"^offload: .*/none cannot be used: No such file or directory: name another"):
+        DiskStore(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"^offload: no file can be made in .*/file: Not a directory: name another"):
+        DiskStore(tmp_path / "file")
+    with pytest.raises(LeverError, match=r"^offload: .* TiB are more than the .* GiB that are free in .*: lower"):
+        DiskStore(tmp_path, budget_bytes=2**60)
