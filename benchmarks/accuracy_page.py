@@ -22,7 +22,8 @@ HEAD = """\
 # Accuracy
 
 Written by `python benchmarks/accuracy_page.py` from `benchmarks/results/`. No figure of a GPU has been measured yet:
-`python -m benchmarks.gpu` is the suite that will.
+`python -m benchmarks.gpu` is the suite that will. Every causal language model class of `transformers`, made tiny, has
+a page of its own: [zoo.md](zoo.md).
 """
 
 

@@ -53,7 +53,7 @@ class LoopOverExperts(nn.Module):
     "bias", [(0.0, 0.0, 0.0, 0.0), (99.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 99.0), (9.0, 9.0, 0.0, 0.0)]
 )
 @pytest.mark.parametrize("chosen", [1, 2])
-def test_the_worst_peak_bounds_whatever_the_router_does(bias, chosen):
+def test_the_worst_peak_bounds_even_and_one_sided_routing(bias, chosen):
     model, batch = LoopOverExperts(bias, chosen=chosen), {"x": torch.randn(512, 64)}
     found = estimate(model, batch)
     assert found.worst_peak_bytes is not None

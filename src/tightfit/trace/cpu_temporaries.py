@@ -42,6 +42,17 @@ def common_dtype(operands: Sequence[TensorShape]) -> torch.dtype:
     return common
 
 
+# A reduced elementwise loss is computed unreduced first. Source: `TORCH_IMPL_FUNC(mse_loss_out)`, ATen/native/Loss.cpp.
+REDUCED_LOSSES = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default"})
+
+
+def unreduced_loss(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
+    """Bytes of a reduced loss before its reduction."""
+    if outputs[0].shape:
+        return 0
+    return torch.broadcast_shapes(inputs[0].shape, inputs[1].shape).numel() * outputs[0].dtype.itemsize
+
+
 CONVOLUTIONS = {
     "aten.convolution.default": aten.convolution.default,
     "aten.convolution_backward.default": aten.convolution_backward.default,

@@ -7,7 +7,14 @@ from functools import cache, partial
 import torch
 
 from tightfit.memory.allocator import cpu_rise
-from tightfit.trace.cpu_temporaries import CONVOLUTIONS, PROMOTING, converted_operands, convolution_scratch
+from tightfit.trace.cpu_temporaries import (
+    CONVOLUTIONS,
+    PROMOTING,
+    REDUCED_LOSSES,
+    converted_operands,
+    convolution_scratch,
+    unreduced_loss,
+)
 from tightfit.trace.shapes import TensorShape
 
 aten = torch.ops.aten
@@ -115,5 +122,7 @@ def cpu_workspace(
         return converted_operands(name, inputs)
     if name in CONVOLUTIONS:
         return convolution_scratch(name, inputs, arguments)
+    if name in REDUCED_LOSSES:
+        return unreduced_loss(inputs, outputs)
     formula = _CPU.get(name)
     return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)
