@@ -6,11 +6,11 @@ import typer
 from typer.core import TyperGroup
 
 import tightfit
-from tightfit.cli import asking, generating, measuring, observing, training
+from tightfit.cli import asking, generating, measuring, minimind, observing, training
 from tightfit.errors import TightfitError
 
 INTERRUPTED = 130  # 128 + SIGINT
-PROFILE = "profile"  # the command whose arguments belong to somebody else's script
+PROFILE, MINIMIND = "profile", "minimind"  # the commands whose arguments belong to somebody else's script
 
 
 class Commands(TyperGroup):
@@ -18,7 +18,7 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept `--debug` behind the command too, but not among the arguments of a script."""
-        end = args.index(PROFILE) if PROFILE in args else len(args)
+        end = next((i for i, argument in enumerate(args) if argument in (PROFILE, MINIMIND)), len(args))
         if "--debug" in args[:end]:
             args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
         return super().parse_args(ctx, args)
@@ -73,6 +73,7 @@ app.command()(measuring.devices)
 app.command()(measuring.calibrate)
 app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)
 app.command()(observing.doctor)
+app.command(MINIMIND, context_settings=minimind.AMONG_THE_SCRIPTS)(minimind.minimind)
 
 
 def main() -> None:

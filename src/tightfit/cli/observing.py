@@ -14,7 +14,6 @@ from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError
 
 if TYPE_CHECKING:
-    from tightfit.monitoring.script import ScriptRun
     from tightfit.monitoring.watch import Watch
 
 # Everything behind SCRIPT is the script's own, options too.
@@ -53,7 +52,7 @@ def profile(
     run = profile_script(script, arguments or [], traced_step=step)
     write_record(run.watch, folder / target)
     typer.echo(f"\n{describe_record(run.watch.record(), columns())}\n\nWritten: {target}", err=True)
-    leave(run, script)
+    leave(run.error, script)
 
 
 def check_writable(target: Path) -> None:
@@ -74,11 +73,10 @@ def write_record(watch: "Watch", target: Path) -> None:
         raise OutputError(f"{target}: the record cannot be written: {error.strerror}") from error
 
 
-def leave(run: "ScriptRun", script: Path) -> None:
-    """End as the script would have ended."""
+def leave(error: BaseException | None, script: Path) -> None:
+    """End as the script would have ended, with the exception that ended it, if one did."""
     from tightfit.monitoring.script import from_script_on
 
-    error = run.error
     if error is None:
         return
     if isinstance(error, SystemExit):

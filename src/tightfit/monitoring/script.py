@@ -4,7 +4,7 @@ import gc
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +27,25 @@ class ScriptRun:
     error: BaseException | None
 
 
-def profile_script(script: Path, arguments: Sequence[str] = (), *, traced_step: int | None = TRACED_STEP) -> ScriptRun:
+def profile_script(
+    script: Path,
+    arguments: Sequence[str] = (),
+    *,
+    traced_step: int | None = TRACED_STEP,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> ScriptRun:
     """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and watch what it trains.
 
     The model is the first module that is called at top level with gradients and has parameters to train; optimizers
-    are those that step. Raises `InputError` where there is no such script; exceptions of the script itself, of any
-    kind, are returned.
+    are those that step. `prepare` is given the model, inside its first call, before its forward begins. Raises
+    `InputError` where there is no such script; exceptions of the script itself, and of `prepare`, of any kind, are
+    returned.
     """
     if not script.is_file():
         raise InputError(f"{script}: no such script")
     watch = Watch(traced_step=traced_step)
     error: BaseException | None = None
-    with _as_main(script, arguments), Discovery(watch):
+    with _as_main(script, arguments), Discovery(watch, prepare):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except BaseException as raised:
@@ -70,8 +77,9 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 class Discovery:
     """Finds the model and the optimizers of a running script by PyTorch's global hooks, and hands them to a watch."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: Watch, prepare: Callable[[nn.Module], None] | None = None):
         self.watch = watch
+        self.prepare = prepare
         self.depth = 0  # of module calls
         self.handles: list[Any] = []
 
@@ -79,14 +87,12 @@ class Discovery:
         self.handles = [
             register_module_forward_pre_hook(self._call_begins),
             register_module_forward_hook(self._call_ends, always_call=True),
-            register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
-            register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),
         ]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
+        while self.handles:
+            self.handles.pop().remove()
 
     def _call_begins(self, module: nn.Module, args: tuple) -> None:
         self.depth += 1
@@ -98,8 +104,13 @@ class Discovery:
 
     def _found(self, model: nn.Module, args: tuple) -> None:
         """Watch from here on; its own hooks, being new, are not called for this call."""
-        for handle in self.handles[:2]:
-            handle.remove()
+        self.__exit__()
+        if self.prepare is not None:
+            self.prepare(model)
+        self.handles = [  # from here on: what steps meanwhile, dry, is not the script's
+            register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
+            register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),
+        ]
         self.watch.stage.has_optimizer = _has_optimizer()
         self.watch.add_model(model)
         self.watch.start()

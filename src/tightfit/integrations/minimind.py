@@ -1,0 +1,164 @@
+"""MiniMind (github.com/jingyaogong/minimind): its own trainer scripts, unmodified, with memory flags."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from tightfit.errors import InputError, LeverError, ModelError, TightfitError
+from tightfit.integrations.running_step import RunningRequest, running_request
+from tightfit.levers.recompute import RECOMPUTE_ALL
+from tightfit.levers.recompute.lever import segment_ends
+from tightfit.monitoring.record import Record
+from tightfit.monitoring.script import profile_script
+from tightfit.planner.api import as_plan
+from tightfit.planner.apply import AppliedPlan
+from tightfit.planner.blocks import find_blocks
+from tightfit.planner.plan import Plan
+from tightfit.planner.request import Combination
+from tightfit.planner.search import Candidate, Search
+from tightfit.units import parse_budget
+
+MODEL_FILE = Path("model") / "model_minimind.py"
+FEED_FORWARD = ("mlp", "ffn", "feed_forward")  # what blocks call theirs; MiniMind's: mlp
+_ANY_BYTES = 2**60  # a device and a peak for which every budget that can be read is one
+
+
+@dataclass(frozen=True)
+class MemoryFlags:
+    """What was asked for: recompute by rule (`use_checkpoint`), or the plan for a budget.
+
+    `segments` joins the blocks to so many runs of neighbours; `ffn_only` leaves all but the feed-forward part of each
+    block alone. Raises `InputError` where the flags do not go together, `BudgetError` where the budget is not one.
+    """
+
+    use_checkpoint: bool = False
+    memory_budget: str | None = None
+    segments: int | None = None
+    ffn_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_checkpoint == (self.memory_budget is not None):
+            both = "exclude each other" if self.use_checkpoint else "are both missing"
+            raise InputError(f"--use_checkpoint and --memory_budget {both}: give one of them")
+        if self.memory_budget is not None:
+            parse_budget(self.memory_budget, device_bytes=_ANY_BYTES, plain_peak_bytes=_ANY_BYTES)
+        if self.segments is not None and self.memory_budget is not None:
+            raise InputError("--segments goes with --use_checkpoint: for a --memory_budget the plan chooses them")
+        if self.segments is not None and self.ffn_only:
+            raise InputError("--segments joins whole blocks and --ffn_only takes a part of each: give one of them")
+        if self.segments is not None and self.segments < 1:
+            raise InputError(f"--segments {self.segments} is less than 1")
+
+
+@dataclass(frozen=True)
+class MiniMindRun:
+    """What a script left: the plan it ran under, what was measured, and the exception that ended it, if one did.
+
+    The plan is None where the script ended before it trained anything.
+    """
+
+    plan: Plan | None
+    record: Record
+    error: BaseException | None
+
+
+def run_minimind(script: Path, arguments: Sequence[str], flags: MemoryFlags) -> MiniMindRun:
+    """Run a trainer script of a MiniMind checkout as `python SCRIPT ARGUMENTS` would, in this process, under a plan.
+
+    The plan is made in the model's first call, for the batch and the loss of the script's own step, before anything is
+    computed. Raises `InputError` where the script is none of MiniMind's, `ModelError` where its model cannot be
+    planned for or it trains none, `CannotFit` where the budget is less than the least peak; exceptions of the script
+    itself are returned.
+    """
+    check_script(script)
+    planner = _Planner(flags)
+    run = profile_script(script, arguments, prepare=planner)
+    planner.undo()
+    if planner.refusal is not None:
+        raise planner.refusal
+    if planner.plan is None and run.error is None:
+        raise ModelError(f"{script}: it ended without having trained a model in this process")
+    return MiniMindRun(planner.plan, run.watch.record(), run.error)
+
+
+def check_script(script: Path) -> None:
+    """Raises `InputError` unless this is a script in a checkout of MiniMind."""
+    if not script.is_file():
+        raise InputError(f"{script}: no such script")
+    folders = script.resolve().parents
+    if not any((folder / MODEL_FILE).is_file() for folder in folders[:2]):
+        raise InputError(
+            f"{script}: not a script of a MiniMind checkout (there is no {MODEL_FILE} beside its folder): "
+            "for a loop of your own see docs/guests/plain_loops.md"
+        )
+
+
+@dataclass
+class _Planner:
+    """Mutable: plans and applies, once, and keeps what came of it."""
+
+    flags: MemoryFlags
+    plan: Plan | None = None
+    refusal: TightfitError | None = None
+    applied: list[AppliedPlan] = field(default_factory=list)
+
+    def __call__(self, model: nn.Module) -> None:
+        try:
+            check_unwrapped(model)
+            with running_request(model, blocks=blocks_of(model, self.flags)) as request:
+                self.plan = make_plan(request, self.flags)
+            self.applied.append(self.plan.apply(model))
+        except TightfitError as error:  # kept here too: the script may catch what passes through it
+            self.refusal = error
+            raise
+
+    def undo(self) -> None:
+        while self.applied:
+            self.applied.pop().undo()
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises `ModelError` for a model that is compiled, or distributed over processes."""
+    if hasattr(model, "_orig_mod"):
+        raise ModelError("the model is compiled, and planned blocks run as they are written: leave out --use_compile 1")
+    if hasattr(model, "module") and isinstance(model.module, nn.Module):
+        raise ModelError(f"the model is wrapped in {type(model).__name__}: plans are for one process, without torchrun")
+
+
+def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
+    """A glob over what is to be recomputed; None for the repeated blocks. Raises `ModelError` where there are none."""
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ModelError(f"{type(model).__name__} has no repeated blocks, so there is nothing to recompute")
+    if not flags.ffn_only:
+        return None
+    children = [name for name, _ in model.get_submodule(blocks[0]).named_children()]
+    for name in FEED_FORWARD:
+        if name in children:
+            return f"{blocks[0].rpartition('.')[0]}.*.{name}".lstrip(".")
+    raise ModelError(f"--ffn_only: {blocks[0]} has no part named {' or '.join(FEED_FORWARD)}, but {', '.join(children)}")
+
+
+def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:
+    """The plan for the budget, or the one that the rule gives."""
+    if flags.memory_budget is not None:
+        search = Search(request, flags.memory_budget)
+        return as_plan(search, search.run())
+    return rule_plan(request, flags.segments)
+
+
+def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
+    """Every block recomputes, in segments where they are given; its budget is its own peak. Raises `LeverError`."""
+    search = Search(request, "1x")
+    count = len(search.paths)
+    if segments is not None and segments > count:
+        raise LeverError(f"--segments {segments} is out of range: the model has {count} blocks")
+    ends = segment_ends(count, segments or count)
+    joined = tuple(path for i, path in enumerate(search.paths) if i not in ends)
+    combination = Combination(request.micro_batches)
+    search.plain = search.tracer.whole(combination, {})
+    candidate = search.trace_applied(combination, dict.fromkeys(search.paths, RECOMPUTE_ALL), joined=joined)
+    search.budget_bytes = candidate.needed_bytes
+    return as_plan(search, candidate)

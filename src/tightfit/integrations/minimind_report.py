@@ -1,0 +1,32 @@
+"""What a MiniMind training under a plan came to, as text for a terminal."""
+
+from tightfit.integrations.minimind import MiniMindRun
+from tightfit.monitoring.describe import told_source
+from tightfit.planner.describe import WIDTH, block_table, notes, rendered, table_of
+from tightfit.units import format_bytes, format_seconds
+
+
+def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
+    """Plain and planned peak against the measured one, and what the blocks did."""
+    record, plan = run.record, run.plan
+    if plan is None:
+        return "tightfit: the script ended before it trained, so nothing was planned."
+    recomputing = sum(choice.action != "keep" for choice in plan.choices)
+    micro = f" of {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    table = table_of("a step" + micro, "plain", "planned", "measured")
+    table.add_row("peak", *map(format_bytes, (plan.plain_peak_bytes, plan.peak_bytes, record.peak_bytes)))
+    seconds = (plan.plain.step_seconds, plan.step_seconds, record.step_seconds)
+    table.add_row("time", *("" if s is None else format_seconds(s) for s in seconds))
+    return rendered(
+        f"{record.model}, {record.parameters / 1e6:.1f}M parameters, {record.optimizer}, {record.device}; "
+        f"{record.steps} steps, {recomputing} of {len(plan.choices)} blocks recompute.",
+        f"Budget {format_bytes(plan.budget_bytes)}; measured peak {format_bytes(record.peak_bytes)} "
+        f"({record.peak_bytes / plan.plain_peak_bytes:.1%} of the plain one, as predicted): {told_source(record)}.",
+        "",
+        table,
+        *(["", block_table(plan.choices)] if recomputing else []),
+        *notes(plan.assumptions),
+        width=width,
+    )
+
+

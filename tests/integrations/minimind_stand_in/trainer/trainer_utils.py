@@ -1,0 +1,45 @@
+"""What the scripts share: their flags, their data, and what they say of a step."""
+
+import argparse
+import hashlib
+
+import torch
+
+IGNORED, PAD = -100, 0
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--accumulation_steps", type=int, default=1)
+    parser.add_argument("--grad_clip", type=float, default=1.0)
+    parser.add_argument("--max_seq_len", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--use_moe", type=int, default=0)
+    parser.add_argument("--use_compile", type=int, default=0)
+    return parser.parse_args()
+
+
+def batches(args):
+    """Ids and labels of ragged lengths, padded to the greatest one allowed; different at every step."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(args.steps):
+        yield batch(args.batch_size, args.max_seq_len, generator)
+
+
+def batch(size, length, generator, vocabulary=64):
+    ids = torch.randint(1, vocabulary, (size, length), generator=generator)
+    lengths = torch.randint(length // 2, length, (size, 1), generator=generator)
+    padding = torch.arange(length) >= lengths
+    return ids.masked_fill(padding, PAD), ids.masked_fill(padding, IGNORED)
+
+
+def say(step, loss):
+    print(step, loss.item().hex())
+
+
+def fingerprint(model):
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + tensor.detach().numpy().tobytes())
+    print("weights", digest.hexdigest())

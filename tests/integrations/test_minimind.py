@@ -1,0 +1,168 @@
+"""MiniMind's trainers under a plan, played by a stand-in of ours that has their habits."""
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from command_line import tightfit
+from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
+from tightfit.integrations.minimind import MemoryFlags, run_minimind
+from tightfit.monitoring.script import profile_script
+
+TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"
+PRETRAIN = TRAINER / "train_pretrain.py"
+EVERY = [(script, moe) for script in ("pretrain", "lora", "dpo", "distillation") for moe in (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch):
+    """Each script imports its checkout's modules itself, as in a process of its own."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] in ("model", "trainer_utils")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def alone(monkeypatch, capsys):
+    """What a script prints when it runs without tightfit."""
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+        capsys.readouterr()
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def under(script, *arguments, **flags):
+    run = run_minimind(script, arguments, MemoryFlags(**flags))
+    assert run.error is None
+    return run
+
+
+@pytest.mark.parametrize(("script", "moe"), EVERY)
+def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, moe, alone, capsys):
+    path, arguments = TRAINER / f"train_{script}.py", ("--use_moe", str(moe), "--accumulation_steps", "2")
+    expected = alone(path, *arguments)
+    run = under(path, *arguments, memory_budget="0.7x")
+    assert capsys.readouterr().out == expected
+    assert expected.count("\n") == 5  # four losses to the last bit, and the weights
+    assert run.record.peak_bytes <= run.plan.budget_bytes
+    assert run.plan.micro_batches == 2
+
+
+@pytest.mark.parametrize(("script", "moe"), [(script, 0) for script in ("pretrain", "lora", "dpo")])
+def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
+    """The loss is the script's, and so are the logits that it holds on to and the models beside the trained one."""
+    path, arguments = TRAINER / f"train_{script}.py", ("--accumulation_steps", "2")
+    plain = profile_script(path, arguments).watch.record()
+    run = under(path, *arguments, memory_budget="0.7x")
+    assert run.plan.plain_peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("flags", [{}, {"segments": 2}, {"ffn_only": True}], ids=str)
+@pytest.mark.parametrize("moe", [0, 1])
+def test_blocks_recompute_by_rule_with_the_same_losses_and_weights(flags, moe, alone, capsys):
+    arguments = ("--use_moe", str(moe))
+    expected = alone(PRETRAIN, *arguments)
+    run = under(PRETRAIN, *arguments, use_checkpoint=True, **flags)
+    assert capsys.readouterr().out == expected
+    assert run.record.peak_bytes < 0.9 * run.plan.plain_peak_bytes
+    assert all(choice.action == "recompute" for choice in run.plan.choices)
+    assert sum(choice.joined for choice in run.plan.choices) == (4 if "segments" in flags else 0)
+    assert all(choice.path.endswith(".mlp") for choice in run.plan.choices) == ("ffn_only" in flags)
+
+
+def test_the_flags_stand_among_the_scripts_own(alone):
+    expected = alone(PRETRAIN, "--steps", "3", "--use_moe", "1")
+    outcome = tightfit("minimind", PRETRAIN, "--steps", 3, "--memory_budget", "0.7x", "--use_moe", 1)
+    assert (outcome.code, outcome.out) == (0, expected)
+    assert "MiniMindForCausalLM, " in outcome.err
+    assert "% of the plain one" in outcome.err
+    assert "step 2, watched operator by operator" in outcome.err
+
+
+def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():
+    outcome = tightfit("minimind", PRETRAIN, "--memory_budget", "0.1x")
+    assert (outcome.code, outcome.out) == (CannotFit.exit_code, "")
+    assert "cannot fit: the least is" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "--use_checkpoint and --memory_budget are both missing"),
+        (("--use_checkpoint", "--memory_budget", "1GiB"), "exclude each other"),
+        (("--memory_budget", "much"), "'much' is not an amount of memory"),
+        (("--memory_budget", "1GiB", "--segments", "2"), "--segments goes with --use_checkpoint"),
+        (("--use_checkpoint", "--segments", "0"), "--segments 0 is less than 1"),
+        (("--use_checkpoint", "--segments", "2", "--ffn_only"), "give one of them"),
+        (("--use_checkpoint", "--segments", "7"), "--segments 7 is out of range: the model has 6 blocks"),
+        (("--use_checkpoint", "--use_compile", "1"), "the model is compiled"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused_before_a_step_is_computed(flags, said):
+    outcome = tightfit("minimind", PRETRAIN, *flags)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert said in outcome.error
+
+
+def test_a_script_that_is_none_of_minimind_is_refused(tmp_path):
+    elsewhere = Path(shutil.copy(PRETRAIN, tmp_path))
+    assert "no such script" in tightfit("minimind", tmp_path / "none.py", "--use_checkpoint").error
+    assert "not a script of a MiniMind checkout" in tightfit("minimind", elsewhere, "--use_checkpoint").error
+
+
+def written(folder, lines):
+    """A script in a checkout of its own."""
+    shutil.copytree(TRAINER.parent / "model", folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "trainer").mkdir()
+    script = folder / "trainer" / "train_other.py"
+    script.write_text("import torch\nfrom torch import nn\n" + lines, encoding="utf-8")
+    return script
+
+
+def test_a_script_that_trains_nothing_is_told(tmp_path):
+    script = written(tmp_path, "print('evaluated')")
+    assert "ended without having trained a model" in tightfit("minimind", script, "--use_checkpoint").error
+
+
+NO_BLOCKS = "model = nn.Linear(2, 2)\no = torch.optim.SGD(model.parameters())\nmodel(torch.ones(1, 2)).sum().backward()"
+NO_BACKWARD = "model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])\nmodel(torch.ones(1, 2))"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (NO_BLOCKS, "Linear has no repeated blocks"),
+        (NO_BACKWARD, "train_other.py:4: no backward() follows the model's call"),
+        (NO_BACKWARD + ".sum().backward()", "no optimizer holds its parameters"),
+    ],
+)
+def test_a_step_that_cannot_be_planned_for_is_told_with_its_line(lines, said, tmp_path):
+    script = written(tmp_path, lines)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        run_minimind(script, (), MemoryFlags(use_checkpoint=True))
+
+
+def test_a_script_cannot_swallow_a_refusal(tmp_path):
+    lines = "\n".join(f"    {line}" for line in NO_BLOCKS.splitlines())
+    script = written(tmp_path, f"try:\n{lines}\nexcept Exception:\n    pass")
+    with pytest.raises(ModelError, match="no repeated blocks"):
+        run_minimind(script, (), MemoryFlags(use_checkpoint=True))
+
+
+def test_flags_are_checked_where_they_are_made():
+    for error, flags in [(InputError, {}), (BudgetError, {"memory_budget": "0x"})]:
+        with pytest.raises(error):
+            MemoryFlags(**flags)
+    with pytest.raises(LeverError):
+        run_minimind(PRETRAIN, (), MemoryFlags(use_checkpoint=True, segments=9))
