@@ -17,7 +17,7 @@ from tightfit.planner.apply import AppliedPlan
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.plan import Plan
 from tightfit.planner.request import Combination
-from tightfit.planner.search import Candidate, Search
+from tightfit.planner.search import Search
 from tightfit.units import parse_budget
 
 MODEL_FILE = Path("model") / "model_minimind.py"
@@ -138,7 +138,9 @@ def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
     for name in FEED_FORWARD:
         if name in children:
             return f"{blocks[0].rpartition('.')[0]}.*.{name}".lstrip(".")
-    raise ModelError(f"--ffn_only: {blocks[0]} has no part named {' or '.join(FEED_FORWARD)}, but {', '.join(children)}")
+    raise ModelError(
+        f"--ffn_only: {blocks[0]} has no part named {' or '.join(FEED_FORWARD)}, but {', '.join(children)}"
+    )
 
 
 def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:

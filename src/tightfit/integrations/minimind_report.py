@@ -28,5 +28,3 @@ def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
         *notes(plan.assumptions),
         width=width,
     )
-
-

@@ -1,0 +1,64 @@
+"""The examples for loops of one's own run, compute what they compute without a plan, and stay within its budget."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tightfit.planner.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ("plain_loop", "nanogpt_loop", "custom_loss", "two_optimizers")
+
+
+@pytest.fixture
+def output(capsys):
+    """What an example prints."""
+
+    def run(name):
+        capsys.readouterr()
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def losses(text):
+    return [line for line in text.splitlines() if re.match(r"(loss|critic|generator) -?\d", line)]
+
+
+def figures(text):
+    found = re.search(r"measured peak (\d+), budget (\d+), without the plan (\d+)", text)
+    assert found is not None, text
+    return [int(figure) for figure in found.groups()]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_stays_within_its_budget_and_computes_the_same(name, output, monkeypatch):
+    planned = output(name)
+    measured, budget, plain = figures(planned)
+    assert measured <= budget < plain
+    monkeypatch.setattr(Plan, "apply", lambda plan, model: None)
+    unplanned = output(name)
+    assert len(losses(planned)) >= 4
+    assert losses(planned) == losses(unplanned)  # to the last digit that Python prints
+    assert figures(unplanned)[0] > budget
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_fits_on_a_screen(name):
+    assert len((ROOT / "examples" / f"{name}.py").read_text("utf-8").splitlines()) < 60
+
+
+@pytest.mark.parametrize("page", ["minimind", "plain_loops"])
+def test_the_pages_name_files_and_flags_that_exist(page):
+    from command_line import tightfit
+
+    text = (ROOT / "docs" / "guests" / f"{page}.md").read_text("utf-8")
+    assert len(text.splitlines()) < 60
+    for name in re.findall(r"examples/\w+\.py", text):
+        assert (ROOT / name).is_file(), name
+    help_text = tightfit("minimind", "--help").out
+    for flag in re.findall(r"`--(memory_budget|use_checkpoint|segments|ffn_only)", text):
+        assert f"--{flag}" in help_text
