@@ -96,6 +96,7 @@ def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():
     assert "cannot fit: the least is" in outcome.error
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # PyTorch's about global hooks, of which we have some
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -22,19 +22,17 @@ def minimind(
         typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.", show_default=False),
     ] = None,
     use_checkpoint: Annotated[
-        bool, typer.Option("--use_checkpoint", "--use-checkpoint", help="Recompute every block in backward.")
+        bool, typer.Option("--use_checkpoint", help="Recompute every block in backward.")
     ] = False,
     memory_budget: Annotated[
         str | None,
-        typer.Option(
-            "--memory_budget", "--memory-budget", metavar="BUDGET", help="The peak to stay within: 0.5x, 8GiB, 80%."
-        ),
+        typer.Option("--memory_budget", metavar="BUDGET", help="The peak to stay within: 0.5x, 8GiB, 80%."),
     ] = None,
     segments: Annotated[
         int | None, typer.Option(metavar="K", help="With --use_checkpoint: blocks joined to K segments.")
     ] = None,
     ffn_only: Annotated[
-        bool, typer.Option("--ffn_only", "--ffn-only", help="Recompute the feed-forward part of blocks only.")
+        bool, typer.Option("--ffn_only", help="Recompute the feed-forward part of blocks only.")
     ] = False,
 ) -> None:
     """Run a trainer script of MiniMind, unmodified, within a memory budget.

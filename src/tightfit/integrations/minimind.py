@@ -123,7 +123,7 @@ def check_unwrapped(model: nn.Module) -> None:
     """Raises `ModelError` for a model that is compiled, or distributed over processes."""
     if hasattr(model, "_orig_mod"):
         raise ModelError("the model is compiled, and planned blocks run as they are written: leave out --use_compile 1")
-    if hasattr(model, "module") and isinstance(model.module, nn.Module):
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"the model is wrapped in {type(model).__name__}: plans are for one process, without torchrun")
 
 
@@ -161,6 +161,7 @@ def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
     joined = tuple(path for i, path in enumerate(search.paths) if i not in ends)
     combination = Combination(request.micro_batches)
     search.plain = search.tracer.whole(combination, {})
+    search.routing_matters = search.plain.peak_depends_on_data
     candidate = search.trace_applied(combination, dict.fromkeys(search.paths, RECOMPUTE_ALL), joined=joined)
     search.budget_bytes = candidate.needed_bytes
     return as_plan(search, candidate)

@@ -2,7 +2,7 @@
 
 from tightfit.integrations.minimind import MiniMindRun
 from tightfit.monitoring.describe import told_source
-from tightfit.planner.describe import WIDTH, block_table, notes, rendered, table_of
+from tightfit.planner.describe import WIDTH, block_table, notes, rendered, table_of, worst_case
 from tightfit.units import format_bytes, format_seconds
 
 
@@ -22,6 +22,7 @@ def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
         f"{record.steps} steps, {recomputing} of {len(plan.choices)} blocks recompute.",
         f"Budget {format_bytes(plan.budget_bytes)}; measured peak {format_bytes(record.peak_bytes)} "
         f"({record.peak_bytes / plan.plain_peak_bytes:.1%} of the plain one, as predicted): {told_source(record)}.",
+        *worst_case(plan.peak_bytes, plan.worst_peak_bytes),
         "",
         table,
         *(["", block_table(plan.choices)] if recomputing else []),

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 import tightfit
 from tightfit.devices.present import lookup
-from tightfit.errors import ModelError, TightfitError
+from tightfit.errors import ModelError
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.step import Batch, Part, StepSettings
@@ -103,14 +103,7 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
         elif device.kind != "cpu" and torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         stack.callback(forget_locals, step.frame)
-        try:
-            yield request
-        except TightfitError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"{step.file}:{step.line}: the step cannot be run dry: {type(error).__name__}: {error}"
-            ) from error
+        yield request
 
 
 def loop_frames() -> Iterator[FrameType]:
