@@ -319,3 +319,10 @@ def test_a_compiled_model_is_traced_as_it_was_written_and_then_runs_compiled():
     plain, compiled = Loop(decoder(num_layers=1)), Loop(torch.compile(decoder(num_layers=1)))
     assert compiled.run(steps=4).peak_bytes == plain.run().peak_bytes
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+def test_operators_whose_scratch_memory_is_measured_are_watched():
+    model = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.Flatten())
+    with tightfit.monitor(model, torch.optim.SGD(model.parameters()), traced_step=1) as watch:
+        nn.functional.mse_loss(model(torch.ones(2, 3, 8)), torch.ones(2, 32)).backward()
+    assert watch.peak_bytes > 0

@@ -1,5 +1,6 @@
 """Plans the step of a loop that is running: asked inside the model's first call, before its forward begins."""
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -24,7 +25,7 @@ from tightfit.step import Batch, Part, StepSettings
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.step import plain_tensors
 
-_NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent)
+_NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent, Path(contextlib.__file__))
 _CLIPPED = 1.0  # a norm to clip at: which one makes no difference to memory or time
 
 

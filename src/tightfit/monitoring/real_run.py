@@ -137,14 +137,15 @@ class RealRun(DryRun):
         """The seconds it took, and the scratch memory that no dispatch shows."""
         scratch = self._scratch.get(key)
         if scratch is None:
-            scratch = self._scratch[key] = self.scratch(traits.name, inputs)
+            scratch = self._scratch[key] = self.scratch(traits.name, inputs, args, out)
         return self._took, scratch
 
-    def scratch(self, name: str, inputs: Sequence[torch.Tensor]) -> int:
+    def scratch(self, name: str, inputs: Sequence[torch.Tensor], args: tuple, out: Any) -> int:
         # Some figures are measured under a profiler, of which there can be only one at a time.
         if self.device.type != "cpu" or is_profiling():
             return 0
-        return cpu_workspace(name, [TensorShape.of(tensor) for tensor in inputs])
+        shapes, made = ([TensorShape.of(tensor) for tensor in tensors] for tensors in (inputs, tensors_in((out,))))
+        return cpu_workspace(name, shapes, made, tuple(a for a in args if not isinstance(a, torch.Tensor)))
 
     def fail(self, traits: Traits, reads: tuple[int, ...], error: BaseException) -> None:
         """Enter the operator that raised. Where it ran out of memory, what it asked for is its scratch memory, and
