@@ -18,6 +18,9 @@ class Activity:
     recomputing: int = 0  # depth of recomputations under way
     region: str | None = None  # module path of the innermost block that a lever watches
     occurrence: int = -1  # how many operators of this name that block has run before this one
+    dry: bool = False  # a step runs dry: what hangs on the real model's gradients keeps still
+    accumulating: int = 0  # depth of micro-batches under way after which another one follows
+    host: int = 0  # depth of code that works in host memory, whatever the device
     playing_cuda: bool = False  # a dry run in which CPU tensors stand for those of a CUDA device
     offloading: int = 0  # depth of copies to or from the place where a lever puts values
     # In a dry run: stands for a copy of a tensor's storage outside of the memory that is counted, and gives what
@@ -47,3 +50,23 @@ def offload() -> Iterator[None]:
         yield
     finally:
         now.offloading -= 1
+
+
+@contextmanager
+def accumulation() -> Iterator[None]:
+    """The backward inside is not the last one before the optimizer's step."""
+    now.accumulating += 1
+    try:
+        yield
+    finally:
+        now.accumulating -= 1
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """What is made inside lies in host memory, whatever the device."""
+    now.host += 1
+    try:
+        yield
+    finally:
+        now.host -= 1

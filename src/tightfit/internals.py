@@ -6,7 +6,7 @@ Each is there in torch 2.11 and 2.13.
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls operators of its own
 NoAutocast = torch._C._DisableAutocast
 _COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # where aliases get their shared version counter
+no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes of tensors that dispatch themselves
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
 
 __all__ = [
@@ -43,8 +44,10 @@ __all__ = [
     "is_profiling",
     "kernels_replaced",
     "newest_sequence_number",
+    "no_torch_function",
     "operators_with_kernel",
     "set_version_counters",
+    "tensor_without_memory",
     "without_dynamo",
 ]
 
@@ -65,6 +68,11 @@ def compiled_code_off() -> Callable[[], None]:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill the memory they span, each once."""
     return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def tensor_without_memory(kind: type, like: torch.Tensor, strides: Sequence[int] | None = None) -> Any:
+    """A tensor of a class that dispatches itself, with another one's shape, dtype and device and no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, like.size(), strides=strides, dtype=like.dtype, device=like.device)
 
 
 def current_node() -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from tightfit.activity import accumulation
 from tightfit.errors import ModelError
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -96,12 +97,13 @@ def forward_backward(
     observer = observer or NoObserver()
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     total: torch.Tensor | None = None
-    for part in parts:
+    for number, part in enumerate(parts, start=1):
         with observer.phase("forward"), autocast(precision, device_type):
             value = loss(model, part.batch)
             if part.weight != 1.0:
                 value = value * part.weight
-        with observer.phase("backward"):
+        more_follow = number < len(parts)
+        with observer.phase("backward"), accumulation() if more_follow else nullcontext():
             (value if scaler is None else scaler.scale(value)).backward()
         total = value.detach() if total is None else total + value.detach()
         del value

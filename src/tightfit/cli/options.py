@@ -44,7 +44,13 @@ Precision = Annotated[
     typer.Option(metavar="NAME", help="fp32, or autocast to bf16 or fp16 (else fp32).", rich_help_panel=THE_STEP),
 ]
 Optimizer = Annotated[
-    str | None, typer.Option(metavar="NAME", help="adamw, adam, sgd, adafactor (else adamw).", rich_help_panel=THE_STEP)
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="adamw, adamw_fused, adamw8bit, adamw4bit, adamw_bf16, offloaded_adamw[:SHARE], adam, muon, "
+        "adafactor, sgd (else adamw).",
+        rich_help_panel=THE_STEP,
+    ),
 ]
 MicroBatches = Annotated[
     int | None,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tightfit.config.optimizer_names import FOREIGN
+
 
 class AliasValueError(ValueError):
     """The value of an alias cannot be translated; the text says what is wanted."""
@@ -39,6 +41,10 @@ def _lookup(table: dict[Any, str]) -> Callable[[Any], str]:
 _precision = _lookup({True: "bf16", False: "fp32", "no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
 _attention = _lookup({"memory_efficient": "chunked", "chunked": "chunked", "standard": "sdpa", "sdpa": "sdpa"})
 _activation = _lookup({"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"})
+
+
+def _optimizer(value: Any) -> Any:
+    return FOREIGN.get(value, value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ ALIASES: dict[str, Alias] = {
         Alias("warmup_steps", "training.warmup_steps"),
         Alias("warmup_iters", "training.warmup_steps"),
         Alias("lr_scheduler_type", "training.schedule"),
-        Alias("optim", "training.optimizer"),
+        Alias("optim", "training.optimizer", _optimizer, "adamw_torch, adamw_torch_fused, adamw_bnb_8bit too"),
         Alias("weight_decay", "training.weight_decay"),
         Alias("grad_clip", "training.grad_clip"),
         Alias("max_grad_norm", "training.grad_clip"),

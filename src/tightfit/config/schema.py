@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from tightfit.config.optimizer_names import parse_optimizer
 from tightfit.errors import BudgetError
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.units import parse_budget
@@ -43,6 +44,11 @@ def _readable_budget(budget: int | str | None) -> int | str | None:
         except BudgetError as error:
             raise ValueError(str(error)) from error
     return budget
+
+
+def _known_optimizer(name: str) -> str:
+    parse_optimizer(name)
+    return name
 
 
 def _as_tuple(value: Any) -> Any:
@@ -101,8 +107,12 @@ class TrainingConfig(Section):
     """Steps in which the learning rate rises from zero."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine decay, stable and then linear decay, or constant."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    optimizer: Annotated[str, AfterValidator(_known_optimizer)] = "adamw"
+    """adamw, adamw_fused, adamw8bit, adamw4bit, adamw_bf16, adamw_bf16_stochastic, offloaded_adamw (all of its states
+    on the host, or a share: `offloaded_adamw:0.5`), adam, muon, adafactor or sgd: see optimizers.md."""
+    step_in_backward: bool = False
+    """Step each weight as soon as its gradient is there, and free the gradient; needs `grad_clip: null` and no
+    fp16."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay, on matrices."""
     betas: Annotated[tuple[OpenShare, OpenShare], BeforeValidator(_as_tuple)] = (0.9, 0.95)
@@ -131,6 +141,20 @@ class TrainingConfig(Section):
             )
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} are more than max_steps {self.max_steps}: lower them")
+        return self
+
+    @model_validator(mode="after")
+    def _gradients_are_there_to_be_looked_at(self) -> Self:
+        if self.step_in_backward and self.grad_clip is not None:
+            raise ValueError(
+                f"step_in_backward and grad_clip {self.grad_clip:g} exclude each other, since clipping needs all "
+                "gradients at once: set grad_clip to null, or step_in_backward to false"
+            )
+        if self.step_in_backward and self.precision == "fp16":
+            raise ValueError(
+                "step_in_backward and precision fp16 exclude each other, since the gradient scaler looks at all "
+                "gradients before the step: take bf16, or set step_in_backward to false"
+            )
         return self
 
 

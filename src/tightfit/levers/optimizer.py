@@ -1,22 +1,45 @@
 """Optimizers by name, as PyTorch's own defaults build them."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from tightfit.errors import InputError
+from tightfit.config.optimizer_names import OptimizerName, parse_optimizer
+from tightfit.errors import DeviceError, InputError
+from tightfit.levers.low_bit import adamw4bit, adamw8bit, without_its_step
+from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim.in_backward import steps_in_backward
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+_ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
-_KINDS: dict[str, Any] = {
+
+def _fused(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    try:
+        return torch.optim.AdamW(groups, fused=True, **options)
+    except RuntimeError as error:
+        raise DeviceError(f"optimizer adamw_fused cannot be used here: {error}: take adamw") from error
+
+
+_KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
+    "adamw_fused": _fused,
+    "adamw8bit": adamw8bit,
+    "adamw4bit": adamw4bit,
+    "adamw_bf16": BF16AdamW,
+    "adamw_bf16_stochastic": partial(BF16AdamW, keeping="stochastic"),
+    "offloaded_adamw": OffloadedAdamW,
     "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
+    "muon": MuonWithAdamW,
     "adafactor": torch.optim.Adafactor,
+    "sgd": torch.optim.SGD,
 }
+_SETTINGS = {"adafactor": ("lr", "weight_decay"), "sgd": ("lr",)}  # that mean to it what they mean to AdamW
 
 
 def build_optimizer(
@@ -24,24 +47,49 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters that are trained.
 
-    `kind` is a name (`adamw`, `adam`, `sgd`, `adafactor`), a callable that takes parameters, or an optimizer whose
-    class and settings are taken over, group by group, but not its state. Raises `InputError` for an unknown name.
+    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `config.optimizer_names`), a callable that takes
+    parameters, or an optimizer whose class and settings are taken over, group by group, but not its state. Raises
+    `InputError` for an unknown name or a missing package, `DeviceError` where it cannot run on the parameters' device.
     """
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(kind, torch.optim.Optimizer):
         return _twin(kind)
     if callable(kind):
         return kind(trained)
-    if kind not in _KINDS:
-        raise InputError(f"optimizer {kind!r} is not known: choose one of {', '.join(_KINDS)}, or pass an optimizer")
-    return _KINDS[kind](trained, **options)
+    return optimizer_by_name(kind, trained, options)
+
+
+def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer over parameters or groups, with those of AdamW's settings that it has too. Raises as
+    `build_optimizer` does.
+    """
+    kind, fraction = _parsed(name)
+    known = _SETTINGS.get(kind, _ADAM_SETTINGS)
+    options = {key: value for key, value in settings.items() if key in known}
+    if fraction is not None:
+        options["fraction"] = fraction
+    return _KINDS[kind](groups, **options)
+
+
+def _parsed(name: str) -> OptimizerName:
+    try:
+        return parse_optimizer(name)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class over the same parameters and settings, without states."""
-    accepted = inspect.signature(type(optimizer)).parameters  # `defaults` holds more than the constructor takes
-    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    return type(optimizer)([dict(group) for group in optimizer.param_groups], **settings)
+    if isinstance(optimizer, OffloadedAdamW | BF16AdamW | MuonWithAdamW):
+        twin: torch.optim.Optimizer = optimizer.twin()
+    else:
+        accepted = inspect.signature(type(optimizer)).parameters  # `defaults` holds more than the constructor takes
+        settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        groups = [dict(group) for group in optimizer.param_groups]
+        twin = without_its_step(type(optimizer))(groups, **settings)
+    if steps_in_backward(optimizer):
+        step_in_backward(twin, [p for group in twin.param_groups for p in group["params"]])
+    return twin
 
 
 def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -68,4 +116,16 @@ def named_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, t
         for key, value in states.items():
             for leaf in tree_iter(value):
                 if isinstance(leaf, torch.Tensor):
-                    yield parameter, key, leaf
+                    yield from ((parameter, key, tensor) for tensor in _memory_of(leaf))
+    if isinstance(optimizer, OffloadedAdamW):
+        yield from ((parameter, "weight on the host", copy) for parameter, copy in optimizer.host_weights.items())
+
+
+def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold a state: itself, or the codes and scales of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _memory_of(getattr(tensor, name))

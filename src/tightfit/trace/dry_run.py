@@ -5,6 +5,7 @@ CPU tensors whose memory nobody touches. Views run for real; so does everything 
 known, so that masks, positions, routing and branches that look at data get true answers.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -80,6 +81,8 @@ class DryRun(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(_answers_itself, types)):
+            return NotImplemented  # the operators that it calls in turn come here again
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)
@@ -297,6 +300,12 @@ def hollow_tensors(shapes: Any) -> Any:
     if isinstance(shapes, list | tuple):
         return type(shapes)(map(hollow_tensors, shapes))
     return shapes
+
+
+@functools.cache
+def _answers_itself(kind: type) -> bool:
+    """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _is_shape(item: Any) -> bool:

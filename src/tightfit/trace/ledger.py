@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tightfit.activity import now
 from tightfit.trace.record import Category, StorageRecord, ValueRecord
 
 _CELL = "_tightfit_dry"
@@ -69,7 +70,7 @@ class Ledger:
         storage = tensor.untyped_storage()
         cell = self.cell_of(tensor)
         if cell is None:
-            size = -(-storage.nbytes() // self.rounding) * self.rounding
+            size = 0 if _on_host() else -(-storage.nbytes() // self.rounding) * self.rounding
             cell = storage.__dict__[_CELL] = Cell(self, len(self.entries), known)
             self.entries.append(Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype))
             self.live_bytes += size
@@ -154,6 +155,11 @@ class Ledger:
 
     def value_records(self) -> tuple[ValueRecord, ...]:
         return tuple(ValueRecord(v.storage, v.operator, v.saved) for v in self.values)
+
+
+def _on_host() -> bool:
+    """Whether a tensor made now lies in host memory, while the memory of another device is counted."""
+    return now.host > 0 and now.playing_cuda
 
 
 def take_off(storage: torch.UntypedStorage) -> None:

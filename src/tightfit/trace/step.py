@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from tightfit.activity import now
+from tightfit.activity import accumulation, now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.memory.allocator import collector_off
+from tightfit.optim.host_gradient import HostGradient
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
@@ -111,11 +112,13 @@ def _dry(
     everything = [*model.parameters(), *model.buffers(), *plain_tensors(model), *batch]
     with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
         dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing)
+        now.dry = True
         try:
             announce(ledger, model, batch)
             with nullcontext() if role is None else role.playing(), dry, _filling_off(), _watching_saves(ledger):
                 yield dry
         finally:
+            now.dry = False
             dry.restore()
             ledger.close()
 
@@ -174,13 +177,16 @@ def run_twice(
 def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
     """Forward and backward of each micro-batch. Returns the operator at which each begins, and where the last ends."""
     boundaries = [len(dry.operators)]
-    for part in parts:
-        forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
+    for number, part in enumerate(parts, start=1):
+        with accumulation() if number < len(parts) else nullcontext():
+            forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         for name in dry.with_gradient:
             gradient = model.get_parameter(name).grad
             assert gradient is not None
+            if isinstance(gradient, HostGradient):
+                gradient = gradient.host()
             dry.ledger.label(gradient, Category.GRADIENT, name)
     return boundaries
 

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import TrainingConfig
+from tightfit.levers.optimizer import optimizer_by_name
+from tightfit.optim import step_in_backward
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,15 @@ class OptimizerRecipe:
             for members, weight_decay in ((matrices, decay), (vectors, 0.0))
             if members
         ]
-        if self.training.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=self.training.learning_rate)
-        return torch.optim.AdamW(
-            groups, lr=self.training.learning_rate, betas=self.training.betas, eps=self.training.eps
-        )
+        settings = {"lr": self.training.learning_rate, "betas": self.training.betas, "eps": self.training.eps}
+        optimizer = optimizer_by_name(self.training.optimizer, groups, settings)
+        return step_in_backward(optimizer, trained).optimizer if self.training.step_in_backward else optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The rate of every group, for the steps that follow."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], torch.Tensor):  # torchao's compiled optimizers read it from memory
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

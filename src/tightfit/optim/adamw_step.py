@@ -1,0 +1,58 @@
+"""One step of AdamW on tensors, wherever they lie: PyTorch's own arithmetic."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tightfit.errors import InputError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
+    """A group's settings. Raises `InputError` where one is out of its range."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise InputError(f"{name} is {value!r}: it must be zero or more")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise InputError(f"betas is {betas!r}: two numbers, each from 0 to below 1")
+    return {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+
+
+def new_moments(weight: Tensor) -> dict[str, Tensor]:
+    """The states before the first step: the count of steps, and both moments in the weight's dtype and place."""
+    moments = {key: torch.zeros_like(weight, memory_format=torch.preserve_format) for key in MOMENTS}
+    return {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
+
+
+def adamw_step(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Mapping[str, Any]],
+    group: Mapping[str, Any],
+    *,
+    foreach: bool | None = None,
+    fused: bool | None = None,
+) -> None:
+    """Update `weights` and `states` in place (Loshchilov and Hutter 2019, "Decoupled weight decay regularization")."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        list(weights),
+        list(gradients),
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        foreach=foreach,
+        fused=fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

@@ -1,0 +1,118 @@
+"""AdamW for bf16 weights that loses no small update: by stochastic rounding, or by the 16 bits that bf16 leaves off."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import InputError
+from tightfit.optim.adamw_step import MOMENTS, adamw_step, new_moments, settings
+from tightfit.optim.strict_state import StrictStateOptimizer
+
+Keeping = Literal["remainder", "stochastic"]
+REMAINDER = "remainder"
+_HALF, _BITS = 1 << 15, 16
+_STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring counts give seeds far apart (splitmix64)
+
+
+class BF16AdamW(StrictStateOptimizer):
+    """AdamW in fp32 arithmetic on bf16 weights, with fp32 moments; fp32 parameters are updated as usual.
+
+    `keeping="remainder"`: the lower 16 bits of an fp32 master are kept beside the weight, which holds the upper ones
+    (rounded to nearest): bit-equal to AdamW on fp32 weights with the same gradients, for 2 bytes a parameter.
+    `keeping="stochastic"`: nothing is kept; the new weight is rounded up or down by chance, so that its mean is right
+    (Zamirai et al. 2020, "Revisiting BFloat16 training"). The chances follow from `seed`, parameter and step, not from
+    PyTorch's generator. Raises `InputError` for settings out of their range, and for fp16 parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        keeping: Keeping = "remainder",
+        seed: int = 0,
+    ):
+        if keeping not in get_args(Keeping):
+            raise InputError(f"keeping is {keeping!r}: choose one of {', '.join(get_args(Keeping))}")
+        self.keeping, self.seed = keeping, seed
+        self._numbers: dict[Tensor, int] = {}
+        super().__init__(params, settings(lr, betas, eps, weight_decay))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype == torch.float16:
+                raise InputError("BF16AdamW: a parameter is fp16, whose range is too small for this: use bf16 or fp32")
+            self._numbers[parameter] = len(self._numbers)
+
+    def twin(self) -> "BF16AdamW":
+        """An optimizer over the same parameters and settings, without states."""
+        groups = [dict(group) for group in self.param_groups]
+        return BF16AdamW(groups, **self.defaults, keeping=self.keeping, seed=self.seed)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, parameter.grad, group)
+        return loss
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if parameter.dtype != torch.bfloat16:
+            if not state:
+                state.update(new_moments(parameter))
+            adamw_step([parameter], [gradient], [state], group)
+            return
+        if MOMENTS[0] not in state:
+            zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+            state.update(new_moments(zeros))
+            if self.keeping == "remainder":
+                state[REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
+        weight = joined(parameter, state[REMAINDER]) if REMAINDER in state else parameter.float()
+        adamw_step([weight], [gradient.float()], [state], group)
+        if REMAINDER in state:
+            split_into(weight, parameter, state[REMAINDER])
+        else:
+            parameter.copy_(rounded_stochastically(weight, self._chance(parameter, state)))
+
+    def _chance(self, parameter: Tensor, state: dict[str, Any]) -> torch.Generator:
+        count = int(state["step"]) * len(self._numbers) + self._numbers[parameter]
+        generator = torch.Generator(parameter.device)
+        generator.manual_seed((self.seed + count * _STRIDE) % 2**63)
+        return generator
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 number whose upper bits are in a bf16 weight and whose lower ones are in an int16 remainder."""
+    return (weight.view(torch.int16).to(torch.int32).mul_(1 << _BITS).add_(remainder)).view(torch.float32)
+
+
+def split_into(number: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write an fp32 number as the nearest bf16 (halves away from zero) and what is missing to it, in units of its bits.
+
+    With halves away from zero the missing part is from -2^15 to 2^15 - 1, which is what 16 bits hold.
+    """
+    bits = number.view(torch.int32)
+    upper = bits.add(_HALF).bitwise_right_shift_(_BITS)
+    weight.view(torch.int16).copy_(upper)
+    remainder.copy_(bits - upper.mul_(1 << _BITS))
+
+
+def rounded_stochastically(number: Tensor, generator: torch.Generator) -> Tensor:
+    """An fp32 number as one of the two bf16 around it, the nearer one more often; fp32 in, bf16 out."""
+    noise = torch.randint(0, 1 << _BITS, number.shape, dtype=torch.int32, device=number.device, generator=generator)
+    bits = noise.add_(number.view(torch.int32))
+    bits = torch.where(number.isfinite(), bits, number.view(torch.int32))
+    return bits.bitwise_right_shift_(_BITS).to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,98 @@
+"""A gradient that lies in host memory while its parameter lies on the device.
+
+It stands in the parameter's `.grad` and is what it says: whoever reads or scales it (clipping, a gradient scaler, the
+sum over micro-batches) does so in host memory. What such operators return lies on the host too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tightfit.activity import host_memory
+from tightfit.internals import no_torch_function, tensor_without_memory
+from tightfit.optim.link import Link
+
+aten = torch.ops.aten
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class HostGradient(Tensor):
+    """A parameter's gradient in host memory, with the shape, the dtype and the device that a gradient must have."""
+
+    __torch_function__: Any = no_torch_function
+
+    @staticmethod
+    def __new__(cls, gradient: Tensor, link: Link) -> "HostGradient":
+        return tensor_without_memory(cls, gradient, gradient.stride())
+
+    def __init__(self, gradient: Tensor, link: Link):
+        self._link = link
+        self._host = link.to_host(gradient)
+        self._arriving: Tensor | None = None  # a further micro-batch's gradient, to be added when it is there
+
+    def add(self, gradient: Tensor) -> None:
+        """Add another micro-batch's gradient, which is copied while backward goes on."""
+        self.host()
+        self._arriving = self._link.to_host(gradient)
+
+    def host(self) -> Tensor:
+        """The gradient in host memory, with everything that is on its way; writing into it changes the gradient."""
+        self._link.wait(self._host)
+        if self._arriving is not None:
+            self._link.wait(self._arriving)
+            with host_memory():
+                self._host.add_(self._arriving)
+            self._arriving = None
+        return self._host
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"HostGradient({self.host()!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func is aten.detach.default:
+            return first._alias()
+        if func is aten.add_.Tensor and isinstance(first, cls) and not kwargs and _is_whole(args[1], first):
+            first.add(args[1])
+            return first
+        if func is _UNSCALE:
+            return _unscale(*args)
+        with host_memory():
+            out = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        return first if func._schema.is_mutable and isinstance(first, cls) else out
+
+    def _alias(self) -> "HostGradient":
+        """Another tensor over the same memory."""
+        self.host()
+        alias = HostGradient.__new__(HostGradient, self, self._link)
+        alias._link, alias._host, alias._arriving = self._link, self._host, None
+        return alias
+
+
+def _is_whole(other: Any, gradient: Tensor) -> bool:
+    """Whether what is added is a plain gradient, as autograd adds them."""
+    plain = isinstance(other, Tensor) and not isinstance(other, HostGradient)
+    return plain and other.shape == gradient.shape and other.dtype == gradient.dtype
+
+
+def _on_host(item: Any) -> Any:
+    if isinstance(item, HostGradient):
+        return item.host()
+    return item.cpu() if isinstance(item, Tensor) else item
+
+
+def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """`GradScaler.unscale_`: those on the host and those on the device each in their place, one answer for both."""
+    there = [g for g in gradients if not isinstance(g, HostGradient)]
+    here = [g.host() for g in gradients if isinstance(g, HostGradient)]
+    if there:
+        _UNSCALE(there, found_inf, inverse_scale)
+    found_here = found_inf.cpu()
+    with host_memory():
+        _UNSCALE(here, found_here, inverse_scale.cpu())
+    if found_here is not found_inf:
+        found_inf.copy_(found_here)

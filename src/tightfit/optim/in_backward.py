@@ -1,0 +1,168 @@
+"""The optimizer's step inside backward: each weight is updated when its gradient is there, and the gradient is gone.
+
+All gradients never exist at once. What needs them all (clipping by their common norm, a gradient scaler's look for
+overflows) cannot be had together with it, and says so.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.activity import accumulation, now
+from tightfit.errors import InputError, LeverError
+from tightfit.internals import no_torch_function, tensor_without_memory
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_SECOND_BACKWARD = (
+    "step in backward: a second backward before optimizer.step(): this gradient is used up already; to accumulate, run "
+    "every backward but the last under `with handle.accumulate():`"
+)
+_USED_UP = (
+    "step in backward: this gradient is used up already, so that {what} cannot read it: gradient clipping and gradient "
+    "scalers need all gradients at once; leave them out, or undo() the lever"
+)
+
+
+class SpentGradient(Tensor):
+    """Stands in `.grad` after the step that used the gradient up: it has no memory, and whoever reads it is told."""
+
+    __torch_function__: Any = no_torch_function
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> "SpentGradient":
+        return tensor_without_memory(cls, parameter)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"SpentGradient(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return SpentGradient(args[0])
+        if func is torch.ops.aten.add_.Tensor:
+            raise LeverError(_SECOND_BACKWARD)
+        raise LeverError(_USED_UP.format(what=func.__name__.partition(".")[0].strip("_")))
+
+
+class _Stepping:
+    """The hooks of one optimizer's parameters. Mutable: which gradients are used up."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = weakref.ref(optimizer)
+        self._is_dry = now.dry
+        self._is_inside = False  # of a step that a gradient called for
+        self._spent: list[Tensor] = []
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self.gradient_ready) for p in parameters]
+        self._handles.append(optimizer.register_step_pre_hook(self.step_begins))
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or now.dry != self._is_dry or now.accumulating:
+            return
+        with only(optimizer, parameter) as is_known:
+            if not is_known:
+                return
+            self._is_inside = True
+            try:
+                optimizer.step()
+            finally:
+                self._is_inside = False
+        parameter.grad = SpentGradient(parameter)
+        self._spent.append(parameter)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """The loop's own call: what is left are gradients of parameters that the last micro-batch did not reach."""
+        if not self._is_inside:
+            for parameter in self._spent:
+                if isinstance(parameter.grad, SpentGradient):
+                    parameter.grad = None
+            self._spent.clear()
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        for parameter in self._spent:
+            if isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None
+        self._spent.clear()
+
+
+_STEPPING: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepping]" = weakref.WeakKeyDictionary()
+
+
+class StepInBackward:
+    """The lever in force. `undo()`, or leaving the `with` block, takes it off; the optimizer keeps its states."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, a backward only adds to the gradients: for every micro-batch but the last."""
+        return accumulation()
+
+    def undo(self) -> None:
+        """Take the lever off. Calling it again does nothing."""
+        stepping = _STEPPING.pop(self.optimizer, None)
+        if stepping is not None:
+            stepping.remove()
+
+    remove = undo
+
+    def __enter__(self) -> "StepInBackward":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.undo()
+
+
+def step_in_backward(
+    optimizer: torch.optim.Optimizer | OptimizerFactory, model: nn.Module | Iterable[nn.Parameter]
+) -> StepInBackward:
+    """Step each parameter of `optimizer` when its gradient is ready, and free the gradient at once.
+
+    `optimizer` is one over the model's parameters, or a callable that makes it. The training loop stays as it is,
+    `optimizer.step()` and `zero_grad()` included: they end the step, and schedulers need them. Weights and states are
+    bit-equal to those of stepping afterwards, for optimizers that treat each parameter by itself, as all of PyTorch's
+    but LBFGS do. With micro-batches, all backwards but the last run under `handle.accumulate()`; a second backward
+    without it, clipping and gradient scalers raise `LeverError`. Raises `InputError` where the optimizer is none, or
+    trains nothing of the model.
+    """
+    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("step in backward: LBFGS looks at all gradients together: take another optimizer")
+    known = {id(p) for p in parameters}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise InputError("step in backward: the optimizer holds no parameter of the model: build it over this model's")
+    if optimizer not in _STEPPING:
+        stepping = _STEPPING[optimizer] = _Stepping(optimizer)
+        weakref.finalize(optimizer, stepping.remove)
+    return StepInBackward(optimizer)
+
+
+def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the lever is on this optimizer."""
+    return optimizer in _STEPPING
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[bool]:
+    """Inside, the optimizer has this parameter alone, in its group; yields whether it has it at all."""
+    groups = optimizer.param_groups
+    group = next((g for g in groups if any(p is parameter for p in g["params"])), None)
+    if group is None:
+        yield False
+        return
+    alone = {**group, "params": [parameter]}
+    optimizer.param_groups = [alone]
+    try:
+        yield True
+    finally:
+        optimizer.param_groups = groups
+        group.update({key: value for key, value in alone.items() if key != "params"})

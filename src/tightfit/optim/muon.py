@@ -1,0 +1,87 @@
+"""Muon on matrices, AdamW on everything else, as one optimizer."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tightfit.optim.adamw_step import settings
+
+ALGORITHM = "algorithm"
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for parameters with two dimensions, `torch.optim.AdamW` for the others.
+
+    Each group is split in two at most, marked by its key `algorithm` (`muon` or `adamw`); a group that has the key is
+    left whole: `{"params": [embedding], "algorithm": "adamw"}`. Muon's updates are scaled to the size of AdamW's
+    (`match_rms_adamw`; Liu et al. 2025, "Muon is scalable for LLM training"), so that one learning rate serves both.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        momentum: float = 0.95,
+    ):
+        self.momentum = momentum
+        self._parts: dict[str, torch.optim.Optimizer] = {}
+        super().__init__(params, settings(lr, betas, eps, weight_decay))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if ALGORITHM in param_group:
+            super().add_param_group(param_group)
+            return
+        members = param_group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        for algorithm, part in _split(members).items():
+            super().add_param_group({**param_group, "params": part, ALGORITHM: algorithm})
+
+    def twin(self) -> "MuonWithAdamW":
+        """An optimizer over the same parameters and settings, without states."""
+        return MuonWithAdamW([dict(group) for group in self.param_groups], **self.defaults, momentum=self.momentum)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for algorithm in ("muon", "adamw"):
+            groups = [group for group in self.param_groups if group[ALGORITHM] == algorithm]
+            if groups:
+                part = self._part(algorithm)
+                part.param_groups, part.state = groups, self.state
+                part.step()
+        return loss
+
+    def _part(self, algorithm: str) -> torch.optim.Optimizer:
+        """The optimizer that steps the groups of an algorithm; groups and states are lent to it."""
+        if algorithm not in self._parts:
+            owned = [p for g in self.param_groups if g[ALGORITHM] == algorithm for p in g["params"]]
+            if algorithm == "adamw":
+                part: torch.optim.Optimizer = torch.optim.AdamW(owned)
+            else:
+                part = torch.optim.Muon(owned, momentum=self.momentum, adjust_lr_fn="match_rms_adamw")
+            part.state = defaultdict(dict)
+            self._parts[algorithm] = part
+        part = self._parts[algorithm]
+        for group in self.param_groups:
+            if group[ALGORITHM] == algorithm:
+                for key, value in part.defaults.items():
+                    group.setdefault(key, value)
+        return part
+
+
+def _split(members: list[Any]) -> dict[str, list[Any]]:
+    parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
+    for member in members:
+        parameter = member[1] if isinstance(member, tuple) else member
+        parts["muon" if parameter.dim() == 2 else "adamw"].append(member)
+    return {algorithm: part for algorithm, part in parts.items() if part}

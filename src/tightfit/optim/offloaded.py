@@ -1,0 +1,232 @@
+"""AdamW whose states, or a share of them, live in host memory and are updated there.
+
+The gradient of an offloaded parameter leaves the device when backward has made it (`HostGradient`), beside the rest of
+backward. The step runs on the host, parameter by parameter, and each weight goes back to the device while the next one
+is computed. On a CPU the same happens without streams; it costs a copy of the weights there and saves nothing.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightfit.activity import host_memory, now
+from tightfit.errors import InputError
+from tightfit.optim.adamw_step import adamw_step, new_moments, settings
+from tightfit.optim.host_gradient import HostGradient
+from tightfit.optim.link import HOST, Link
+from tightfit.optim.strict_state import StrictStateOptimizer
+
+MASTER = "master"
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class _Version(NamedTuple):
+    """A weight's memory and its count of in-place writes: both the same, and nobody wrote into it."""
+
+    address: int
+    writes: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "_Version":
+        return cls(weight.data_ptr(), weight._version)
+
+
+class OffloadedAdamW(StrictStateOptimizer):
+    """AdamW with a share of its states on the host; bit-equal to `torch.optim.AdamW` on the same device's arithmetic.
+
+    `fraction` of the states at least, by bytes and in whole parameters, lies on the host: those of the parameters whose
+    gradients come first in backward. 16-bit weights get an fp32 master (on the host where the states are). Gradients of
+    offloaded parameters are `HostGradient`s: clipping, scaling and accumulation work on them as on any others.
+    `fused=True` takes PyTorch's fused kernel on the host: faster, and bit-equal to `AdamW(fused=True)`.
+
+    A weight that is changed in place, or replaced, between steps is noticed; one written through `.data` is not.
+    Raises `InputError` for settings out of their range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        fraction: float = 1.0,
+        fused: bool = False,
+    ):
+        if not 0 <= fraction <= 1:
+            raise InputError(f"fraction is {fraction!r}: the share of the states on the host goes from 0 to 1")
+        self.fraction, self.fused = fraction, fused
+        self._offloaded: set[Tensor] = set()
+        self._links: dict[torch.device, Link] = {}
+        self._copies: dict[Tensor, Tensor] = {}  # fp32 weights on the host
+        self._written: dict[Tensor, _Version] = {}  # weights as the last step left them
+        self._sent: dict[Tensor, Any] = {}  # copies to the device that may still be under way
+        self._hooks: list[Any] = []
+        self._is_dry = now.dry
+        self._is_built = False
+        super().__init__(params, settings(lr, betas, eps, weight_decay))
+        self._is_built = True
+        self._place([p for group in self.param_groups for p in group["params"]])
+        weakref.finalize(self, _remove, self._hooks)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._is_built:
+            self._place(self.param_groups[-1]["params"])
+
+    @property
+    def host_share(self) -> float:
+        """The share of the elements whose states lie on the host."""
+        sizes = {p: p.numel() for group in self.param_groups for p in group["params"]}
+        return sum(sizes[p] for p in self._offloaded) / max(1, sum(sizes.values()))
+
+    @property
+    def host_weights(self) -> Mapping[Tensor, Tensor]:
+        """The weights' copies on the host that are no states: those of parameters that are not 16-bit."""
+        return self._copies
+
+    def twin(self) -> "OffloadedAdamW":
+        """An optimizer over the same parameters and settings, without states."""
+        groups = [dict(group) for group in self.param_groups]
+        return OffloadedAdamW(groups, **self.defaults, fraction=self.fraction, fused=self.fused)
+
+    def state_device(self, parameter: Tensor, key: str) -> torch.device:
+        return HOST if parameter in self._offloaded else parameter.device
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._copies.clear()
+        self._written.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            self._step_on_device([p for p in with_gradient if p not in self._offloaded], group)
+            for parameter in with_gradient:
+                if parameter in self._offloaded:
+                    with host_memory():
+                        self._step_on_host(parameter, group)
+        for link in self._links.values():
+            link.join()
+        return loss
+
+    # Which parameters, and their gradients
+
+    def _place(self, parameters: Sequence[Tensor]) -> None:
+        chosen = chosen_for_host(parameters, self.fraction)
+        self._offloaded.update(chosen)
+        owner = weakref.ref(self)
+        for parameter in chosen:
+            self._links.setdefault(parameter.device, Link(parameter.device))
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_gradient_ready, owner)))
+
+    def take(self, parameter: Tensor) -> None:
+        """Move a gradient that backward has just made to the host."""
+        gradient = parameter.grad
+        if now.dry == self._is_dry and gradient is not None and not isinstance(gradient, HostGradient):
+            parameter.grad = HostGradient(gradient, self._link(parameter))
+
+    def _link(self, parameter: Tensor) -> Link:
+        return self._links.setdefault(parameter.device, Link(parameter.device))
+
+    # The step
+
+    def _step_on_device(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        weights = [self._weight(p) for p in parameters]
+        gradients = [g.to(w.dtype) for p, w in zip(parameters, weights, strict=True) if (g := p.grad) is not None]
+        if weights:
+            adamw_step(weights, gradients, [self.state[p] for p in parameters], group)
+        for parameter, weight in zip(parameters, weights, strict=True):
+            if weight is not parameter:
+                parameter.copy_(weight)
+                self._written[parameter] = _Version.of(parameter)
+
+    def _step_on_host(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        link = self._link(parameter)
+        sent = self._sent.pop(parameter, None)
+        if sent is not None:
+            sent.synchronize()
+        weight = self._weight(parameter)
+        gradient = self._gradient(parameter, link).to(weight.dtype)
+        adamw_step([weight], [gradient], [self.state[parameter]], group, foreach=False, fused=self.fused)
+        outgoing = weight if weight.dtype == parameter.dtype else link.empty_on_host(parameter).copy_(weight)
+        self._sent[parameter] = link.to_device(parameter, outgoing)
+        self._written[parameter] = _Version.of(parameter)
+
+    def _gradient(self, parameter: Tensor, link: Link) -> Tensor:
+        gradient = parameter.grad
+        assert gradient is not None, "only parameters with a gradient are updated"
+        if isinstance(gradient, HostGradient):
+            return gradient.host()
+        arriving = link.to_host(gradient)
+        link.wait(arriving)
+        return arriving
+
+    def _weight(self, parameter: Tensor) -> Tensor:
+        """The fp32 weight that is updated, up to date with the parameter; the states, where there are none yet."""
+        on_host, is_low = parameter in self._offloaded, parameter.dtype in _LOW
+        state = self.state[parameter]
+        weight = parameter
+        if on_host or is_low:
+            kept: dict[Any, Tensor] = state if is_low else self._copies
+            key = MASTER if is_low else parameter
+            if key not in kept:
+                kept[key] = self._master_of(parameter, on_host)
+            elif self._written.get(parameter) != _Version.of(parameter):
+                _follow(kept[key], parameter)
+            weight = kept[key]
+        if "exp_avg" not in state:
+            state.update(new_moments(weight))
+        return weight
+
+    def _master_of(self, parameter: Tensor, on_host: bool) -> Tensor:
+        if not on_host:
+            return parameter.detach().to(torch.float32, copy=True)
+        dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
+        return self._link(parameter).empty_on_host(parameter, dtype).copy_(parameter.detach())
+
+
+def chosen_for_host(parameters: Sequence[Tensor], fraction: float) -> list[Tensor]:
+    """Parameters that hold at least `fraction` of all elements, the last ones first and none of them needless."""
+    target = fraction * sum(p.numel() for p in parameters)
+    chosen: list[Tensor] = []
+    count = 0
+    for parameter in reversed(parameters):
+        if count >= target:
+            break
+        chosen.append(parameter)
+        count += parameter.numel()
+    for parameter in sorted(chosen, key=Tensor.numel, reverse=True):
+        if count - parameter.numel() >= target:
+            chosen = [p for p in chosen if p is not parameter]
+            count -= parameter.numel()
+    return chosen
+
+
+def _gradient_ready(owner: Callable[[], "OffloadedAdamW | None"], parameter: Tensor) -> None:
+    optimizer = owner()
+    if optimizer is not None:
+        optimizer.take(parameter)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _follow(weight: Tensor, parameter: Tensor) -> None:
+    """Take over what somebody wrote into the parameter; where the two still agree, the weight keeps its precision."""
+    theirs = parameter.detach().to(weight.device)
+    weight.copy_(torch.where(weight.to(theirs.dtype) == theirs, weight, theirs.to(weight.dtype)))

@@ -1,0 +1,75 @@
+"""Loading an optimizer's state: each tensor as it was saved, and nothing that does not fit.
+
+`torch.optim.Optimizer.load_state_dict` casts every state to the dtype and the device of its parameter, and does not
+look at shapes.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import InputError
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+class StrictStateOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states keep the dtype and the place that they were saved with."""
+
+    def state_device(self, parameter: Tensor, key: str) -> torch.device:
+        """Where a parameter's state of this name lies."""
+        return parameter.device
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over settings and states, whole or not at all.
+
+        Raises `InputError` where the groups, their lengths or the shape of a state do not fit.
+        """
+        owners = _owners(self.param_groups, state_dict)
+        for index, states in state_dict["state"].items():
+            _check(owners, index, states)
+        self.state = defaultdict(dict)
+        for index, states in state_dict["state"].items():
+            self.state[owners[index]] = {key: self._taken(owners[index], key, value) for key, value in states.items()}
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in _NOT_SETTINGS})
+
+    def _taken(self, parameter: Tensor, key: str, value: Any) -> Any:
+        """A copy of a saved state, where this optimizer keeps it; counters of steps stay where they are."""
+        if not isinstance(value, Tensor):
+            return value
+        device = value.device if value.dim() == 0 and parameter.dim() > 0 else self.state_device(parameter, key)
+        return value.detach().to(device, copy=True)
+
+
+def _owners(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
+    """The parameter of each index of a saved state. Raises `InputError` where there are more or fewer."""
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise InputError(f"load_state_dict: the saved state has {len(saved)} parameter groups, this optimizer has "
+                         f"{len(groups)}: build it over the same groups")  # fmt: skip
+    owners: dict[Any, Tensor] = {}
+    for position, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise InputError(
+                f"load_state_dict: group {position} of the saved state has {len(other['params'])} parameters, this "
+                f"optimizer's has {len(group['params'])}: build it over the same parameters"
+            )
+        owners.update(zip(other["params"], group["params"], strict=True))
+    return owners
+
+
+def _check(owners: Mapping[Any, Tensor], index: Any, states: Mapping[str, Any]) -> None:
+    if index not in owners:
+        raise InputError(f"load_state_dict: the saved state has states of parameter {index}, which is in none of its "
+                         "groups: the file is damaged or was edited")  # fmt: skip
+    shape = owners[index].shape
+    for key, value in states.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
+            raise InputError(
+                f"load_state_dict: {key} of parameter {index} has shape {tuple(value.shape)}, the parameter "
+                f"{tuple(shape)}: the state belongs to another model"
+            )
