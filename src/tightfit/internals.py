@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
@@ -37,6 +38,7 @@ __all__ = [
     "current_node",
     "fallthrough",
     "foreach_on_cpu",
+    "fused_kernel_devices",
     "graph_is_kept",
     "has_kernel",
     "is_dense",
@@ -63,6 +65,11 @@ def compiled_code_off() -> Callable[[], None]:
         return lambda: None
     stance = torch.compiler.set_stance("force_eager")
     return partial(stance.__exit__, None, None, None)
+
+
+def fused_kernel_devices() -> list[str]:
+    """The kinds of devices on which optimizers have fused kernels."""
+    return _get_fused_kernels_supported_devices()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ import functools
 import importlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from tightfit.activity import now
 from tightfit.errors import DeviceError, InputError
 
-_DEVICES = ("cpu", "cuda", "xpu")
+DEVICES = ("cpu", "cuda", "xpu")
 _COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")
 
 
@@ -23,7 +23,7 @@ def adamw8bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     Raises `InputError` where the package is missing, `DeviceError` on a device that it has no kernels for.
     """
     groups = list(groups)
-    _check_device("adamw8bit", groups)
+    check_device("adamw8bit", groups, DEVICES)
     return _package("adamw8bit", "bitsandbytes").optim.AdamW8bit(groups, **options)
 
 
@@ -34,7 +34,7 @@ def adamw4bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     the package is missing, `DeviceError` on a device that it cannot run on.
     """
     groups = list(groups)
-    device = _check_device("adamw4bit", groups)
+    device = check_device("adamw4bit", groups, DEVICES)
     if device == "cpu" and not now.dry and not any(map(shutil.which, _COMPILERS)):
         raise DeviceError("optimizer adamw4bit compiles its step, for which the CPU needs a C++ compiler: install g++")
     return without_its_step(_package("adamw4bit", "torchao", "torchao.optim").AdamW4bit)(groups, **options)
@@ -63,12 +63,12 @@ def _stand_in(kind: type) -> type:
     return type(kind.__name__, (kind,), {"step": step})
 
 
-def _check_device(name: str, groups: list[Any]) -> str:
-    """The kind of device that the parameters lie on."""
+def check_device(name: str, groups: Sequence[Any], known: Sequence[str]) -> str:
+    """The kind of device that the parameters lie on. Raises `DeviceError` where it is none of the known ones."""
     members = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
     device = next((p.device.type for p in members), "cpu")
-    if device not in _DEVICES:
-        raise DeviceError(f"optimizer {name} does not run on {device}: it does on {', '.join(_DEVICES)}")
+    if device not in known:
+        raise DeviceError(f"optimizer {name} does not run on {device}: it does on {', '.join(known)}")
     return device
 
 

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from tightfit.config.optimizer_names import OptimizerName, parse_optimizer
-from tightfit.errors import DeviceError, InputError
-from tightfit.levers.low_bit import adamw4bit, adamw8bit, without_its_step
+from tightfit.errors import InputError
+from tightfit.internals import fused_kernel_devices
+from tightfit.levers.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.in_backward import steps_in_backward
 
@@ -20,10 +21,9 @@ _ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def _fused(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    try:
-        return torch.optim.AdamW(groups, fused=True, **options)
-    except RuntimeError as error:
-        raise DeviceError(f"optimizer adamw_fused cannot be used here: {error}: take adamw") from error
+    groups = list(groups)
+    check_device("adamw_fused", groups, fused_kernel_devices())
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {

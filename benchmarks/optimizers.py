@@ -1,0 +1,182 @@
+"""Bytes a parameter, by kind of optimizer: what the allocator records, what the dry run foretells, what a card holds.
+
+    python benchmarks/optimizers.py [--kinds adamw,muon] [--output benchmarks/results/optimizers.json] [--page]
+
+The model is a decoder whose activations are small beside its weights. States are the storages of the optimizer's state;
+the peak is that of the second step, by the CPU allocator's own record. The figures of a card are a dry run for it, with
+its allocator's rounding. `--page` writes docs/optimizers.md from the results file, measuring nothing.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accuracy_page import RESULTS, ROOT, rows, where
+from environment import environment
+from tightfit.devices.present import lookup
+from tightfit.levers.micro_batch import as_parts
+from tightfit.levers.optimizer import build_optimizer, named_states
+from tightfit.memory.allocator import measured_peak, storage_bytes
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.optim import step_in_backward
+from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
+from tightfit.trace.cuda import CudaRole
+from tightfit.trace.record import Category
+from tightfit.trace.step import trace_step
+
+OUTPUT = RESULTS / "optimizers.json"
+PAGE = ROOT / "docs" / "optimizers.md"
+SHAPE = {"hidden_size": 256, "num_layers": 12, "num_heads": 8, "vocab_size": 600}
+TOKENS = 16
+CARD = "rtx4090"
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def in_backward(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory of the named optimizer that steps in backward."""
+    return lambda parameters: step_in_backward(lambda ps: build_optimizer(name, ps), list(parameters)).optimizer
+
+
+# Name in the table: what is built, and the dtype of the weights.
+KINDS: dict[str, tuple[Any, torch.dtype]] = {
+    "adamw": ("adamw", FP32),
+    "adamw_fused": ("adamw_fused", FP32),
+    "adamw, step in backward": (in_backward("adamw"), FP32),
+    "adamw8bit": ("adamw8bit", FP32),
+    "adamw8bit, step in backward": (in_backward("adamw8bit"), FP32),
+    "adamw4bit": ("adamw4bit", FP32),
+    "muon": ("muon", FP32),
+    "adafactor": ("adafactor", FP32),
+    "offloaded_adamw:0.5": ("offloaded_adamw:0.5", FP32),
+    "offloaded_adamw": ("offloaded_adamw", FP32),
+    "adamw_bf16": ("adamw_bf16", BF16),
+    "adamw_bf16, step in backward": (in_backward("adamw_bf16"), BF16),
+    "adamw_bf16_stochastic": ("adamw_bf16_stochastic", BF16),
+    "adamw8bit, bf16 weights, step in backward": (in_backward("adamw8bit"), BF16),
+    "offloaded_adamw, bf16 weights": ("offloaded_adamw", BF16),
+}
+
+
+def measure(kind: str) -> dict[str, Any]:
+    """Bytes a parameter of one kind."""
+    optimizer, dtype = KINDS[kind]
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(**SHAPE)).to(dtype)
+    parts = as_parts([TokenBatch(1, TOKENS, SHAPE["vocab_size"]).tensors()], model_loss)
+    count = sum(p.numel() for p in model.parameters())
+    on_cpu = trace_step(model, parts, model_loss, optimizer=optimizer)
+    card = lookup(CARD)
+    role = CudaRole(card.compute_capability, card.sm_count)
+    on_card = trace_step(model, parts, model_loss, optimizer=optimizer, role=role)
+    states, peak = real(model, parts, optimizer)
+    held = {str(category): size / count for category, size in on_card.by_category().items()}
+    return {
+        "kind": kind,
+        "weights": str(dtype).removeprefix("torch."),
+        "parameters": count,
+        "weight_bytes": sum(p.nbytes for p in model.parameters()) / count,
+        "state_bytes": states / count,
+        "peak_bytes": peak / count,
+        "predicted_peak_bytes": on_cpu.peak_bytes / count,
+        "card": {
+            "name": CARD,
+            "peak_bytes": on_card.peak_bytes / count,
+            "by_category": held,
+        },
+    }
+
+
+def real(model: nn.Module, parts: list[Any], optimizer: Any) -> tuple[int, int]:
+    """Bytes of the states, and the peak of the second step."""
+    built = build_optimizer(optimizer, model.parameters())
+
+    def step() -> None:
+        forward_backward(model, parts, model_loss)
+        update(model, built, StepSettings())
+
+    step()
+    states = [tensor for _, _, tensor in named_states(built)]
+    resident = [*model.parameters(), *model.buffers(), *states, *(t for part in parts for t in part.batch.values())]
+    return storage_bytes(states), measured_peak(step, resident)
+
+
+def page(record: dict[str, Any]) -> str:
+    """docs/optimizers.md."""
+    return f"""\
+# Optimizers
+
+Written by `python benchmarks/optimizers.py --page`. An optimizer is named in `training.optimizer`, `--optimizer`, and
+`optimizer=` of `estimate`, `plan` and the others; `tightfit.optim` has the classes for loops of your own.
+
+| name | what it is | result |
+|---|---|---|
+| `adamw`, `adamw_fused` | AdamW as PyTorch chooses it, or in one kernel | the reference |
+| `offloaded_adamw`, `offloaded_adamw:0.5` | states (or that share of them, in whole parameters) on the host, where the \
+step runs; gradients leave the device in backward | bit-equal to AdamW on the same device's arithmetic |
+| `training.step_in_backward`, `step_in_backward(...)` | each weight is stepped when its gradient is there, which is \
+then freed | bit-equal to stepping afterwards; excludes clipping and gradient scalers |
+| `adamw_bf16` | bf16 weights, and 16 more bits beside them | bit-equal to AdamW on fp32 weights with the same \
+gradients |
+| `adamw_bf16_stochastic` | bf16 weights, rounded by chance | inexact |
+| `adamw8bit`, `adamw4bit` | 8-bit states (bitsandbytes), 4-bit states (torchao): `pip install 'tightfit[lowbit]'` | \
+inexact |
+| `muon` | Muon on parameters of two dimensions, AdamW on the rest | another optimizer |
+| `adafactor`, `adam`, `sgd` | PyTorch's | other optimizers |
+
+## Bytes a parameter
+
+{where(record)}
+
+A decoder of {record["results"][0]["parameters"] / 1e6:.1f}M parameters, one sequence of {TOKENS} tokens. States and peak
+are measured on the CPU, the peak by the allocator's own record; "foretold" is the dry run's. On a CPU the host is the
+device, so that offloading saves nothing there. The last columns are a dry run for a card ({CARD}), at its peak, without
+activations and workspace.
+
+{table(record["results"])}
+Not measured: anything on a GPU. `offloaded_adamw` copies on a stream of its own there; that path has run on no
+card yet.
+"""
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = []
+    for found in results:
+        card = found["card"]["by_category"]
+        columns = (
+            found["kind"],
+            found["weights"],
+            f"{found['state_bytes']:.2f}",
+            f"{found['peak_bytes']:.2f}",
+            f"{found['predicted_peak_bytes']:.2f}",
+            *(f"{card[str(category)]:.2f}" for category in (Category.PARAMETER, Category.GRADIENT)),
+            f"{card[str(Category.OPTIMIZER_STATE)]:.2f}",
+        )
+        lines.append(f"| {' | '.join(columns)} |")
+    return rows("| optimizer | weights | states | peak | foretold | card: parameters | gradients | states |", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", help="with commas between; all by default")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--page", action="store_true", help="write the page from the results file")
+    options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page(json.loads(options.output.read_text())))
+        return
+    kinds = options.kinds.split(",") if options.kinds else list(KINDS)
+    record = {"environment": environment(), "results": [measure(kind) for kind in kinds]}
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    for found in record["results"]:
+        print(f"{found['kind']:45s} states {found['state_bytes']:6.2f}  peak {found['peak_bytes']:6.2f}  "
+              f"foretold {found['predicted_peak_bytes']:6.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

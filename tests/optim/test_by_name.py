@@ -1,0 +1,141 @@
+"""Every optimizer has a name, which works wherever an optimizer is named, and resumes bit for bit."""
+
+import sys
+
+import pytest
+import torch
+from small_training import assert_same_weights, batches, loss_of, net, resumed_equals_uninterrupted, train
+
+from tightfit.config import TrainingConfig, parse_config
+from tightfit.config.optimizer_names import FOREIGN, OPTIMIZERS
+from tightfit.errors import ConfigError, DeviceError, InputError
+from tightfit.levers.optimizer import build_optimizer
+from tightfit.optim import MuonWithAdamW, OffloadedAdamW
+from tightfit.optim.in_backward import steps_in_backward
+from tightfit.train.optimizer import OptimizerRecipe, set_learning_rate
+
+LOW_BIT = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao"}
+FREE = sorted(OPTIMIZERS.keys() - LOW_BIT.keys())
+
+
+class Wide(torch.nn.Module):
+    """Matrices large enough for states of 8 and 4 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(31, 128)
+        self.first, self.second = torch.nn.Linear(128, 128), torch.nn.Linear(128, 5)
+
+    def forward(self, ids):
+        return self.second(self.first(self.embedding(ids)).tanh())
+
+
+def wide():
+    torch.manual_seed(3)
+    return Wide()
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_it_trains_and_resumes_bit_for_bit(name):
+    resumed_equals_uninterrupted(recipe(name))
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_low_bit_states_train_and_resume_bit_for_bit(name):
+    pytest.importorskip(LOW_BIT[name])
+    resumed_equals_uninterrupted(recipe(name), wide)
+
+
+def recipe(name):
+    return lambda model: OptimizerRecipe(TrainingConfig(optimizer=name))(model.parameters())
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_a_missing_package_is_one_line_with_what_to_install(name, monkeypatch):
+    for package in ("bitsandbytes", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, package, None)  # as Python remembers what is not there
+    with pytest.raises(InputError, match=rf"^optimizer {name} needs .*: pip install 'tightfit\[lowbit\]'$"):
+        build_optimizer(name, net().parameters())
+
+
+def test_a_device_without_the_kernels_is_one_line():
+    meta = [torch.nn.Parameter(torch.zeros(2, device="meta"))]
+    for name in LOW_BIT:
+        with pytest.raises(DeviceError, match=f"optimizer {name} does not run on meta: it does on cpu, cuda, xpu"):
+            build_optimizer(name, meta)
+    with pytest.raises(DeviceError, match="optimizer adamw_fused does not run on meta: it does on .*cpu"):
+        build_optimizer("adamw_fused", meta)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("adanw", "optimizer 'adanw' is not known: did you mean 'adamw'?"),
+        ("offloaded_adam", "optimizer 'offloaded_adam' is not known: did you mean 'offloaded_adamw'?"),
+        ("xyz", "optimizer 'xyz' is not known: choose one of adamw, "),
+        (
+            "offloaded_adamw:1.5",
+            "optimizer 'offloaded_adamw:1.5': the share of the states on the host goes from 0 to 1",
+        ),
+        ("offloaded_adamw:half", "optimizer 'offloaded_adamw:half': 'half' is no number: write offloaded_adamw:0.5"),
+        ("adamw:0.5", "optimizer 'adamw:0.5': only offloaded_adamw takes a share of states"),
+    ],
+)
+def test_a_wrong_name_is_one_line_from_python_and_from_yaml(name, line):
+    with pytest.raises(InputError) as from_python:
+        build_optimizer(name, net().parameters())
+    assert str(from_python.value).startswith(line)
+    with pytest.raises(ConfigError) as from_yaml:
+        parse_config({"training": {"optimizer": name}}, source="run.yaml")
+    assert f"training.optimizer: {line}" in str(from_yaml.value)
+
+
+def test_the_share_in_the_name_reaches_the_optimizer():
+    optimizer = OptimizerRecipe(TrainingConfig(optimizer="offloaded_adamw:0.5"))(net().parameters())
+    assert isinstance(optimizer, OffloadedAdamW)
+    assert optimizer.fraction == 0.5
+
+
+def test_names_of_other_trainers_mean_ours():
+    for foreign, own in FOREIGN.items():
+        assert parse_config({"optim": foreign}).training.optimizer == own
+    assert parse_config({"optim": "muon"}).training.optimizer == "muon"
+
+
+def test_a_step_in_backward_is_a_key_that_excludes_clipping_and_fp16():
+    training = parse_config({"training": {"step_in_backward": True, "grad_clip": None}}).training
+    model = net()
+    optimizer = OptimizerRecipe(training)(model.parameters())
+    assert steps_in_backward(optimizer)
+    train(model, optimizer, steps=2)
+    with pytest.raises(ConfigError, match="step_in_backward and grad_clip 1 exclude each other"):
+        parse_config({"training": {"step_in_backward": True}})
+    with pytest.raises(ConfigError, match="step_in_backward and precision fp16 exclude each other"):
+        parse_config({"training": {"step_in_backward": True, "grad_clip": None, "precision": "fp16"}})
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest():
+    model = net()
+    optimizer = MuonWithAdamW(model.parameters(), lr=1e-2)
+    algorithms = {p.ndim: group["algorithm"] for group in optimizer.param_groups for p in group["params"]}
+    assert algorithms == {2: "muon", 1: "adamw"}
+    plain = net()
+    matrices = [p for p in plain.parameters() if p.ndim == 2]
+    others = [p for p in plain.parameters() if p.ndim != 2]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=1e-2, eps=1e-8, adjust_lr_fn="match_rms_adamw")
+    references = muon, torch.optim.AdamW(others, lr=1e-2)
+    for ids in batches(5):
+        for each in (model, plain):
+            each.zero_grad()
+            loss_of(each, ids).backward()
+        for each in (optimizer, *references):
+            each.step()
+    assert_same_weights(model, plain)
+
+
+def test_a_learning_rate_that_lies_in_a_tensor_is_written_into_it():
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW(net().parameters(), lr=rate)
+    set_learning_rate(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.25
