@@ -117,8 +117,8 @@ Written by `python benchmarks/optimizers.py --page`. An optimizer is named in `t
 | name | what it is | result |
 |---|---|---|
 | `adamw`, `adamw_fused` | AdamW as PyTorch chooses it, or in one kernel | the reference |
-| `offloaded_adamw`, `offloaded_adamw:0.5` | states (or that share of them, in whole parameters) on the host, where the \
-step runs; gradients leave the device in backward | bit-equal to AdamW on the same device's arithmetic |
+| `offloaded_adamw`, `offloaded_adamw:0.5` | states (or that share of them, in whole parameters) on the host, where \
+the step runs; gradients leave the device in backward | bit-equal to AdamW on the same device's arithmetic |
 | `training.step_in_backward`, `step_in_backward(...)` | each weight is stepped when its gradient is there, which is \
 then freed | bit-equal to stepping afterwards; excludes clipping and gradient scalers |
 | `adamw_bf16` | bf16 weights, and 16 more bits beside them | bit-equal to AdamW on fp32 weights with the same \
@@ -133,10 +133,10 @@ inexact |
 
 {where(record)}
 
-A decoder of {record["results"][0]["parameters"] / 1e6:.1f}M parameters, one sequence of {TOKENS} tokens. States and peak
-are measured on the CPU, the peak by the allocator's own record; "foretold" is the dry run's. On a CPU the host is the
-device, so that offloading saves nothing there. The last columns are a dry run for a card ({CARD}), at its peak, without
-activations and workspace.
+A decoder of {record["results"][0]["parameters"] / 1e6:.1f}M parameters, one sequence of {TOKENS} tokens. States and
+peak are measured on the CPU, the peak by the allocator's own record; "foretold" is the dry run's. On a CPU the host is
+the device, so that offloading saves nothing there. The last columns are a dry run for a card ({CARD}), at its peak,
+without activations and workspace.
 
 {table(record["results"])}
 Not measured: anything on a GPU. `offloaded_adamw` copies on a stream of its own there; that path has run on no

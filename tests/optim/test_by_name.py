@@ -63,7 +63,7 @@ def test_a_device_without_the_kernels_is_one_line():
     for name in LOW_BIT:
         with pytest.raises(DeviceError, match=f"optimizer {name} does not run on meta: it does on cpu, cuda, xpu"):
             build_optimizer(name, meta)
-    with pytest.raises(DeviceError, match="optimizer adamw_fused does not run on meta: it does on .*cpu"):
+    with pytest.raises(DeviceError, match=r"optimizer adamw_fused does not run on meta: it does on .*cpu"):
         build_optimizer("adamw_fused", meta)
 
 

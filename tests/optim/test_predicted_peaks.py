@@ -51,7 +51,7 @@ def test_low_bit_states_are_predicted_too(optimizer, package):
 
 
 def test_on_a_card_offloaded_states_and_gradients_take_nothing():
-    model, batch = decoder(), token_batch()
+    model, batch = decoder(num_layers=6), token_batch(1, 8)
     plain = estimate(model, batch, device="rtx4090")
     half = estimate(model, batch, device="rtx4090", optimizer="offloaded_adamw:0.5")
     all_of_it = estimate(model, batch, device="rtx4090", optimizer="offloaded_adamw")

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from tightfit.internals import current_node, is_profiling
 from tightfit.levers.optimizer import named_states
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.operators import Traits, traits_of
-from tightfit.trace.dry_run import DryRun, tensors_in
+from tightfit.optim.gradients import gradient_memory
+from tightfit.trace.dry_run import DryRun, answers_itself, tensors_in
 from tightfit.trace.ledger import Cell, Ledger, take_off
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
@@ -104,7 +104,7 @@ class RealRun(DryRun):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if types and any(map(is_traceable_wrapper_subclass_type, types)):
+        if any(map(answers_itself, types)):
             return NotImplemented  # its own operators on the tensors inside come by here
         if self.passive:
             return func(*args, **kwargs)
@@ -169,8 +169,9 @@ class RealRun(DryRun):
         """Parameters, buffers and the gradients that there are."""
         for name, parameter in model.named_parameters():
             self.ledger.enter(parameter, Category.PARAMETER, prefix + name)
-            if parameter.grad is not None:
-                self.ledger.enter(parameter.grad, Category.GRADIENT, prefix + name)
+            gradient = gradient_memory(parameter)
+            if gradient is not None:
+                self.ledger.enter(gradient, Category.GRADIENT, prefix + name)
         for name, buffer in model.named_buffers():
             self.ledger.enter(buffer, Category.PARAMETER, prefix + name)
 

@@ -290,10 +290,11 @@ class Watch:
         """Bytes of parameters, gradients and states, each storage once."""
         from tightfit.levers.optimizer import state_tensors
         from tightfit.memory.allocator import storage_bytes
+        from tightfit.optim.gradients import gradient_memory
 
         parameters = [p for model in self._models.values() for p in model.parameters()]
         buffers = [b for model in self._models.values() for b in model.buffers()]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [gradient for p in parameters if (gradient := gradient_memory(p)) is not None]
         return {
             Category.PARAMETER: storage_bytes([*parameters, *buffers]),
             Category.GRADIENT: storage_bytes(gradients),

@@ -81,7 +81,7 @@ class DryRun(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(_answers_itself, types)):
+        if any(map(answers_itself, types)):
             return NotImplemented  # the operators that it calls in turn come here again
         traits = traits_of(func)
         if traits.is_view:
@@ -303,7 +303,7 @@ def hollow_tensors(shapes: Any) -> Any:
 
 
 @functools.cache
-def _answers_itself(kind: type) -> bool:
+def answers_itself(kind: type) -> bool:
     """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 from tightfit.activity import accumulation, now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.memory.allocator import collector_off
-from tightfit.optim.host_gradient import HostGradient
+from tightfit.optim.gradients import gradient_memory
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
@@ -183,11 +183,9 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         for name in dry.with_gradient:
-            gradient = model.get_parameter(name).grad
-            assert gradient is not None
-            if isinstance(gradient, HostGradient):
-                gradient = gradient.host()
-            dry.ledger.label(gradient, Category.GRADIENT, name)
+            gradient = gradient_memory(model.get_parameter(name))
+            if gradient is not None:
+                dry.ledger.label(gradient, Category.GRADIENT, name)
     return boundaries
 
 
