@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from tightfit.errors import InputError
 from tightfit.optim import OffloadedAdamW
 from tightfit.optim.host_gradient import HostGradient
+from tightfit.optim.link import Link
 
 
 def both(fraction=1.0, **settings):
@@ -177,3 +179,53 @@ def test_a_dropped_optimizer_leaves_nothing_on_the_model():
     gc.collect()
     loss_of(model, batches(1)[0]).backward()
     assert not any(isinstance(p.grad, HostGradient) for p in model.parameters())
+
+
+class LateCopy:
+    """A copy that has not happened before somebody waits for it."""
+
+    def __init__(self, target, source):
+        self.target, self.source = target, source
+
+    def synchronize(self):
+        if self.target is not None:
+            self.target.copy_(self.source)
+        self.target = None
+
+
+class LateLink(Link):
+    """A link on which every copy arrives as late as it may: who does not wait reads NaN."""
+
+    is_concurrent = True
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.arriving, self.leaving = {}, []
+
+    def to_host(self, tensor):
+        target = self.empty_on_host(tensor).fill_(math.nan)
+        self.arriving[target.data_ptr()] = LateCopy(target, tensor.clone())
+        return target
+
+    def wait(self, tensor):
+        copy = self.arriving.pop(tensor.data_ptr(), None)
+        if copy is not None:
+            copy.synchronize()
+
+    def to_device(self, target, source):
+        copy = LateCopy(target.detach().fill_(math.nan), source)
+        self.leaving.append(copy)
+        return copy
+
+    def join(self):
+        for copy in self.leaving:
+            copy.synchronize()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_it_waits_for_every_copy(micro_batches, monkeypatch):
+    monkeypatch.setattr("tightfit.optim.offloaded.Link", LateLink)
+    (plain, reference), (frugal, offloaded) = both()
+    for model, optimizer in ((plain, reference), (frugal, offloaded)):
+        train(model, optimizer, micro_batches=micro_batches, clipping=clip, scaler=torch.amp.GradScaler("cpu"))
+    assert_same_weights(plain, frugal)

@@ -33,9 +33,12 @@ class HostGradient(Tensor):
         self._arriving: Tensor | None = None  # a further micro-batch's gradient, to be added when it is there
 
     def add(self, gradient: Tensor) -> None:
-        """Add another micro-batch's gradient, which is copied while backward goes on."""
-        self.host()
-        self._arriving = self._link.to_host(gradient)
+        """Add another micro-batch's gradient; where copies take their own stream, it is added when it is needed."""
+        host = self.host()
+        if self._link.is_concurrent:
+            self._arriving = self._link.to_host(gradient)
+        else:
+            host.add_(gradient)
 
     def host(self) -> Tensor:
         """The gradient in host memory, with everything that is on its way; writing into it changes the gradient."""

@@ -17,6 +17,11 @@ class Link:
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._arrivals: dict[int, torch.cuda.Event] = {}  # by address: copies that nobody has waited for yet
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether copies go on beside what is computed."""
+        return self._stream is not None
+
     def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Host memory of a tensor's shape; pinned where the device is CUDA."""
         with host_memory():
