@@ -218,8 +218,8 @@ class LateLink(Link):
         return copy
 
     def join(self):
-        for copy in self.leaving:
-            copy.synchronize()
+        for late in self.leaving:
+            late.synchronize()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
