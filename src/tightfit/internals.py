@@ -22,6 +22,7 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls operators of its own
 NoAutocast = torch._C._DisableAutocast
 _COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # where aliases get their shared version counter
+no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl  # what plain tensors have
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes of tensors that dispatch themselves
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
 
@@ -46,6 +47,7 @@ __all__ = [
     "is_profiling",
     "kernels_replaced",
     "newest_sequence_number",
+    "no_torch_dispatch",
     "no_torch_function",
     "operators_with_kernel",
     "set_version_counters",

@@ -39,7 +39,8 @@ class BF16AdamW(StrictStateOptimizer):
     ):
         if keeping not in get_args(Keeping):
             raise InputError(f"keeping is {keeping!r}: choose one of {', '.join(get_args(Keeping))}")
-        self.keeping, self.seed = keeping, seed
+        self.keeping: Keeping = keeping
+        self.seed = seed
         self._numbers: dict[Tensor, int] = {}
         super().__init__(params, settings(lr, betas, eps, weight_decay))
 

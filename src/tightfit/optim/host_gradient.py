@@ -56,7 +56,7 @@ class HostGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func is aten.detach.default:
             return first._alias()
         if func is aten.add_.Tensor and isinstance(first, cls) and not kwargs and _is_whole(args[1], first):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from tightfit.activity import now
 from tightfit.errors import TraceError
-from tightfit.internals import ENGINE_CODE, is_dense
+from tightfit.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.operators import Traits, is_index, traits_of, written_arguments
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
@@ -305,7 +305,7 @@ def hollow_tensors(shapes: Any) -> Any:
 @functools.cache
 def answers_itself(kind: type) -> bool:
     """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
-    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is not no_torch_dispatch
 
 
 def _is_shape(item: Any) -> bool:
