@@ -32,7 +32,7 @@ from tightfit.trace.step import trace_step
 
 OUTPUT = RESULTS / "optimizers.json"
 PAGE = ROOT / "docs" / "optimizers.md"
-SHAPE = {"hidden_size": 256, "num_layers": 12, "num_heads": 8, "vocab_size": 600}
+SHAPE = {"hidden_size": 256, "num_layers": 6, "num_heads": 8, "vocab_size": 600}
 TOKENS = 16
 CARD = "rtx4090"
 FP32, BF16 = torch.float32, torch.bfloat16
