@@ -7,11 +7,11 @@ import torch
 from small_training import assert_same_weights, batches, loss_of, net, resumed_equals_uninterrupted, train
 
 from tightfit.config import TrainingConfig, parse_config
-from tightfit.config.optimizer_names import FOREIGN, OPTIMIZERS
 from tightfit.errors import ConfigError, DeviceError, InputError
 from tightfit.levers.optimizer import build_optimizer
 from tightfit.optim import MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.in_backward import steps_in_backward
+from tightfit.optimizer_names import FOREIGN, OPTIMIZERS
 from tightfit.train.optimizer import OptimizerRecipe, set_learning_rate
 
 LOW_BIT = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao"}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.config.optimizer_names import FOREIGN
+from tightfit.optimizer_names import FOREIGN
 
 
 class AliasValueError(ValueError):

@@ -17,9 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from tightfit.config.optimizer_names import parse_optimizer
 from tightfit.errors import BudgetError
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.optimizer_names import parse_optimizer
 from tightfit.units import parse_budget
 
 Count = Annotated[int, Field(gt=0)]

@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from tightfit.config.optimizer_names import OptimizerName, parse_optimizer
 from tightfit.errors import InputError
 from tightfit.internals import fused_kernel_devices
 from tightfit.levers.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.in_backward import steps_in_backward
+from tightfit.optimizer_names import OptimizerName, parse_optimizer
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 _ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -47,7 +47,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters that are trained.
 
-    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `config.optimizer_names`), a callable that takes
+    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `optimizer_names`), a callable that takes
     parameters, or an optimizer whose class and settings are taken over, group by group, but not its state. Raises
     `InputError` for an unknown name or a missing package, `DeviceError` where it cannot run on the parameters' device.
     """
