@@ -5,7 +5,7 @@ import pytest
 import tightfit as package
 from command_line import tightfit
 
-COMMANDS = ("train", "plan", "estimate", "verify", "generate", "profile", "doctor", "devices", "calibrate")
+COMMANDS = ("train", "plan", "estimate", "verify", "generate", "profile", "doctor", "devices", "calibrate", "minimind")
 
 
 def test_the_version_is_the_packages():
