@@ -1,0 +1,57 @@
+"""Accelerate: a memory budget for a loop written by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
+from tightfit.planner.apply import AppliedPlan
+from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
+
+__all__ = ["apply_budget"]
+
+
+def apply_budget(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    batch: Batch,
+    budget: int | str,
+    *,
+    loss: Loss | None = None,
+    levers: str | Sequence[str] | None = None,
+    blocks: str | None = None,
+    grad_clip: float | None = None,
+) -> AppliedPlan:
+    """Plan the step of a loop over a model and an optimizer that `accelerator.prepare` returned, and apply the plan.
+
+    `batch` is the longest that can come, with padding where there will be some; `budget`, `loss`, `levers`, `blocks`
+    and `grad_clip` are those of `tightfit.plan`. Precision and gradient accumulation are the accelerator's. The batch
+    is not split: the loop stays as it is. Gradient checkpointing of `transformers` is switched off: the plan decides
+    what is recomputed.
+
+    Returns a handle with `plan` and `undo()`. Raises `CannotFit`, and `LeverError` for a model that is distributed or
+    compiled.
+    """
+    refuse_wrapped(model, "apply_budget")
+    mixed: Any = accelerator.mixed_precision
+    step = GuestStep(
+        model=model,
+        loss=loss or model_loss,
+        optimizer=getattr(optimizer, "optimizer", optimizer),
+        device=accelerator.device,
+        precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
+        accumulated=accelerator.gradient_accumulation_steps,
+        grad_clip=grad_clip,
+    )
+    wish = Wish(budget, levers, blocks).without_micro_batches()
+    taken = take_over(model)
+    try:
+        plan = plan_for_all(step, [batch], wish)
+    except BaseException:
+        if taken is not None:
+            taken.remove()
+        raise
+    return plan.apply(model)

@@ -1,0 +1,128 @@
+"""The batches a plan must hold for: the first real one, the longest one, and the longest one with padding in it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.errors import InputError
+from tightfit.levers.micro_batch import batch_size
+from tightfit.step import Batch
+
+ARROW_ROWS = 10_000  # rows of a `datasets.Dataset` whose lengths are read at a time
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """A batch of as many copies, along the first dimension. What is not per sample stays as it is."""
+    return batch if times == 1 else _per_sample(batch, lambda value: torch.cat([value] * times))
+
+
+def first_samples(batch: Batch, count: int) -> Batch:
+    """The first samples of a batch. What is not per sample stays as it is."""
+    return _per_sample(batch, lambda value: value[:count])
+
+
+def stretched(batch: Batch, length: int) -> Batch:
+    """The batch with sequences of another length: its tokens repeated, or cut.
+
+    Sequences are the tensors (B, L) whose L is the largest second dimension among the integers.
+    """
+    values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+    widths = [v.shape[1] for v in values if isinstance(v, torch.Tensor) and v.dim() == 2 and not v.is_floating_point()]
+    if not widths:
+        raise InputError("max_length: the batch holds no tensor of token ids (batch, length) whose length could be set")
+    width = max(widths)
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.shape[1] != width:
+            return value
+        return value.repeat(1, -(-length // width))[:, :length]
+
+    return _mapped(batch, changed)
+
+
+def worst_batches(
+    dataset: Any, size: int, collate: Callable[[list[Any]], Any], max_length: int | None = None
+) -> list[Batch]:
+    """What a data set's batches can be at most, collated as they will be: the first one, `size` times the longest
+    sample, and the longest beside the shortest ones.
+
+    With `max_length` (in tokens) the samples are not searched, and batches of that length are made. Raises `InputError`
+    where a data set cannot be searched, and no `max_length` is given.
+    """
+    if max_length is not None:
+        first = collate(_first(dataset, size))
+        return distinct([first, stretched(first, max_length)])
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise InputError(
+            f"how long the samples of a {type(dataset).__name__} are is not known before they come: "
+            "give the longest length in tokens as max_length="
+        )
+    batches = [_first(dataset, size)]
+    lengths = list(sample_lengths(dataset))
+    if lengths:
+        longest, shortest = (dataset[pick(range(len(lengths)), key=lengths.__getitem__)] for pick in (max, min))
+        batches += [[longest] * size, [longest] + [shortest] * (size - 1)]
+    return distinct([collate(samples) for samples in batches])
+
+
+def sample_lengths(dataset: Any) -> Iterator[int]:
+    """How many tokens each sample has; nothing where samples have no `input_ids`."""
+    columns = getattr(dataset, "column_names", None)
+    formatted = getattr(dataset, "format", {"type": "custom"})["type"]
+    if columns is not None and "input_ids" in columns and formatted != "custom" and hasattr(dataset, "with_format"):
+        for rows in dataset.select_columns(["input_ids"]).with_format(None).iter(ARROW_ROWS):
+            yield from map(len, rows["input_ids"])
+        return
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            return
+        yield len(sample["input_ids"])
+
+
+def distinct(batches: Iterable[Batch]) -> list[Batch]:
+    """Without those that a model cannot tell from an earlier one by shapes, nor by which tokens are masked."""
+    seen = {}
+    for batch in batches:
+        seen.setdefault(_likeness(batch), batch)
+    return list(seen.values())
+
+
+def _per_sample(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """The batch with the tensors changed that have a row for each sample."""
+    size = batch_size(batch)
+
+    def changed(value: Any) -> Any:
+        per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
+        return change(value) if per_sample else value
+
+    return _mapped(batch, changed)
+
+
+def _mapped(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    if isinstance(batch, Mapping):
+        return {key: change(value) for key, value in batch.items()}
+    return tuple(change(value) for value in batch)
+
+
+def _likeness(batch: Batch) -> tuple:
+    values: Sequence[tuple[Any, Any]] = list(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
+    return tuple(
+        (key, tuple(value.shape), "mask" in str(key) and not bool(value.all()))
+        for key, value in values
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _first(dataset: Any, size: int) -> list[Any]:
+    """The first samples, over again where there are fewer."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        found = [dataset[index] for index in range(min(size, len(dataset)))]
+    elif iter(dataset) is dataset:
+        raise InputError(f"a {type(dataset).__name__} can be read only once: make it begin anew at each iteration")
+    else:
+        found = [sample for sample, _ in zip(dataset, range(size), strict=False)]
+    if not found:
+        raise InputError("the training data set is empty")
+    return [found[index % len(found)] for index in range(size)]

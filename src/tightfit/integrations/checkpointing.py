@@ -1,0 +1,60 @@
+"""Gradient checkpointing that the user switched on, and models in wrappers: what a plan must know before it begins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import LeverError
+
+SWITCH = "gradient_checkpointing"  # the attribute of a layer or model that `transformers` asks
+
+
+class TakenOver:
+    """The guest's own checkpointing, off while a plan is in force: `remove()` switches it on again."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self._modules = modules
+        for module in modules:
+            setattr(module, SWITCH, False)
+
+    def remove(self) -> None:
+        for module in self._modules:
+            setattr(module, SWITCH, True)
+        self._modules = ()
+
+
+def take_over(model: nn.Module) -> TakenOver | None:
+    """Switch off the checkpointing of `transformers`: the plan decides what is recomputed. None where it was off."""
+    switched_on = [module for module in model.modules() if getattr(module, SWITCH, None) is True]
+    return TakenOver(switched_on) if switched_on else None
+
+
+def refuse_wrapped(model: Any, who: str) -> None:
+    """Raise `LeverError` for a model that is distributed or compiled."""
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        raise LeverError(
+            f"{who}: the model is {wrapper}: a plan is for one process and the model as it was written; "
+            "train without that, or without the budget"
+        )
+
+
+def wrapper_of(model: Any) -> str | None:
+    """How a model is wrapped, in words; None where it is not."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_sharded(model):
+        return f"wrapped in {type(model).__name__}"
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        return "compiled by torch.compile"
+    if getattr(model, "_compiler_ctx", None) is not None:  # a LightningModule's
+        return "compiled by torch.compile"
+    return None
+
+
+def _is_sharded(model: Any) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())

@@ -1,0 +1,224 @@
+"""Hugging Face: a memory budget for `transformers.Trainer`, as a callback or as a trainer.
+
+    Trainer(..., callbacks=[MemoryBudget("22GiB")])
+    FrugalTrainer(..., memory_budget="22GiB", memory_levers="rounding")
+
+Both plan when a training begins, for the first batch and for the longest that can come, with the trainer's own
+`compute_loss`, and put the plan on the model until the training ends. The callback leaves the trainer's loop as it is;
+`FrugalTrainer` can also split its batches in micro-batches, and makes any other trainer frugal:
+`class FrugalSFTTrainer(FrugalTrainer, SFTTrainer)`.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tightfit.errors import InputError, LeverError, VerificationFailed
+from tightfit.integrations.batches import first_samples
+from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.guests import missing
+from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
+from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
+from tightfit.levers.handle import Applied, Removable
+from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
+from tightfit.memory.counters import read_counters
+from tightfit.planner.plan import Plan
+from tightfit.planner.request import allowed_levers
+from tightfit.step import Batch
+from tightfit.verification import verify
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise missing("transformers", "tightfit[hf]") from error
+
+__all__ = ["FrugalTrainer", "MemoryBudget"]
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryBudget(TrainerCallback):
+    """Keeps a training within a memory budget.
+
+    `budget`, `levers` and `blocks` are those of `tightfit.plan`; the batch is not split (`FrugalTrainer` does that).
+    `max_length` is the longest sequence in tokens that a batch can have; without it the samples of the data set are
+    searched for the longest. `verify=True` proves the plan on a part of the first batch before the training begins.
+
+    When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is distributed or
+    compiled, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in force.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        levers: str | Sequence[str] | None = None,
+        blocks: str | None = None,
+        max_length: int | None = None,
+        verify: bool = False,
+    ):
+        self.wish = Wish(budget, levers, blocks)
+        self.max_length = max_length
+        self.verifies = verify
+        self.plan: Plan | None = None
+        self.trainer: Trainer | None = None
+        self._applied = Applied([])
+        allowed_levers(levers)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.undo()
+        trainer = self.trainer or running_trainer()
+        model = kwargs["model"]
+        for wrapped in (trainer.model_wrapped, model):
+            refuse_wrapped(wrapped, type(self).__name__)
+        self._first_among(trainer.callback_handler.callbacks)
+        model.train()
+        taken = take_over(model)
+        try:
+            with nothing_noted(trainer):
+                self.plan = self._planned(trainer, model, kwargs["train_dataloader"])
+        except BaseException:
+            if taken is not None:
+                taken.remove()
+            raise
+        parts: list[Removable] = [] if taken is None else [taken]
+        self._applied = Applied([*parts, self.plan.apply(model)])
+        if taken is not None:
+            logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+        logger.info("%s", self.plan)
+        trainer.log(figures(self.plan))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.plan is None or logs is None:
+            return
+        reading = read_counters(args.device)
+        memory = {"memory_rss_bytes": reading.rss_bytes}
+        if reading.allocated_highest_bytes is not None:
+            memory["memory_peak_bytes"] = reading.allocated_highest_bytes
+        logs.update(memory)
+        if state.log_history:
+            state.log_history[-1].update(memory)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Take the plan off the model: done when a training ends, needed only after one that failed."""
+        self._applied.undo()
+
+    def _planned(self, trainer: Trainer, model: Any, loader: Any) -> Plan:
+        batches = trainer_batches(trainer, loader, self.max_length)
+        step = trainer_step(trainer, model, batches[-1])
+        plan = plan_for_all(step, batches, self._allowed(trainer))
+        if self.verifies:
+            prove(step, batches[0], plan)
+        return plan
+
+    def _allowed(self, trainer: Trainer) -> Wish:
+        """What the trainer can run: only a frugal one splits batches, and none whose model adds a loss of its router to
+        every batch, of which there would be more.
+        """
+        config = getattr(trainer.model, "config", None)
+        routed = getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False)
+        if isinstance(trainer, FrugalTrainer) and not routed:
+            return self.wish
+        if not isinstance(self.wish.levers, str | None) and "micro_batch" in self.wish.levers:
+            why = "a router's loss is no sum over micro-batches" if routed else "only FrugalTrainer does"
+            raise LeverError(f"micro_batch: {type(trainer).__name__} cannot split its batches ({why})")
+        return self.wish.without_micro_batches()
+
+    def _first_among(self, callbacks: list[TrainerCallback]) -> None:
+        """So that those who report find the memory in the logs."""
+        if self in callbacks:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
+
+
+class FrugalTrainer(Trainer):
+    """A `Trainer` with a memory budget, which can also split its batches in micro-batches.
+
+    `memory_budget`, `memory_levers`, `memory_blocks`, `memory_max_length` and `memory_verify` are what `MemoryBudget`
+    takes. The gradient of a batch in micro-batches is that of the whole: where the trainer divides by
+    `num_items_in_batch` they add up, elsewhere each counts by its share of the valid tokens.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        memory_budget: int | str,
+        memory_levers: str | Sequence[str] | None = None,
+        memory_blocks: str | None = None,
+        memory_max_length: int | None = None,
+        memory_verify: bool = False,
+        **kwargs: Any,
+    ):
+        self._memory = MemoryBudget(
+            memory_budget,
+            levers=memory_levers,
+            blocks=memory_blocks,
+            max_length=memory_max_length,
+            verify=memory_verify,
+        )
+        self._share = 1.0  # what the loss that is computed now counts in its batch
+        super().__init__(*args, **kwargs)
+        self._memory.trainer = self
+        self.add_callback(self._memory)
+
+    @property
+    def memory_plan(self) -> Plan | None:
+        """The plan in force, or that of the last training; None before the first."""
+        return self._memory.plan
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._memory.undo()
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> torch.Tensor:
+        batch = dict(inputs)
+        count = min(self._micro_batches(), batch_size(batch))
+        loss = TrainerLoss(self, num_items_in_batch)
+        losses = []
+        for part in as_parts(split_batch(batch, count), loss):
+            self._share = part.weight
+            losses.append(super().training_step(model, part.batch, num_items_in_batch, **kwargs))
+        self._share = 1.0
+        return torch.stack(losses).sum()
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        if self._share == 1.0:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return (loss * self._share, outputs) if return_outputs else loss * self._share
+
+    def _micro_batches(self) -> int:
+        """How many passes one batch takes."""
+        plan = self._memory.plan
+        return 1 if plan is None else plan.micro_batches // self.args.gradient_accumulation_steps
+
+
+def running_trainer() -> Trainer:
+    """The trainer that is calling a callback just now: callbacks are told everything but that."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise InputError("MemoryBudget is a callback of transformers' Trainer: pass it as Trainer(callbacks=[...])")
+
+
+def prove(step: GuestStep, batch: Batch, plan: Plan) -> None:
+    """Run a part of the batch plainly and as planned. Raises `VerificationFailed` where they differ.
+
+    The part is the smallest that can be split as the plan says: the plain run has to find room too.
+    """
+    part = first_samples(step.whole(batch), plan.micro_batches)
+    found = verify(step.model, part, plan, loss=step.loss)
+    if not found.ok:
+        raise VerificationFailed(f"the plan is not what the plain training computes: {found}")
+    logger.warning("memory plan verified on %d samples: %s", plan.micro_batches, found)

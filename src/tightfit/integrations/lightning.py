@@ -1,0 +1,215 @@
+"""Lightning: a memory budget for `Trainer.fit`, and gradient checkpointing for any `LightningModule`.
+
+    Trainer(callbacks=[MemoryBudget("22GiB")])
+
+    class LitModel(FrugalModule, LightningModule): ...
+    model.gradient_checkpointing = True
+
+Both work with `lightning` and with `pytorch_lightning`.
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tightfit.devices.present import lookup
+from tightfit.errors import LeverError
+from tightfit.integrations.batches import stretched
+from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.guests import missing
+from tightfit.integrations.lightning_step import flattened, lightning_step, muted
+from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
+from tightfit.levers.handle import Applied
+from tightfit.levers.recompute import RECOMPUTE_ALL
+from tightfit.levers.recompute.lever import apply_policies
+from tightfit.memory.counters import read_counters
+from tightfit.planner.blocks import find_blocks
+from tightfit.planner.footing import fingerprint
+from tightfit.planner.plan import Plan
+from tightfit.planner.search import UNSEEN_BYTES
+from tightfit.step import Batch
+
+__all__ = ["FrugalModule", "MemoryBudget", "checkpoint_blocks"]
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # the same code under two names
+
+
+def _base() -> type:
+    """The callback class of the package that the user has imported, else of one that is installed.
+
+    A trainer calls the hooks of a callback by name, so that either serves in both.
+    """
+    for package in sorted(PACKAGES, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(package).Callback
+        except ImportError:
+            continue
+    raise missing("lightning (or pytorch_lightning)", "tightfit[lightning]")
+
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback
+else:
+    Callback = _base()
+
+
+class MemoryBudget(Callback):
+    """Keeps a training within a memory budget.
+
+    `budget`, `levers` and `blocks` are those of `tightfit.plan`; the batch is not split, since the loop is Lightning's.
+    The plan is made before the first `training_step`, for the batch that is there, with its sequences as long as
+    `max_length` tokens where that is given; a batch with more in it than any before is checked, and planned anew where
+    it would not fit. `plan` is the plan in force. It is stored in Lightning's checkpoints, and taken up again on resume
+    as long as it is one for this model, budget and device.
+
+    Gradients are dropped when the optimizer has used them, and not as late as during the next step, where Lightning
+    does it: otherwise they lie in memory beside all activations.
+
+    Raises `CannotFit` where nothing fits, and `LeverError` for a model that is distributed or compiled, or that steps
+    its optimizers itself; both before anything is trained.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        levers: str | Sequence[str] | None = None,
+        blocks: str | None = None,
+        max_length: int | None = None,
+    ):
+        self.wish = Wish(budget, levers, blocks).without_micro_batches()
+        self.max_length = max_length
+        self.plan: Plan | None = None
+        self._applied: Applied | None = None
+        self._sizes: dict[int, int] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.undo()
+        self._sizes = {}
+        for model in (trainer.strategy.model, pl_module):
+            refuse_wrapped(model, "MemoryBudget")
+        if not pl_module.automatic_optimization:
+            raise LeverError(
+                f"MemoryBudget: {type(pl_module).__name__} steps its optimizers itself (automatic_optimization=False): "
+                "call tightfit.plan with its loss, and apply the plan before fit"
+            )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        flat = flattened(batch)
+        if not self._has_grown(flat.leaves):
+            return
+        leaves = flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
+        self._has_grown(leaves)
+        step = lightning_step(trainer, pl_module, flat, batch_idx)
+        with muted(pl_module):
+            if self._holds(step, leaves):
+                return
+            self._plan_anew(step, leaves)
+        assert self.plan is not None, "it was just made"
+        logger.info("%s", self.plan)
+        for destination in trainer.loggers:
+            destination.log_metrics(figures(self.plan), step=trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
+            pl_module.zero_grad(set_to_none=True)
+        reading = read_counters(pl_module.device)
+        pl_module.log("memory_rss_bytes", float(reading.rss_bytes), on_step=True)
+        if reading.allocated_highest_bytes is not None:
+            pl_module.log("memory_peak_bytes", float(reading.allocated_highest_bytes), on_step=True)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.undo()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.plan is None else {"plan": self.plan.to_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "plan" in state_dict:
+            self.plan = Plan.from_dict(state_dict["plan"])
+
+    def undo(self) -> None:
+        """Take the plan off the model: done when a training ends or fails."""
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+
+    def _has_grown(self, leaves: Sequence[Any]) -> bool:
+        """Whether some tensor has more elements than any in its place before; the new sizes are remembered."""
+        sizes = {i: leaf.numel() for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        grown = {i: size for i, size in sizes.items() if size > self._sizes.get(i, -1)}
+        self._sizes |= grown
+        return bool(grown)
+
+    def _holds(self, step: GuestStep, leaves: Batch) -> bool:
+        """Whether the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
+        plan, device = self.plan, lookup(step.device).name
+        if plan is None or (plan.fingerprint, plan.device) != (fingerprint(step.model), device):
+            return False
+        if plan.budget_bytes != step.budget_bytes(self.wish.budget, plan.plain):
+            return False
+        if self._applied is None:
+            self._apply(step.model, plan)
+        return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
+
+    def _plan_anew(self, step: GuestStep, leaves: Batch) -> None:
+        """A plan in the place of the one in force, if there is one, within the same bytes."""
+        again = self._applied is not None and self.plan is not None
+        wish = replace(self.wish, budget=self.plan.budget_bytes) if again else self.wish
+        self.undo()
+        taken = take_over(step.model)
+        try:
+            self.plan = plan_for_all(step, [leaves], wish)
+        finally:
+            if taken is not None:
+                taken.remove()
+        self._apply(step.model, self.plan)
+
+    def _apply(self, model: nn.Module, plan: Plan) -> None:
+        taken = take_over(model)
+        if taken is not None:
+            logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+        self._applied = Applied([*([] if taken is None else [taken]), plan.apply(model)])
+
+
+class FrugalModule:
+    """Mixed into a `LightningModule`, or any other module: `gradient_checkpointing = True` recomputes its repeated
+    blocks, bit for bit, from then on. Set it when the blocks are there: last in `__init__`, or from outside.
+
+    Raises `LeverError` where there are no repeated blocks.
+    """
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return "_checkpointing" in self.__dict__
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        if enabled == self.gradient_checkpointing:
+            return
+        if enabled:
+            self.__dict__["_checkpointing"] = checkpoint_blocks(self)
+        else:
+            self.__dict__.pop("_checkpointing").undo()
+
+
+def checkpoint_blocks(model: Any) -> Applied:
+    """Recompute every repeated block of a model as a whole. Returns a handle with `undo()`; raises `LeverError`."""
+    paths = find_blocks(model)
+    if not paths:
+        raise LeverError(
+            f"gradient_checkpointing: {type(model).__name__} has no repeated blocks: set it once they are built, "
+            'or name modules with tightfit.recompute(model, "layers.*")'
+        )
+    return apply_policies(model, dict.fromkeys(paths, RECOMPUTE_ALL))

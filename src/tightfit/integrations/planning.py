@@ -1,0 +1,171 @@
+"""A plan that holds for every batch that a guest's training may show it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.devices.present import lookup
+from tightfit.errors import CannotFit
+from tightfit.integrations.batches import repeated
+from tightfit.levers.micro_batch import batch_size
+from tightfit.planner import api
+from tightfit.planner.blocks import find_blocks
+from tightfit.planner.plan import Plan
+from tightfit.planner.records import Footing
+from tightfit.planner.request import allowed_levers
+from tightfit.planner.search import UNSEEN_BYTES
+from tightfit.step import Batch, Loss, Precision
+from tightfit.units import format_bytes, parse_budget
+
+TIGHTENINGS = 4  # how often a plan that does not hold for another batch is made anew
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asks for: a budget as `tightfit.plan` takes it, levers and blocks likewise."""
+
+    budget: int | str
+    levers: str | Sequence[str] | None = None
+    blocks: str | None = None
+
+    def without_micro_batches(self) -> "Wish":
+        """For those who cannot split the batch: the guest's own loop runs it."""
+        return replace(self, levers=sorted(allowed_levers(self.levers) - {"micro_batch"}))
+
+
+@dataclass(frozen=True)
+class GuestStep:
+    """A training step as the guest runs it: `accumulated` batches, then one update.
+
+    `loss` is what the guest computes of one batch, in its own precision. `precision` is the one that dry runs put
+    around it: a dry run for CUDA has its tensors on the host, where the guest's own autocast does not reach.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    precision: Precision = "fp32"
+    accumulated: int = 1
+    grad_clip: float | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """The arguments that `estimate` and `plan` share."""
+        return {
+            "loss": self.loss,
+            "optimizer": self.optimizer,
+            "precision": "fp32" if self.device.type == "cpu" else self.precision,
+            "device": self.device,
+            "grad_clip": self.grad_clip,
+        }
+
+    def whole(self, batch: Batch) -> Batch:
+        """The batches of one update in one, all of them like this one."""
+        return repeated(batch, self.accumulated)
+
+    def footing(self, batch: Batch, micro_batches: int) -> Footing:
+        """The step as it stands, levers and all, in figures; all its batches are like this one."""
+        return api.estimate(self.model, self.whole(batch), micro_batches=micro_batches, **self.asked()).footing
+
+    def budget_bytes(self, budget: int | str, plain: Footing) -> int:
+        """Raises `BudgetError` for one that cannot be read."""
+        device_bytes = lookup(self.device).memory_bytes
+        return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
+
+
+def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
+    """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
+
+    A batch that is shorter may still take more, where its padding makes the model build a mask.
+    """
+    plain = [(step.footing(batch, step.accumulated), batch) for batch in batches]
+    plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
+    (largest, batch), *others = plain
+    budget = bound = step.budget_bytes(wish.budget, largest)
+    plan = plan_one(step, batch, replace(wish, budget=bound))
+    for _ in range(TIGHTENINGS):
+        peak = peak_as_planned(step, plan, [other for _, other in others])
+        if peak <= budget - UNSEEN_BYTES:
+            break
+        bound -= peak + UNSEEN_BYTES - budget
+        try:
+            plan = plan_one(step, batch, replace(wish, budget=bound))
+        except CannotFit as error:
+            raise _not_for_all(budget, peak) from error
+    else:
+        raise _not_for_all(budget, peak)
+    return replace(plan, budget_bytes=budget, plain=largest)
+
+
+def peak_as_planned(step: GuestStep, plan: Plan, batches: Sequence[Batch]) -> int:
+    """The highest peak of these batches under the plan."""
+    if not batches:
+        return 0
+    with plan.apply(step.model):
+        return max(step.footing(batch, plan.micro_batches).peak_bytes for batch in batches)
+
+
+def plan_one(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
+    """The plan for one batch. Micro-batches split each accumulated batch alike."""
+    try:
+        plan = _fastest(step, batch, wish)
+    except CannotFit as error:
+        if wish.blocks is not None or find_blocks(step.model):
+            raise
+        raise CannotFit(
+            f"{error}; {type(step.model).__name__} has no repeated block to recompute: name modules with blocks=",
+            error.least_bytes,
+        ) from error
+    optimizer = type(step.optimizer).__name__
+    return replace(plan, precision=step.precision, optimizer=optimizer)
+
+
+def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
+    """A plan that the guest can run: as many micro-batches as divide each of the accumulated batches."""
+    levers = allowed_levers(wish.levers)
+    counts = [step.accumulated]
+    if "micro_batch" in levers and step.accumulated > 1:
+        size = batch_size(batch)
+        counts = [step.accumulated * n for n in range(1, size + 1) if size % n == 0]
+        levers -= {"micro_batch"}
+    plans, misfits = [], []
+    for count in counts:
+        try:
+            plans.append(
+                api.plan(
+                    step.model,
+                    step.whole(batch),
+                    wish.budget,
+                    levers=sorted(levers),
+                    blocks=wish.blocks,
+                    micro_batches=count,
+                    **step.asked(),
+                )
+            )
+        except CannotFit as error:
+            misfits.append(error)
+    if not plans:
+        raise min(misfits, key=lambda error: error.least_bytes)
+    return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def _not_for_all(budget: int, peak: int) -> CannotFit:
+    return CannotFit(
+        f"{format_bytes(budget)} cannot fit: under the tightest plan for the longest batch another one still takes "
+        f"{format_bytes(peak)} ({peak} bytes)",
+        peak,
+    )
+
+
+def figures(plan: Plan) -> dict[str, float]:
+    """A plan in a guest's logs: bytes and seconds."""
+    return {
+        "memory_budget_bytes": plan.budget_bytes,
+        "memory_planned_peak_bytes": plan.peak_bytes,
+        "memory_plain_peak_bytes": plan.plain_peak_bytes,
+        "memory_planned_step_seconds": plan.step_seconds,
+        "memory_plain_step_seconds": plan.plain.step_seconds,
+    }

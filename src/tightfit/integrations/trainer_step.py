@@ -1,0 +1,118 @@
+"""The training step of a `transformers.Trainer`, whichever subclass it is, as the planner takes it."""
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tightfit.integrations.batches import worst_batches
+from tightfit.integrations.planning import GuestStep
+from tightfit.step import AUTOCAST_DTYPES, Batch
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_COUNTS = (int, float, str, bool, type(None))
+_LOGS = (dict, list, set, deque)
+_INPUTS = ("train_dataset", "eval_dataset")  # may be lists as long as the training, and no step writes them
+
+
+class TrainerLoss:
+    """What a trainer computes of one batch: its own `compute_loss`, in its own precision.
+
+    Where that divides by `num_items_in_batch`, the losses of micro-batches add up as they are: `reduction` is "sum".
+    """
+
+    def __init__(self, trainer: "Trainer", items: Any):
+        self.trainer = trainer
+        self.items = items
+        self.reduction = "sum" if adds_up(trainer, items) else "mean"
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with self.trainer.compute_loss_context_manager():
+            loss: Any = self.trainer.compute_loss(model, dict(batch), num_items_in_batch=self.items)
+        return loss
+
+
+def adds_up(trainer: "Trainer", items: Any) -> bool:
+    """Whether the loss of a batch is already its part of the whole update's, as `Trainer.training_step` decides it."""
+    stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+    if stated is not None:
+        return stated
+    return (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+
+
+def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> list[Batch]:
+    """What the trainer's batches can be at most, collated and prepared as it does it."""
+    size = trainer.state.train_batch_size or trainer.args.train_batch_size
+
+    def collate(samples: list[Any]) -> Batch:
+        return trainer._prepare_inputs(dict(loader.collate_fn(samples)))
+
+    with _random_state_kept():
+        return worst_batches(loader.dataset, size, collate, max_length)
+
+
+def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any]) -> GuestStep:
+    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping."""
+    args = trainer.args
+    accumulated = args.gradient_accumulation_steps
+    _, items = trainer.get_batch_samples(iter([dict(batch)] * accumulated), accumulated, torch.device("cpu"))
+    optimizer: Any = trainer.optimizer
+    mixed: Any = trainer.accelerator.mixed_precision
+    return GuestStep(
+        model=model,
+        loss=TrainerLoss(trainer, items),
+        optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper
+        device=args.device,
+        precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
+        accumulated=accumulated,
+        grad_clip=args.max_grad_norm or None,
+    )
+
+
+@contextmanager
+def nothing_noted(trainer: "Trainer") -> Iterator[None]:
+    """Inside, steps may be run dry: what the trainer counts and collects for its logs is afterwards as it was."""
+    attributes = trainer.__dict__
+    counts = {name: value for name, value in attributes.items() if isinstance(value, _COUNTS)}
+    logs = {
+        name: (value, copy.deepcopy(value))
+        for name, value in attributes.items()
+        if isinstance(value, _LOGS) and name not in _INPUTS and _is_plain(value)
+    }
+    try:
+        yield
+    finally:
+        attributes.update(counts)
+        for name, (value, content) in logs.items():
+            value.clear()
+            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+            attributes[name] = value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container holds nothing but containers, numbers and words."""
+    if isinstance(value, dict):
+        return all(isinstance(key, _COUNTS) and _is_plain(entry) for key, entry in value.items())
+    if isinstance(value, list | set | deque | tuple):
+        return all(_is_plain(entry) for entry in value)
+    return isinstance(value, _COUNTS)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Collators may draw random numbers: the training draws the same ones as without a plan."""
+    import random
+
+    import numpy
+
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])

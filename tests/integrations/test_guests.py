@@ -1,0 +1,86 @@
+"""The guests' examples and pages run; none is imported for nothing, and a missing one is one line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUESTS = ("transformers", "accelerate", "peft", "trl", "lightning", "pytorch_lightning")
+EXAMPLES = {
+    "huggingface.py": ("transformers", "accelerate"),
+    "lightning_module.py": ("pytorch_lightning",),
+    "accelerate_loop.py": ("transformers", "accelerate"),
+}
+
+
+def fresh(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_shows_its_plan(name):
+    for package in EXAMPLES[name]:
+        pytest.importorskip(package)
+    path = ROOT / "examples" / name
+    assert len(path.read_text("utf-8").splitlines()) < 60
+    done = fresh(path)
+    assert done.returncode == 0, done.stderr
+    assert "Fits: " in done.stdout
+
+
+def test_importing_tightfit_imports_no_guest():
+    code = "import sys, tightfit, tightfit.integrations; tightfit.plan; print(*sys.modules)"
+    assert not set(fresh("-c", code).stdout.split()) & set(GUESTS)
+
+
+@pytest.mark.parametrize(
+    ("module", "absent", "command"),
+    [
+        ("hf", ["transformers"], "pip install 'tightfit[hf]'"),
+        ("lightning", ["lightning", "pytorch_lightning"], "pip install 'tightfit[lightning]'"),
+    ],
+)
+def test_a_missing_guest_is_one_line_with_the_command_that_brings_it(module, absent, command):
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+        "from tightfit.errors import InputError\n"
+        f"try: import tightfit.integrations.{module}\n"
+        "except InputError as error: print(error)"
+    )
+    done = fresh("-c", code)
+    assert command in done.stdout, done.stderr
+    assert len(done.stdout.strip().splitlines()) == 1
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "guests" / page).read_text("utf-8"), re.M | re.S)
+
+
+def test_the_python_of_the_page_on_hugging_face_runs(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from tiny_trainings import arguments, llama, padded, samples
+
+    names = {"model": llama(), "args": arguments(tmp_path, max_steps=1), "dataset": samples(16), "collator": padded}
+    for block in blocks("huggingface.md"):
+        exec(block, names)
+    assert names["trainer"].state.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*number of training batches.*")
+def test_the_python_of_the_page_on_lightning_runs():
+    pl = pytest.importorskip("pytorch_lightning")
+    from test_lightning import batches, module_class
+
+    def quiet_trainer(**settings):
+        return pl.Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, **settings)
+
+    kind = module_class(pl)
+    names = {"Trainer": quiet_trainer, "Model": kind, "model": kind(), "loader": batches(4)}
+    for block in blocks("lightning.md"):
+        exec(block, names)
+    assert names["model"].gradient_checkpointing
+    assert names["trainer"].global_step == 2

@@ -1,0 +1,191 @@
+"""Hugging Face's Trainer within a memory budget: the same losses, the peak that was planned, one line where not."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tightfit.errors import CannotFit, InputError, LeverError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded, samples  # noqa: E402
+
+from tightfit.integrations.hf import FrugalTrainer, MemoryBudget  # noqa: E402
+
+ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in ARGUMENTS else "gradient_checkpointing"
+
+
+def train(folder, model=None, callbacks=(), **settings):
+    """A training without tightfit, but for its callbacks."""
+    trainer = transformers.Trainer(
+        model=llama() if model is None else model,
+        args=arguments(folder, **settings),
+        train_dataset=samples(),
+        data_collator=padded,
+        callbacks=list(callbacks),
+    )
+    trainer.train()
+    return trainer
+
+
+def frugal(folder, budget, model=None, callbacks=(), memory=None, **settings):
+    """A `FrugalTrainer`, not begun."""
+    return FrugalTrainer(
+        model=llama() if model is None else model,
+        args=arguments(folder, **settings),
+        train_dataset=samples(),
+        data_collator=padded,
+        callbacks=list(callbacks),
+        memory_budget=budget,
+        **(memory or {}),
+    )
+
+
+def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget(tmp_path):
+    plain_peak, peak, budget = PeakOfSteps(), PeakOfSteps(), MemoryBudget("0.5x")
+    plain = train(tmp_path, callbacks=[plain_peak])
+    within = train(tmp_path, callbacks=[budget, peak])
+    assert losses(within) == losses(plain)
+    assert norms(within) == norms(plain)
+    assert len(losses(plain)) == 20
+    plan = budget.plan
+    assert plan.budget_bytes == plan.plain_peak_bytes // 2
+    assert peak.bytes <= plan.budget_bytes
+    assert plan.peak_bytes == pytest.approx(peak.bytes, rel=0.02)
+    assert plan.plain_peak_bytes == pytest.approx(plain_peak.bytes, rel=0.02)
+
+
+def test_micro_batches_and_chunked_loss_keep_the_gradient_of_ragged_accumulated_batches(tmp_path):
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    plain = train(tmp_path, **settings)
+    peak = PeakOfSteps(last=3)
+    trainer = frugal(tmp_path, "0.45x", callbacks=[peak], memory={"memory_levers": "rounding"}, **settings)
+    trainer.train()
+    plan = trainer.memory_plan
+    assert plan.micro_batches > 2
+    assert plan.micro_batches % 2 == 0
+    assert plan.chunked_loss is not None
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+    assert norms(trainer) == pytest.approx(norms(plain), rel=1e-4)
+    assert peak.bytes <= plan.budget_bytes
+
+
+def test_where_the_trainer_takes_means_micro_batches_count_by_their_valid_tokens(tmp_path):
+    class Meaning(transformers.LlamaForCausalLM):
+        accepts_loss_kwargs = False
+
+    def model():
+        tiny = llama()
+        tiny.__class__ = Meaning
+        return tiny
+
+    plain = train(tmp_path, model(), max_steps=3)
+    trainer = frugal(tmp_path, "0.4x", model(), memory={"memory_levers": ["micro_batch"]}, max_steps=3)
+    trainer.train()
+    assert trainer.memory_plan.micro_batches > 1
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+    assert norms(trainer) == pytest.approx(norms(plain), rel=1e-4)
+
+
+def test_mixed_precision_and_no_clipping_are_respected(tmp_path):
+    settings = {"max_steps": 3, "bf16": True, "max_grad_norm": 0.0, "optim": "adamw_torch"}
+    peak, budget = PeakOfSteps(last=3), MemoryBudget("0.6x")
+    plain, within = train(tmp_path, **settings), train(tmp_path, callbacks=[budget, peak], **settings)
+    assert losses(within) == losses(plain)
+    assert budget.plan.precision == "bf16"
+    assert peak.bytes <= budget.plan.budget_bytes
+
+
+def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(tmp_path, caplog):
+    plain, model, budget = train(tmp_path, max_steps=3), llama(), MemoryBudget("0.6x")
+    within = train(tmp_path, model, callbacks=[budget], max_steps=3, **{CHECKPOINTING: True})
+    assert losses(within) == losses(plain)
+    assert any(choice.action != "keep" for choice in budget.plan.choices)
+    assert "gradient checkpointing is taken over" in caplog.text
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_plan_and_memory_are_in_the_logs(tmp_path):
+    history = train(tmp_path, callbacks=[budget := MemoryBudget("0.6x")], max_steps=2).state.log_history
+    assert history[0]["memory_planned_peak_bytes"] == budget.plan.peak_bytes <= history[0]["memory_budget_bytes"]
+    assert all(entry["memory_rss_bytes"] > 0 for entry in history)
+
+
+def test_a_plan_is_verified_on_request_before_the_training(tmp_path, caplog):
+    trainer = frugal(tmp_path, "0.5x", memory={"memory_verify": True}, max_steps=1)
+    trainer.train()
+    assert "bit-equal" in caplog.text
+
+
+def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained(tmp_path):
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = frugal(tmp_path, "1MiB", model)
+    with pytest.raises(CannotFit, match="the least is") as refusal:
+        trainer.train()
+    assert "\n" not in str(refusal.value)
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_without_repeated_blocks_is_told_so(tmp_path):
+    model = llama(num_hidden_layers=1)
+    model.model.layers = torch.nn.ModuleList([torch.nn.Identity()])
+    model.config.num_hidden_layers = 0
+    with pytest.raises(CannotFit, match="has no repeated block to recompute"):
+        frugal(tmp_path, "0.3x", model).train()
+
+
+def test_a_compiled_or_distributed_model_is_one_line(tmp_path):
+    trainer = frugal(tmp_path, "0.5x", torch.compile(llama(), backend="eager"))
+    with pytest.raises(LeverError, match=r"the model is compiled by torch\.compile"):
+        trainer.train()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trainer = frugal(tmp_path, "0.5x", torch.nn.parallel.DistributedDataParallel(llama()))
+        with pytest.raises(LeverError, match="wrapped in DistributedDataParallel"):
+            trainer.train()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_callback_refuses_to_split_batches_and_names_who_can(tmp_path):
+    with pytest.raises(LeverError, match="FrugalTrainer"):
+        train(tmp_path, callbacks=[MemoryBudget("0.5x", levers=["micro_batch"])])
+
+
+def test_samples_of_unknown_length_need_the_longest_named(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(samples(16))
+
+    def trainer(**memory):
+        return FrugalTrainer(
+            model=llama(),
+            args=arguments(tmp_path, max_steps=1),
+            train_dataset=Stream(),
+            data_collator=padded,
+            memory_budget="0.5x",
+            **memory,
+        )
+
+    with pytest.raises(InputError, match="max_length="):
+        trainer().train()
+    longest = trainer(memory_max_length=96)
+    longest.train()
+    assert "input_ids (8, 96)" in longest.memory_plan.batch
+
+
+def test_after_a_training_that_failed_the_model_is_as_it_was(tmp_path):
+    class Breaks(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    model = llama()
+    with pytest.raises(KeyboardInterrupt):
+        frugal(tmp_path, "0.5x", model, callbacks=[Breaks()]).train()
+    assert not any("forward" in module.__dict__ for module in model.modules())

@@ -1,0 +1,211 @@
+"""Lightning within a memory budget, under both of its names."""
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit.errors import CannotFit, LeverError
+
+pl = pytest.importorskip("pytorch_lightning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*number of training batches.*"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+]
+
+from tiny_trainings import StepPeak  # noqa: E402
+
+from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks  # noqa: E402
+
+
+def packages():
+    """Lightning's modules, by each of the names that are installed."""
+    found = [pl]
+    try:
+        import lightning.pytorch as unified
+    except ImportError:
+        return found
+    return [*found, unified]
+
+
+def module_class(package):
+    class Regression(package.LightningModule):
+        """Four blocks with dropout, so that the random state counts."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            block = {"dim_feedforward": 256, "batch_first": True, "dropout": 0.1}
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(64, 4, **block) for _ in range(4)])
+            self.seen = []
+
+        def training_step(self, batch):
+            hidden = batch["inputs"]
+            for layer in self.layers:
+                hidden = layer(hidden)
+            loss = (hidden - batch["targets"]).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.seen.append(outputs["loss"].item())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return Regression
+
+
+def batches(count=20, size=8, length=48):
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        {n: torch.randn(length, 64, generator=generator) for n in ("inputs", "targets")} for _ in range(count * size)
+    ]
+    return torch.utils.data.DataLoader(samples, batch_size=size)
+
+
+def fit(package, model, *callbacks, folder=None, resume=None, **settings):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = package.Trainer(
+        max_epochs=1,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **quiet,
+        **settings,
+    )
+    torch.manual_seed(2)
+    trainer.fit(model, batches(), ckpt_path=resume)
+    return trainer
+
+
+def peak_of_steps(package):
+    class Peak(package.Callback):
+        """The highest peak of steps 2 to 4."""
+
+        bytes = 0
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if 1 <= batch_idx <= 3:
+                self.measured = StepPeak(pl_module, trainer.optimizers[0])
+                self.measured.begin()
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if 1 <= batch_idx <= 3:
+                self.bytes = max(self.bytes, self.measured.end())
+
+    return Peak()
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
+def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget(package):
+    plain, within = module_class(package)(), module_class(package)()
+    budget, peak = MemoryBudget("0.5x"), peak_of_steps(package)
+    fit(package, plain)
+    fit(package, within, budget, peak)
+    assert within.seen == plain.seen
+    assert len(plain.seen) == 20
+    assert budget.plan.budget_bytes == budget.plan.plain_peak_bytes // 2
+    assert peak.bytes <= budget.plan.budget_bytes
+    assert budget.plan.peak_bytes == pytest.approx(peak.bytes, rel=0.05)
+    assert not any("forward" in module.__dict__ for module in within.modules())
+
+
+def test_precision_accumulation_and_clipping_are_respected():
+    settings = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    plain, within = module_class(pl)(), module_class(pl)()
+    budget, peak = MemoryBudget("0.7x"), peak_of_steps(pl)
+    fit(pl, plain, **settings)
+    fit(pl, within, budget, peak, **settings)
+    assert within.seen == plain.seen
+    assert (budget.plan.precision, budget.plan.micro_batches) == ("bf16", 2)
+    assert peak.bytes <= budget.plan.budget_bytes
+
+
+def test_a_checkpoint_holds_the_plan_and_a_resumed_training_keeps_it(tmp_path, monkeypatch):
+    first = MemoryBudget("0.6x")
+    fit(pl, module_class(pl)(), first, limit_train_batches=4).save_checkpoint(tmp_path / "last.ckpt")
+
+    def planned_again(*args):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr("tightfit.integrations.lightning.plan_for_all", planned_again)
+    resumed, model = MemoryBudget("0.6x"), module_class(pl)()
+    trainer = pl.Trainer(
+        max_epochs=2, callbacks=[resumed], logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, accelerator="cpu", limit_train_batches=4,
+    )  # fmt: skip
+    trainer.fit(model, batches(), ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.plan == first.plan
+    assert len(model.seen) == 4
+
+
+def test_a_larger_batch_is_planned_for_before_it_runs():
+    class Growing(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {name: torch.ones(16 * (index + 1), 64) for name in ("inputs", "targets")}
+
+    budget = MemoryBudget("5MiB")
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[budget], logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    model = module_class(pl)()
+    trainer.fit(model, torch.utils.data.DataLoader(Growing(), batch_size=1))
+    assert len(model.seen) == 4
+    assert budget.plan.peak_bytes <= budget.plan.budget_bytes
+
+
+def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained():
+    model = module_class(pl)()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CannotFit, match="the least is"):
+        fit(pl, model, MemoryBudget("1MiB"))
+    assert model.seen == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_manual_optimization_and_compiled_modules_are_one_line():
+    model = module_class(pl)()
+    model.automatic_optimization = False
+    with pytest.raises(LeverError, match="automatic_optimization=False"):
+        fit(pl, model, MemoryBudget("0.5x"))
+    with pytest.raises(LeverError, match=r"compiled by torch\.compile"):
+        fit(pl, torch.compile(module_class(pl)(), backend="eager"), MemoryBudget("0.5x"))
+
+
+def test_gradient_checkpointing_is_one_line_and_changes_no_loss():
+    class Frugal(FrugalModule, module_class(pl)):
+        pass
+
+    plain, model, peaks = module_class(pl)(), Frugal(), [peak_of_steps(pl), peak_of_steps(pl)]
+    names = list(model.state_dict())
+    model.gradient_checkpointing = True
+    assert model.gradient_checkpointing
+    fit(pl, plain, peaks[0])
+    fit(pl, model, peaks[1])
+    assert model.seen == plain.seen
+    assert peaks[1].bytes < 0.6 * peaks[0].bytes
+    assert list(model.state_dict()) == names
+    model.gradient_checkpointing = False
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_plan_takes_over_the_modules_own_checkpointing(caplog):
+    class Frugal(FrugalModule, module_class(pl)):
+        pass
+
+    model, budget = Frugal(), MemoryBudget("0.5x")
+    model.gradient_checkpointing = True
+    fit(pl, model, budget, limit_train_batches=2)
+    assert "gradient checkpointing is taken over" in caplog.text
+    assert model.gradient_checkpointing
+    assert budget.plan.peak_bytes <= budget.plan.budget_bytes
+
+
+def test_without_repeated_blocks_gradient_checkpointing_is_refused():
+    with pytest.raises(LeverError, match="no repeated blocks"):
+        checkpoint_blocks(nn.Linear(2, 2))
