@@ -71,7 +71,8 @@ class StepPeak:
     def begin(self) -> None:
         gc.collect()
         gc.disable()
-        held = [*self.model.parameters(), *self.model.buffers(), *state_tensors(self.optimizer)]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        held = [*self.model.parameters(), *gradients, *self.model.buffers(), *state_tensors(self.optimizer)]
         self.resident = storage_bytes(held)
         activities = [torch.profiler.ProfilerActivity.CPU]
         self.profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)

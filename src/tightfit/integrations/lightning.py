@@ -91,7 +91,7 @@ class MemoryBudget(Callback):
         self._applied: Applied | None = None
         self._sizes: dict[int, int] = {}
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.undo()
         self._sizes = {}
         for model in (trainer.strategy.model, pl_module):
@@ -157,16 +157,16 @@ class MemoryBudget(Callback):
         plan, device = self.plan, lookup(step.device).name
         if plan is None or (plan.fingerprint, plan.device) != (fingerprint(step.model), device):
             return False
-        if plan.budget_bytes != step.budget_bytes(self.wish.budget, plan.plain):
-            return False
         if self._applied is None:
+            if plan.budget_bytes != step.budget_bytes(self.wish.budget, plan.plain):
+                return False
             self._apply(step.model, plan)
         return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
 
     def _plan_anew(self, step: GuestStep, leaves: Batch) -> None:
         """A plan in the place of the one in force, if there is one, within the same bytes."""
-        again = self._applied is not None and self.plan is not None
-        wish = replace(self.wish, budget=self.plan.budget_bytes) if again else self.wish
+        plan = None if self._applied is None else self.plan
+        wish = self.wish if plan is None else replace(self.wish, budget=plan.budget_bytes)
         self.undo()
         taken = take_over(step.model)
         try:
