@@ -71,6 +71,7 @@ def test_the_python_of_the_page_on_hugging_face_runs(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*number of training batches.*")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")
 def test_the_python_of_the_page_on_lightning_runs():
     pl = pytest.importorskip("pytorch_lightning")
     from test_lightning import batches, module_class

@@ -45,7 +45,7 @@ def frugal(folder, budget, model=None, callbacks=(), memory=None, **settings):
 
 
 def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget(tmp_path):
-    plain_peak, peak, budget = PeakOfSteps(), PeakOfSteps(), MemoryBudget("0.5x")
+    plain_peak, peak, budget = PeakOfSteps(last=3), PeakOfSteps(), MemoryBudget("0.5x")
     plain = train(tmp_path, callbacks=[plain_peak])
     within = train(tmp_path, callbacks=[budget, peak])
     assert losses(within) == losses(plain)

@@ -28,7 +28,7 @@ class Flattened:
 
 def flattened(batch: Any) -> Flattened:
     """Dicts, lists and tuples, however nested; mappings of other classes are made anew from a dict."""
-    other = type(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else None
+    other: Any = type(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else None
     leaves, spec = tree_flatten(batch if other is None else dict(batch))
 
     def restored(flat: Batch) -> Any:
