@@ -1,7 +1,4 @@
-"""A tiny Llama trained by Hugging Face's Trainer at 60% of the memory that the plain training takes.
-
-For supervised fine-tuning: class FrugalSFTTrainer(FrugalTrainer, trl.SFTTrainer), and nothing else changes.
-"""
+"""A tiny Llama trained by Hugging Face's Trainer at 60% of the memory that the plain training takes."""
 
 import tempfile
 

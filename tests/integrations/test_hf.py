@@ -55,7 +55,7 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert plan.budget_bytes == plan.plain_peak_bytes // 2
     assert peak.bytes <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(peak.bytes, rel=0.02)
-    assert plan.plain_peak_bytes == pytest.approx(plain_peak.bytes, rel=0.02)
+    assert plan.budget_bytes < plain_peak.bytes <= plan.plain_peak_bytes
 
 
 def test_micro_batches_and_chunked_loss_keep_the_gradient_of_ragged_accumulated_batches(tmp_path):

@@ -6,7 +6,7 @@
 Both plan when a training begins, for the first batch and for the longest that can come, with the trainer's own
 `compute_loss`, and put the plan on the model until the training ends. The callback leaves the trainer's loop as it is;
 `FrugalTrainer` can also split its batches in micro-batches, and makes any other trainer frugal:
-`class FrugalSFTTrainer(FrugalTrainer, SFTTrainer)`.
+`class FrugalOther(FrugalTrainer, Other)`.
 """
 
 import logging
