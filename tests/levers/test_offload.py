@@ -47,12 +47,12 @@ def test_nothing_of_the_blocks_is_left_in_memory_when_forward_ends(model, ids):
     assert moved >= plain - left
 
 
-def test_what_blocks_hand_on_leaves_memory_where_the_rest_is_recomputed(model, ids):
+def test_what_blocks_are_given_leaves_memory_where_the_rest_is_recomputed(model, ids):
     with recompute(model, "layers.*"):
         recomputed = forward_bytes(model, ids)
     with offload(model, "layers.*", recompute=True, smallest=1) as applied:
-        assert recomputed - forward_bytes(model, ids) == (BLOCKS - 1) * STREAM_BYTES
-        assert applied.statistics.high_water_bytes == (BLOCKS - 1) * STREAM_BYTES
+        assert recomputed - forward_bytes(model, ids) == BLOCKS * STREAM_BYTES
+        assert applied.statistics.high_water_bytes == BLOCKS * STREAM_BYTES
 
 
 def test_the_peak_of_a_step_falls(model, ids):

@@ -31,7 +31,7 @@ class RandomThirds(Policy):
 def thirds(seed, joined, model):
     shelf = HostShelf(OffloadSettings(smallest_bytes=1))
     paths = matching_modules(model, "layers.*")
-    policy = RandomThirds(seed=seed, offloads_output=not joined)
+    policy = RandomThirds(seed=seed, offloads_inputs=not joined)
     return apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf, joined=paths[:-1] if joined else ())
 
 
@@ -40,7 +40,7 @@ def nothing_fits(model):
     shelf = HostShelf(OffloadSettings(smallest_bytes=1))
     shelf.kept_bytes = 1  # it has been said
     shelf.open("cpu").store.budget_bytes = 0
-    policy = RandomThirds(seed=3, offloads_output=True)
+    policy = RandomThirds(seed=3, offloads_inputs=True)
     return apply_policies(model, dict.fromkeys(matching_modules(model, "layers.*"), policy), shelf=shelf)
 
 
@@ -53,7 +53,7 @@ def whole_and_parts(model):
 
 WAYS = {
     "everything": functools.partial(offload, pattern="layers.*", smallest=1),
-    "only what is handed on": functools.partial(offload, pattern="layers.*", smallest=1, recompute=True),
+    "only what blocks are given": functools.partial(offload, pattern="layers.*", smallest=1, recompute=True),
     "a third of the operators 1": functools.partial(thirds, 1, False),
     "a third of the operators 2": functools.partial(thirds, 2, False),
     "a third, in segments": functools.partial(thirds, 5, True),
