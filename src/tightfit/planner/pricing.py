@@ -82,10 +82,12 @@ def _choices(graph: BlockGraph, recomputes: bool, offloads: bool) -> tuple[Choic
     """Keep everything, the frontier of what else a block of this kind can keep, and that offloaded instead."""
     sets = frontier(graph.operations, limit=OPTIONS_PER_KIND)
     frugal = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets[1:]]  # the first replays nothing
-    moved = [_moved(graph, s) for s in frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND)]
+    moved = []
+    if offloads:
+        moved = [_moved(graph, s) for s in frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND)]
     if not recomputes:
         frugal, moved = [], moved[:1]
-    return (Choice(KEEP_ALL, 0.0), *frugal, *(moved if offloads else []))
+    return (Choice(KEEP_ALL, 0.0), *frugal, *moved)
 
 
 def _moved(graph: BlockGraph, keep_set: KeepSet) -> Choice:
