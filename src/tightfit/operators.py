@@ -129,3 +129,9 @@ def flat(results: Any) -> list[Any]:
     if type(results) not in (list, tuple):
         return [results]
     return [leaf for result in results for leaf in flat(result)]
+
+
+def fresh_memory(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Fresh memory of so many bytes, as elements of the dtype if whole ones fill it."""
+    dtype = torch.uint8 if nbytes % dtype.itemsize else dtype
+    return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
 """What a question is about, built: a model, a batch, and how their step is computed."""
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Subject:
     levers: str | Sequence[str] | None = None
     blocks: str | None = None
     recompute: RecomputeConfig | None = None  # set by hand
+    offload: Mapping[str, Any] = field(default_factory=dict)  # folder and budget, as `tightfit.plan` takes them
 
     def estimate(self) -> Estimate:
         with self.rejections(), self.recomputing():
@@ -53,7 +54,7 @@ class Subject:
         return replace(found, optimizer=self.optimizer)
 
     def plan(self, budget: int | str, *, curve: bool = False) -> Plan:
-        how = {"levers": self.levers, "blocks": self.blocks, "curve": curve, **self.step}
+        how = {"levers": self.levers, "blocks": self.blocks, "curve": curve, **self.offload, **self.step}
         with self.rejections():
             found = api.plan(self.model, self.batch, budget, loss=self.loss, **how)
         return replace(found, optimizer=self.optimizer)
@@ -119,6 +120,7 @@ def _from_config(question: Question, dry: bool) -> Subject:
         levers=config.memory.levers,
         blocks=question.blocks,
         recompute=config.memory.recompute,
+        offload={"offload_folder": config.memory.offload_folder, "offload_budget": config.memory.offload_budget},
     )
 
 

@@ -20,14 +20,14 @@ from pydantic import (
 from tightfit.errors import BudgetError
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optimizer_names import parse_optimizer
-from tightfit.units import parse_budget
+from tightfit.units import parse_budget, parse_bytes
 
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch"]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch", "offload"]
 
 
 class Section(BaseModel):
@@ -49,6 +49,16 @@ def _readable_budget(budget: int | str | None) -> int | str | None:
 def _known_optimizer(name: str) -> str:
     parse_optimizer(name)
     return name
+
+
+def _readable_size(size: int | str | None) -> int | str | None:
+    """A size as written."""
+    try:
+        if size is not None and parse_bytes(size) <= 0:
+            raise ValueError(f"{size!r} is not above zero")
+    except BudgetError as error:
+        raise ValueError(str(error)) from error
+    return size
 
 
 def _as_tuple(value: Any) -> Any:
@@ -179,7 +189,12 @@ class MemoryConfig(Section):
         "rounding"
     )
     """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch."""
+    recompute, chunked_loss, micro_batch, offload (used only where it is named)."""
+    offload_folder: str | None = None
+    """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
+    temporary files (`TMPDIR`)."""
+    offload_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
+    """The most that is offloaded at once: bytes, `4GiB`, `4GB`; null: half of what is free in the folder."""
     recompute: RecomputeConfig | None = None
     """Recompute set by hand, as a mapping; null: left to the plan."""
     verify: bool = False

@@ -91,7 +91,8 @@ class WrittenStep:
         optimizer steps; where there is a condition of another kind, a number of more than one.
         """
         guards = [node for node in self._behind() if isinstance(node, ast.If) and _steps(node)]
-        moduli = [part.right for guard in guards for part in ast.walk(guard.test) if _is_modulus(part)]
+        parts = [part for guard in guards for part in ast.walk(guard.test)]
+        moduli = [part.right for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]
         if moduli:
             return self._count(moduli[0])
         if guards:
@@ -250,7 +251,3 @@ def _called(node: Any) -> str:
 
 def _steps(guard: ast.If) -> bool:
     return any(_called(node) == "step" for statement in guard.body for node in ast.walk(statement))
-
-
-def _is_modulus(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)

@@ -11,7 +11,9 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from tightfit.errors import LeverError, OutputError
 from tightfit.units import format_bytes
 
 SHARE_OF_FREE_SPACE = 0.5  # without a budget; the rest is left to checkpoints and to everybody else
+PROBE_BYTES = 1 << 26  # many times the processor's caches
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -31,6 +34,41 @@ class Extent(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.nbytes
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """How fast copies go to a folder and come back."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+
+
+_measured: dict[int, DiskRates] = {}  # by file system
+
+
+def disk_rates(folder: str | Path | None = None) -> DiskRates:
+    """Measured once for each file system, in some tenths of a second.
+
+    They are those of the system's cache of files, as a step meets them while there is memory for it; a disk that is
+    written faster than it takes the bytes is slower. Raises `OutputError` where no file can be made there.
+    """
+    store = DiskStore(folder)
+    system = os.stat(store.folder).st_dev
+    if system not in _measured:
+        extent = store.allocate(PROBE_BYTES)
+        if extent is None:
+            raise LeverError(f"offload: {store.folder} has no room: name a folder on another disk")
+        memory = ctypes.create_string_buffer(PROBE_BYTES)
+        address = ctypes.addressof(memory)
+        store.write(extent, address)  # pages of the cache are made at the first write; a pool's buffers have theirs
+        start = time.perf_counter()
+        store.write(extent, address)
+        middle = time.perf_counter()
+        store.read(extent, address)
+        end = time.perf_counter()
+        _measured[system] = DiskRates(PROBE_BYTES / (middle - start), PROBE_BYTES / (end - middle))
+    return _measured[system]
 
 
 class DiskStore:

@@ -9,18 +9,21 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
+from tightfit.levers.offload import OffloadSettings, positive_bytes
 from tightfit.levers.optimizer import OptimizerFactory
-from tightfit.levers.recompute import KEEP_ALL
+from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.apply import policy_of
 from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
 from tightfit.planner.footing import fingerprint, footing
 from tightfit.planner.plan import Plan
-from tightfit.planner.records import BlockChoice
+from tightfit.planner.records import Action, BlockChoice, OffloadTier
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.planner.search import Candidate, Search
 from tightfit.planner.tradeoff import POINTS, Tradeoff
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, Precision, StepSettings, model_loss
+from tightfit.trace.copies import AWAY
+from tightfit.trace.record import StepTrace
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
@@ -61,17 +64,22 @@ def plan(
     micro_batches: int = 1,
     grad_clip: float | None = None,
     curve: bool = False,
+    offload_folder: str | None = None,
+    offload_budget: int | str | None = None,
 ) -> Plan:
     """The fastest combination of levers whose true peak is within the budget.
 
     `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
     those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them. `blocks` is a
     glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
-    those of `estimate`. With `curve` the plan carries the trade-off curve too, and what the levers that were not
-    allowed would have given. Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the
-    budget cannot be read.
+    those of `estimate`. The lever `"offload"` is used only where it is named: from a CPU to a file in `offload_folder`
+    (None: the system's for temporary files) of at most `offload_budget` (None: half of what is free there). With
+    `curve` the plan carries the trade-off curve too, and what the levers that were not allowed would have given.
+    Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
+    `LeverError` where offload is named and not available.
     """
     request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip)
+    request = replace(request, offload=OffloadSettings(offload_folder, positive_bytes(offload_budget)))
     search = Search(request, budget)
     found = search.run()
     if not curve:
@@ -155,6 +163,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         device=request.device.name,
         fingerprint=fingerprint(request.model),
         assumptions=told(candidate.trace.assumptions),
+        offload=offload_tier(request.offload, candidate.trace),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
     )
@@ -171,20 +180,40 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
         option = options.get(path)
-        kept = sorted(policy.kept, key=lambda key: (key.name, key.occurrence))
+        kept, offloaded = sorted(policy.kept), sorted(policy.offloaded)
         choices.append(
             BlockChoice(
                 path=path,
-                action="keep" if policy == KEEP_ALL else "operators" if kept else "recompute",
+                action=action_of(policy),
                 kept=tuple((key.name, key.occurrence) for key in kept),
                 kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,
                 kept_bytes=0 if option is None else option.kept_bytes,
                 recompute_seconds=0.0 if option is None else option.seconds,
+                offloaded=tuple((key.name, key.occurrence) for key in offloaded),
+                offloaded_modules=tuple(modules[path][key] for key in offloaded),
+                offloads_inputs=policy.offloads_inputs,
             )
         )
     assert all(policy_of(c) == candidate.policies.get(c.path, KEEP_ALL) for c in choices), "a choice says its policy"
     return tuple(choices)
+
+
+def action_of(policy: Policy) -> Action:
+    """A policy in one word."""
+    if policy == KEEP_ALL:
+        return "keep"
+    if policy.offloads:
+        return "offload"
+    return "operators" if policy.kept else "recompute"
+
+
+def offload_tier(settings: OffloadSettings, trace: StepTrace) -> OffloadTier | None:
+    """Where a traced step offloads to, and how much at once: all that a micro-batch's forward copies away."""
+    first, last = trace.repeated
+    copied = sum(o.copied_bytes for o in trace.operators[first:last] if o.name == AWAY)
+    folder = None if settings.folder is None else str(settings.folder)
+    return OffloadTier(folder, settings.budget_bytes, settings.smallest_bytes, copied) if copied else None
 
 
 def describe_batch(batch: Batch) -> str:

@@ -9,12 +9,14 @@ from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.levers.offload import HostShelf, OffloadSettings
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import Plan
-from tightfit.planner.records import BlockChoice, ChunkedLoss
+from tightfit.planner.records import BlockChoice, ChunkedLoss, OffloadTier
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
+from tightfit.units import format_bytes
 
 
 class AppliedPlan(Applied):
@@ -43,18 +45,37 @@ def policy_of(choice: BlockChoice) -> Policy:
     """What a block's choice means to the executor."""
     if choice.action == "keep":
         return KEEP_ALL
-    return Policy(frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.kept))
+    kept = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.kept)
+    offloaded = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.offloaded)
+    return Policy(kept, offloaded=offloaded, offloads_inputs=choice.offloads_inputs)
 
 
 def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
-    """Put a plan's levers on the model it was made for."""
+    """Put a plan's levers on the model it was made for.
+
+    Raises `LeverError` where the model is another one, and where there is less room to offload to than the plan needs;
+    `OutputError` where the folder cannot be used.
+    """
     if fingerprint(model) != plan.fingerprint:
         raise LeverError(
             "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): "
             "plan again"
         )
     policies = {choice.path: policy_of(choice) for choice in plan.choices if choice.action != "keep"}
-    return AppliedPlan(plan, model, apply_levers(model, policies, plan.chunked_loss, joined_paths(plan)))
+    shelf = None if plan.offload is None else opened_shelf(plan.offload)
+    return AppliedPlan(plan, model, apply_levers(model, policies, plan.chunked_loss, joined_paths(plan), shelf))
+
+
+def opened_shelf(tier: OffloadTier) -> HostShelf:
+    """A shelf on which there is room for a plan."""
+    shelf = HostShelf(OffloadSettings(tier.folder, tier.budget_bytes, tier.smallest_bytes))
+    store = shelf.open("cpu").store
+    if store.budget_bytes < tier.bytes:
+        raise LeverError(
+            f"offload: the plan needs {format_bytes(tier.bytes)} in {store.folder}, and may take "
+            f"{format_bytes(store.budget_bytes)}: free space there, or plan again with another folder or budget"
+        )
+    return shelf
 
 
 def joined_paths(plan: Plan) -> list[str]:
@@ -62,10 +83,14 @@ def joined_paths(plan: Plan) -> list[str]:
 
 
 def apply_levers(
-    model: nn.Module, policies: dict[str, Policy], chunked_loss: ChunkedLoss | None, joined: Sequence[str] = ()
+    model: nn.Module,
+    policies: dict[str, Policy],
+    chunked_loss: ChunkedLoss | None,
+    joined: Sequence[str] = (),
+    shelf: HostShelf | None = None,
 ) -> list[Removable]:
     """The levers of a plan, or of a candidate for one. Returns their handles."""
-    handles: list[Removable] = [apply_policies(model, policies, joined=joined)]
+    handles: list[Removable] = [apply_policies(model, policies, joined=joined, shelf=shelf)]
     if chunked_loss is not None:
         handles.append(apply_chunked_loss(model, chunked_loss.head, chunked_loss.chunk_size))
     return handles

@@ -138,7 +138,13 @@ def used_levers(plan: Plan) -> list[str]:
         lines.append(f"The batch runs in {plan.micro_batches} micro-batches, weighted by their valid tokens.")
     if plan.chunked_loss is not None:
         lines.append(f"The loss and its head ({plan.chunked_loss.head}) run in chunks; the logits are never whole.")
-    recomputing = sum(choice.action != "keep" for choice in plan.choices)
+    recomputing = sum(choice.action in ("recompute", "operators") for choice in plan.choices)
+    offloading = sum(choice.action == "offload" for choice in plan.choices)
+    if plan.offload is not None:
+        lines.append(
+            f"{offloading} of {len(plan.choices)} blocks offload {format_bytes(plan.offload.bytes)} to a file in "
+            f"{plan.offload.folder or 'the folder for temporary files'}."
+        )
     if recomputing:
         lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")
     return lines

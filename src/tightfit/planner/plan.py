@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.planner.curve import Curve
-from tightfit.planner.records import BlockChoice, ChunkedLoss, Footing, Rejected
+from tightfit.planner.records import BlockChoice, ChunkedLoss, Footing, OffloadTier, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tightfit.planner.apply import AppliedPlan
     from tightfit.step import Precision
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     batch: str = ""
     curve: Curve | None = None
+    offload: OffloadTier | None = None
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
 
     @property
@@ -125,6 +126,8 @@ class Plan:
                     **c,
                     "kept": tuple((name, occurrence) for name, occurrence in c["kept"]),
                     "kept_modules": tuple(c["kept_modules"]),
+                    "offloaded": tuple((name, occurrence) for name, occurrence in c["offloaded"]),
+                    "offloaded_modules": tuple(c["offloaded_modules"]),
                 }
             )
             for c in raw["choices"]
@@ -134,6 +137,7 @@ class Plan:
             "plain": Footing.from_dict(raw["plain"]),
             "choices": choices,
             "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
+            "offload": None if raw["offload"] is None else OffloadTier(**raw["offload"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),

@@ -11,18 +11,19 @@ from torch import nn
 
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.blocks import BlockGraph, block_graph
-from tightfit.planner.frontier import frontier
+from tightfit.planner.frontier import KeepSet, frontier
 from tightfit.planner.solve import Chain, Option
 from tightfit.planner.windows import Footprint, Window, footprint, level_at, windows
 from tightfit.trace.record import StepTrace, highest
 
 OPTIONS_PER_KIND = 12
+OFFLOADING_OPTIONS_PER_KIND = 6
 Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with these policies applied
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the blocks of a kind: what is kept, and the seconds of recomputing the rest."""
+    """One way to run the blocks of a kind: what is kept or offloaded, and the seconds of recomputing the rest."""
 
     policy: Policy
     seconds: float
@@ -43,19 +44,32 @@ class Priced:
         return {path: policy for path, policy in chosen.items() if policy != KEEP_ALL}
 
 
-def price(model: nn.Module, paths: Sequence[str], trace: Tracer, *, fixed_bytes: int) -> Priced:
-    """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's)."""
+def price(
+    model: nn.Module,
+    paths: Sequence[str],
+    trace: Tracer,
+    *,
+    fixed_bytes: int,
+    recomputes: bool = True,
+    offloads: bool = False,
+) -> Priced:
+    """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's);
+    `recomputes` and `offloads` say what choices may do.
+    """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
     spans = windows(plain, paths)
     graphs = {w.path: g for w in spans if (g := block_graph(plain, model, w.path)) is not None}
     spans = tuple(w for w in spans if w.path in graphs)
     order = [w.path for w in spans]
-    by_kind = {graph.kind: _choices(graph) for graph in {g.kind: g for g in graphs.values()}.values()}
+    kinds = {graph.kind: graph for graph in graphs.values()}
+    by_kind = {kind: _choices(graph, recomputes, offloads) for kind, graph in kinds.items()}
     plain_prints = {w.path: footprint(plain, w) for w in spans}
     measured = _measure(order, graphs, by_kind, plain_prints, trace)
     options = tuple(
         tuple(
-            Option(f.kept_bytes, f.forward_bytes, f.backward_bytes, choice.seconds * plain.loop_repeats)
+            Option(
+                f.kept_bytes, f.forward_bytes, f.backward_bytes, (choice.seconds + f.copy_seconds) * plain.loop_repeats
+            )
             for f, choice in zip(measured[graphs[path].kind], by_kind[graphs[path].kind], strict=True)
         )
         for path in order
@@ -64,11 +78,23 @@ def price(model: nn.Module, paths: Sequence[str], trace: Tracer, *, fixed_bytes:
     return Priced(tuple(order), tuple(graphs[p] for p in order), tuple(by_kind[graphs[p].kind] for p in order), chain)
 
 
-def _choices(graph: BlockGraph) -> tuple[Choice, ...]:
-    """Keep everything, and the frontier of what else a block of this kind can keep."""
+def _choices(graph: BlockGraph, recomputes: bool, offloads: bool) -> tuple[Choice, ...]:
+    """Keep everything, the frontier of what else a block of this kind can keep, and that offloaded instead."""
     sets = frontier(graph.operations, limit=OPTIONS_PER_KIND)
     frugal = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets[1:]]  # the first replays nothing
-    return (Choice(KEEP_ALL, 0.0), *frugal)
+    moved = []
+    if offloads:
+        moved = [_moved(graph, s) for s in frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND)]
+    if not recomputes:
+        frugal, moved = [], moved[:1]
+    return (Choice(KEEP_ALL, 0.0), *frugal, *moved)
+
+
+def _moved(graph: BlockGraph, keep_set: KeepSet) -> Choice:
+    """Offload the block's inputs and what a set keeps; what is never replayed is small, or held anyway."""
+    pinned = frozenset(place for place in keep_set.kept if graph.operations[place].pinned)
+    policy = Policy(graph.kept_keys(pinned), offloaded=graph.kept_keys(keep_set.kept - pinned), offloads_inputs=True)
+    return Choice(policy, keep_set.replay_seconds)
 
 
 def _measure(

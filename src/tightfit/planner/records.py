@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-Action = Literal["keep", "recompute", "operators"]
+Action = Literal["keep", "recompute", "operators", "offload"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,9 @@ class BlockChoice:
 
     `kept` names the operator calls whose outputs are kept, each with how many of that name came before it in the
     block, and `kept_modules` the module inside the block that each runs in, empty for the block itself. `joined` tells
-    that the block's output is not held for the next one: both belong to one segment.
+    that the block's output is not held for the next one: both belong to one segment. `offloaded` and
+    `offloaded_modules` name likewise the operator calls whose outputs are offloaded; with `offloads_inputs` what the
+    block is given is offloaded too.
     """
 
     path: str
@@ -23,6 +25,9 @@ class BlockChoice:
     joined: bool = False
     kept_bytes: int = 0
     recompute_seconds: float = 0.0
+    offloaded: tuple[tuple[str, int], ...] = ()
+    offloaded_modules: tuple[str, ...] = ()
+    offloads_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,18 @@ class ChunkedLoss:
 
     head: str
     chunk_size: int | None
+
+
+@dataclass(frozen=True)
+class OffloadTier:
+    """Where offloaded values go: a file in `folder` (None: the system's for temporary files) of at most `budget_bytes`
+    (None: half of what is free), storages of `smallest_bytes` and more; and how many bytes are there at once.
+    """
+
+    folder: str | None
+    budget_bytes: int | None
+    smallest_bytes: int
+    bytes: int
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -10,23 +10,27 @@ from torch import nn
 
 from tightfit.devices.cost import CostModel
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import DeviceError, InputError
+from tightfit.errors import DeviceError, InputError, LeverError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
+from tightfit.levers.offload import HostShelf, OffloadSettings
 from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import Policy
+from tightfit.memory.disk import disk_rates
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.records import ChunkedLoss
 from tightfit.step import Batch, Loss, Part, StepSettings
+from tightfit.trace.copies import AWAY, BACK
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.dry_run import OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.rules import ONE_SIDED, Routing
+from tightfit.trace.shapes import TensorShape
 from tightfit.trace.step import trace_part, trace_step
 
 EXACT_LEVERS = ("recompute",)
 ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
-LEVERS = ROUNDING_LEVERS
+LEVERS = (*ROUNDING_LEVERS, "offload")  # what takes disk space is used where it is named
 
 
 def allowed_levers(levers: str | Sequence[str] | None) -> frozenset[str]:
@@ -57,10 +61,30 @@ class Request:
     levers: frozenset[str]
     blocks: str | None = None  # a glob, where the blocks are not to be found by themselves
     micro_batches: int = 1  # what the caller accumulates anyway
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
+
+    def __post_init__(self) -> None:
+        if "offload" in self.levers and self.device.kind != "cpu":
+            raise LeverError(
+                f"offload is not available on {self.device.name}: this release offloads from a CPU to disk only; leave "
+                f"it out of the levers ({', '.join(EXACT_LEVERS)} is exact too)"
+            )
 
     @cached_property
     def cost(self) -> OperatorCost:
-        return CostModel(self.device).operator_seconds
+        price = CostModel(self.device).operator_seconds
+        if "offload" not in self.levers:
+            return price
+        rates = disk_rates(self.offload.folder)
+
+        def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
+            if name == AWAY:
+                return inputs[0].bytes / rates.write_bytes_per_second
+            if name == BACK:
+                return inputs[0].bytes / rates.read_bytes_per_second
+            return price(name, inputs, outputs, arguments)
+
+        return priced
 
     @cached_property
     def role(self) -> CudaRole | None:
@@ -162,7 +186,8 @@ class Tracer:
     def applied(
         self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str]
     ) -> Iterator[None]:
-        handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined)
+        shelf = HostShelf(self.request.offload) if "offload" in self.request.levers else None
+        handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined, shelf)
         with Applied(handles):
             yield
 

@@ -84,8 +84,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
-        recomputes = "recompute" in self.request.levers
-        self.paths = find_blocks(self.request.model, self.request.blocks) if recomputes else []
+        in_blocks = self.request.levers & {"recompute", "offload"}
+        self.paths = find_blocks(self.request.model, self.request.blocks) if in_blocks else []
 
     def run(self) -> Candidate:
         """The best candidate. Raises `CannotFit` with the least peak found."""
@@ -138,7 +138,9 @@ class Search:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain)
 
         fixed = optimizer_peak(self.plain)
-        priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed) if self.paths else None
+        levers = self.request.levers
+        may = {"recomputes": "recompute" in levers, "offloads": "offload" in levers}
+        priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if self.paths else None
         return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 
     def part(self, combination: Combination) -> StepTrace:
@@ -194,7 +196,9 @@ class Search:
         """Blocks joined to segments, whose outputs are recomputed too: slower, and less memory where there are
         many. The optimizer's own peak stays where it is.
         """
-        if not self.paths or self.least is None or self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
+        if "recompute" not in self.request.levers or not self.paths or self.least is None:
+            return
+        if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return
         combination = self.least.combination
         policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
@@ -262,8 +266,7 @@ class Search:
         self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
 
     def in_words(self, candidate: Candidate) -> str:
-        recomputing = sum(policy != KEEP_ALL for policy in candidate.policies.values())
-        return describe_levers(candidate.combination, recomputing, len(self.paths), len(candidate.joined))
+        return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
 
     def forbidden(self) -> None:
         for lever in ("recompute", "chunked_loss", "micro_batch"):
@@ -299,9 +302,13 @@ def segment_counts(blocks: int) -> list[int]:
     return sorted({math.ceil(blocks / length) for length in range(2, blocks + 1)}, reverse=True)
 
 
-def describe_levers(combination: Combination, recomputing: int, blocks: int, joined: int = 0) -> str:
-    """The levers of a candidate in a few words: `recomputing` of `blocks` recompute, `joined` hold no output."""
+def describe_levers(combination: Combination, policies: Mapping[str, Policy], blocks: int, joined: int = 0) -> str:
+    """The levers of a candidate in a few words: how many of `blocks` recompute or offload; `joined` hold no output."""
     words = [] if str(combination) == "plain" else [str(combination)]
+    offloading = sum(policy.offloads for policy in policies.values())
+    recomputing = sum(policy != KEEP_ALL for policy in policies.values()) - offloading
+    if offloading:
+        words.append(f"{offloading} of {blocks} blocks offload")
     if recomputing:
         words.append(f"{recomputing} of {blocks} blocks recompute")
     if joined:

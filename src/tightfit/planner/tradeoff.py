@@ -8,7 +8,7 @@ optimizer's phase, which no choice moves, is that of the plain step. The curve i
 import math
 from collections.abc import Mapping, Sequence
 
-from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.curve import Curve, frontier
 from tightfit.planner.head import find_head
@@ -46,7 +46,7 @@ class Tradeoff:
         """Trace the best choice at each of `count` budgets from the plain peak down to the least."""
         solvable = [prospect for prospect in prospects if prospect.priced is not None]
         for prospect in prospects:
-            levers = describe_levers(prospect.combination, 0, len(self.search.paths))
+            levers = describe_levers(prospect.combination, {}, len(self.search.paths))
             self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
         if not solvable:
             return
@@ -88,8 +88,7 @@ class Tradeoff:
             self.apply(prospect.combination, policies, tuple(p for i, p in enumerate(paths) if i not in ends))
 
     def apply(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> None:
-        recomputing = sum(policy != KEEP_ALL for policy in policies.values())
-        levers = describe_levers(combination, recomputing, len(self.search.paths), len(joined))
+        levers = describe_levers(combination, policies, len(self.search.paths), len(joined))
         self.points.append(self.point(levers, combination, policies, joined))
 
     # Recipes

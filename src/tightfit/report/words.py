@@ -16,14 +16,24 @@ def keeps(choice: BlockChoice) -> str:
         "keep": "everything",
         "recompute": "only its input",
         "operators": kept_in_words([name for name, _ in choice.kept], choice.kept_modules),
+        "offload": offloaded_in_words(choice),
     }
     kept = words[choice.action]
     return f"{kept}, not even its output" if choice.joined else kept
 
 
+def offloaded_in_words(choice: BlockChoice) -> str:
+    """What of a block is on disk meanwhile: `on disk: its input, mlp.up_proj, attention (attention)`."""
+    outputs = kept_in_words([name for name, _ in choice.offloaded], choice.offloaded_modules)
+    return f"on disk: its input, {outputs}" if outputs else "on disk: its input"
+
+
 def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]:
     """Neighbouring blocks that do the same, under one name: `layers.0 … layers.4`."""
-    runs = [list(run) for _, run in groupby(choices, key=lambda c: (c.action, c.kept, c.kept_modules, c.joined))]
+    runs = [
+        list(run)
+        for _, run in groupby(choices, key=lambda c: (c.action, c.kept, c.kept_modules, c.joined, c.offloaded))
+    ]
     return [(run[0].path if len(run) == 1 else f"{run[0].path} … {run[-1].path}", run) for run in runs]
 
 

@@ -50,6 +50,7 @@ class OperatorRecord:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     chooses: bool  # its results are indexes: routing, sorting
+    copied_bytes: int = 0  # a lever's copy out of the memory that is counted, or back
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_st
 from tightfit.memory.allocator import collector_off
 from tightfit.optim.gradients import gradient_memory
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
@@ -115,7 +116,8 @@ def _dry(
         now.dry = True
         try:
             announce(ledger, model, batch)
-            with nullcontext() if role is None else role.playing(), dry, _filling_off(), _watching_saves(ledger):
+            playing = nullcontext() if role is None else role.playing()
+            with playing, dry, _filling_off(), _watching_saves(ledger), copies_played(dry):
                 yield dry
         finally:
             now.dry = False

@@ -62,6 +62,7 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
         "grad_clip": training.grad_clip,
     }
     if memory.budget is not None:
+        how |= {"offload_folder": memory.offload_folder, "offload_budget": memory.offload_budget}
         plan = api.plan(model, batch, memory.budget, levers=memory.levers, **how)
         plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
         return Fit(plan.plain, plan.planned, accumulated, plan.micro_batches, plan)

@@ -12,7 +12,7 @@ from tightfit.levers.recompute.policy import OFFLOAD_ALL, Decision, Policy
 from tightfit.memory.pool import PoolStatistics
 from tightfit.units import parse_bytes
 
-OUTPUTS_ONLY = Policy(default=Decision.RECOMPUTE, offloads_output=True)
+INPUTS_ONLY = Policy(default=Decision.RECOMPUTE, offloads_inputs=True)
 
 
 class AppliedOffload(Applied):
@@ -39,12 +39,12 @@ def offload(
 ) -> AppliedOffload:
     """Offload what every module whose path matches a glob would hold for backward; on a CPU to disk.
 
-    `pattern` is a glob over module paths, as for `recompute`. With `recompute=True` only what a module hands on is
+    `pattern` is a glob over module paths, as for `recompute`. With `recompute=True` only what a module is given is
     offloaded and everything inside it is recomputed. `folder` is where the file lies that a CPU's values go to (it
     has no name, and is gone with the process); None: the system's folder for temporary files. `budget` bounds its
     size, in bytes or as `"4GiB"`; None: half of what is free. Values for which there is no room stay in memory, with a
     warning (`OffloadFallback`). Storages below `smallest` stay in memory too. Parameters, buffers and the model's
-    inputs are never offloaded.
+    own inputs are never offloaded.
 
     Returns a handle with the pool's `statistics`, whose `undo()` restores the model exactly. Raises `LeverError` where
     nothing matches, a match has a lever already, the model lies on a device that has no tier to offload to, or the
@@ -55,7 +55,7 @@ def offload(
     refuse_devices(model)
     shelf = HostShelf(OffloadSettings(folder, positive_bytes(budget), positive_bytes(smallest) or SMALLEST_BYTES))
     shelf.open("cpu")  # a folder or a budget that is wrong is an error now
-    policy = OUTPUTS_ONLY if recompute else OFFLOAD_ALL
+    policy = INPUTS_ONLY if recompute else OFFLOAD_ALL
     return AppliedOffload(apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf), shelf)
 
 

@@ -17,6 +17,7 @@ from tightfit.activity import now, offload
 from tightfit.levers.recompute.values import Copy
 from tightfit.memory.disk import DiskStore
 from tightfit.memory.pool import BufferPool, Lease, PoolStatistics
+from tightfit.operators import fresh_memory
 from tightfit.units import format_bytes
 
 SMALLEST_BYTES = 64 * 1024  # below, a copy's own overhead is more than what the bytes are worth
@@ -39,12 +40,6 @@ class OffloadFallback(RuntimeWarning):
     """There was no room for a value on the shelf: it stays in memory."""
 
 
-def flat_memory(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Fresh memory of so many bytes, as elements of the dtype if whole ones fill it."""
-    dtype = torch.uint8 if nbytes % dtype.itemsize else dtype
-    return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
-
-
 class DiskCopy:
     """A storage's bytes in the file."""
 
@@ -58,7 +53,7 @@ class DiskCopy:
 
     def fetch(self) -> torch.Tensor:
         with offload():
-            content = flat_memory(self.lease.nbytes, self.dtype, self.device)
+            content = fresh_memory(self.lease.nbytes, self.dtype, self.device)
         self.store.read(self.lease.buffer, content.untyped_storage().data_ptr())
         return content
 

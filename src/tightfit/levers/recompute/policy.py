@@ -25,14 +25,14 @@ class Policy:
     """Which operators' outputs a block keeps and which it offloads; the rest is recomputed in backward.
 
     `kept` and `offloaded` list operator calls. A call beyond those the planner saw (a block whose number of operators
-    depends on the data) follows `default`. With `offloads_output` what the block hands on, which the next block would
-    hold, is offloaded as well. Any policy is exact; it only moves bytes and seconds.
+    depends on the data) follows `default`. With `offloads_inputs` what the block is given is offloaded as well, where
+    the block would hold it. Any policy is exact; it only moves bytes and seconds.
     """
 
     kept: frozenset[OperatorKey] = frozenset()
     default: Decision = Decision.RECOMPUTE
     offloaded: frozenset[OperatorKey] = frozenset()
-    offloads_output: bool = False
+    offloads_inputs: bool = False
 
     def decide(self, key: OperatorKey) -> Decision:
         if key in self.kept:
@@ -41,9 +41,9 @@ class Policy:
 
     @property
     def offloads(self) -> bool:
-        return self.offloads_output or bool(self.offloaded) or self.default is Decision.OFFLOAD
+        return self.offloads_inputs or bool(self.offloaded) or self.default is Decision.OFFLOAD
 
 
 RECOMPUTE_ALL = Policy()
 KEEP_ALL = Policy(default=Decision.KEEP)
-OFFLOAD_ALL = Policy(default=Decision.OFFLOAD, offloads_output=True)
+OFFLOAD_ALL = Policy(default=Decision.OFFLOAD, offloads_inputs=True)

@@ -34,6 +34,7 @@ from tightfit.levers.recompute.values import (
     existing_root,
     forget_root,
     has_plain_storage,
+    is_aliased,
     is_exposed,
     product_of,
     root_of,
@@ -239,11 +240,23 @@ def note_offloaded(shelf: Shelf, arguments: Any, results: Any, watch: Watch) -> 
             set_product(storage, Product(None, watch, shelf=shelf))
 
 
-def leave(outputs: Any, watch: Watch, *, held: bool, shelf: Shelf | None = None) -> None:
-    """The block is left with its results: memory that the caller holds from now on, or, within a segment or with a
-    shelf for them, values that stay known as long as nobody writes into them.
+def enter(inputs: Any, watch: Watch, shelf: Shelf) -> None:
+    """What the block is given of what the model computed goes to the shelf where the block would hold it. Masks,
+    positions and the model's own inputs stay: others hold them anyway.
     """
-    handed_on: set[Any] = set()
+    for tensor in tree_iter(inputs):
+        if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None or not has_plain_storage(tensor):
+            continue
+        storage = tensor.untyped_storage()
+        is_ours = product_of(storage) is None and not is_exposed(storage) and not is_aliased(storage)
+        if is_ours and storage.nbytes() >= shelf.smallest_bytes:
+            set_product(storage, Product(None, watch, shelf=shelf))
+
+
+def leave(outputs: Any, *, held: bool) -> None:
+    """The block is left with its results: memory that the caller holds from now on, or, within a segment, values
+    that stay known as long as nobody writes into them.
+    """
     for tensor in tree_iter(outputs):
         if not isinstance(tensor, torch.Tensor) or not has_plain_storage(tensor):
             continue
@@ -252,14 +265,7 @@ def leave(outputs: Any, watch: Watch, *, held: bool, shelf: Shelf | None = None)
         if product is None:
             continue
         product.settle()
-        if shelf is not None and storage.nbytes() >= shelf.smallest_bytes:
-            if product.watch is watch and storage._cdata not in handed_on:
-                # A value of its own: what this block wants in backward was secured, what others want is not yet.
-                product = Product(None, watch, shelf=shelf)
-                set_product(storage, product)
-            handed_on.add(storage._cdata)
-            product.left_as.append((TensorWeakRef(tensor), tensor._version))
-        elif held:
+        if held:
             set_product(storage, None)
             product.hold(root_of(tensor))
         else:

@@ -13,7 +13,7 @@ from tightfit.errors import RecomputeError
 from tightfit.internals import without_dynamo
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
-from tightfit.levers.recompute.recorder import Recorder, leave
+from tightfit.levers.recompute.recorder import Recorder, enter, leave
 from tightfit.levers.recompute.values import Shelf
 
 
@@ -77,9 +77,10 @@ class RecordedForward(FrugalForward):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         with Recorder(self.path, self.policy, shelf=self.shelf, sees_exposures=self.sees_exposures) as recorder:
+            if self.policy.offloads_inputs and self.shelf is not None:
+                enter((args, kwargs), recorder.watch, self.shelf)
             outputs = self.original(*args, **kwargs)
-            handed_to = self.shelf if self.policy.offloads_output else None
-            leave(outputs, recorder.watch, held=self.holds_output, shelf=handed_to)
+            leave(outputs, held=self.holds_output)
         return outputs
 
 

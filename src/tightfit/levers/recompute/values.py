@@ -190,6 +190,7 @@ class Product:
             return
         copy = self.shelf.put(tensor)
         if copy is None:
+            set_product(tensor.untyped_storage(), None)  # it would hold itself
             self.hold(root_of(tensor))
         else:
             self.producer = Parcel(self, copy)

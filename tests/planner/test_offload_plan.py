@@ -1,0 +1,159 @@
+"""A plan may offload where that is named; what it says of bytes is what the allocator records."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+import tightfit
+from exactness import assert_bit_equal, run
+from tightfit.errors import CannotFit, InputError, LeverError, OutputError
+from tightfit.levers.offload import offload
+from tightfit.memory import disk
+from tiny import allocator_peak, decoder, token_batch
+
+SIZE, LENGTH = 4, 128
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch):
+    """Whether it pays to offload must not hang on what else the disk is doing."""
+    monkeypatch.setattr("tightfit.planner.request.disk_rates", lambda folder: disk.DiskRates(1e11, 1e11))
+
+
+@pytest.fixture
+def model():
+    return decoder(hidden_size=128, num_layers=4)
+
+
+@pytest.fixture
+def batch():
+    return token_batch(SIZE, LENGTH)
+
+
+def least(model, batch, levers):
+    with pytest.raises(CannotFit) as caught:
+        tightfit.plan(model, batch, "0.01x", levers=levers)
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize("how", [{}, {"recompute": True}])
+def test_the_peak_of_what_is_offloaded_by_hand_is_predicted(model, batch, how):
+    with offload(model, "layers.*", **how) as applied:
+        predicted = tightfit.estimate(model, batch).peak_bytes
+        assert applied.statistics.misses == 0, "a dry run copies nothing"
+        assert predicted == allocator_peak(model, batch)
+
+
+@pytest.mark.parametrize("levers", [["offload"], ["recompute", "offload"]])
+def test_the_measured_peak_is_the_planned_one(model, batch, levers):
+    plan = tightfit.plan(model, batch, "0.6x", levers=levers)
+    assert plan.offload is not None
+    with plan.apply(model):
+        measured = allocator_peak(model, batch)
+    assert plan.peak_bytes == measured <= plan.budget_bytes
+
+
+def test_a_plan_with_offload_changes_no_bit(model, batch):
+    def loss(model, batch):
+        return model(**batch).loss
+
+    plan = tightfit.plan(model, batch, "0.6x", levers=["recompute", "offload"])
+    assert plan.offload is not None
+    plain = run(copy.deepcopy(model), batch, loss)
+    assert_bit_equal(plain, run(model, batch, loss, levers=plan.apply))
+
+
+def test_offload_reaches_lower_than_recompute_alone(model, batch):
+    assert least(model, batch, ["recompute", "offload"]) < least(model, batch, ["recompute"])
+
+
+def test_bytes_on_disk_are_those_of_the_plan(model, batch, tmp_path):
+    plan = tightfit.plan(model, batch, "0.6x", levers=["offload"], offload_folder=str(tmp_path))
+    with plan.apply(model):
+        value = model(**batch).loss
+        on_disk = [os.stat(fd).st_size for fd in open_files(tmp_path)]
+        value.backward()
+    assert plan.offload is not None
+    assert on_disk == [plan.offload.bytes]
+
+
+def open_files(folder):
+    links = {
+        int(fd): os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if fd.isdigit()
+        if os.path.lexists(f"/proc/self/fd/{fd}")
+    }
+    return [fd for fd, path in links.items() if path.startswith(str(folder)) and os.fstat(fd).st_size]
+
+
+def test_offload_is_used_only_where_it_is_named(model, batch):
+    plan = tightfit.plan(model, batch, "0.7x")
+    assert plan.offload is None
+    assert not any(choice.action == "offload" for choice in plan.choices)
+
+
+def test_a_slow_disk_is_left_alone_where_recompute_does(model, batch, monkeypatch):
+    monkeypatch.setattr("tightfit.planner.request.disk_rates", lambda folder: disk.DiskRates(1e6, 1e6))
+    plan = tightfit.plan(model, batch, "0.7x", levers=["recompute", "offload"])
+    assert plan.offload is None
+
+
+def test_the_plan_says_what_goes_where_and_comes_back_from_json(model, batch, tmp_path):
+    plan = tightfit.plan(model, batch, "0.6x", levers=["offload"], offload_folder=str(tmp_path))
+    text = " ".join(str(plan).split())
+    assert f"blocks offload {tightfit.units.format_bytes(plan.offload.bytes)} to a file in {tmp_path}." in text
+    assert "on disk: its input" in text
+    plan.to_json(tmp_path / "plan.json")
+    assert tightfit.Plan.from_json(tmp_path / "plan.json") == plan
+
+
+def test_bad_input_gets_one_line(model, batch, tmp_path):
+    with pytest.raises(LeverError, match=r"^offload is not available on RTX 4090: this release offloads from a CPU"):
+        tightfit.plan(model, batch, "20GiB", device="rtx4090", levers=["offload"])
+    with pytest.raises(OutputError, match=r"^offload: .*/none cannot be used"):
+        tightfit.plan(model, batch, "0.6x", levers=["offload"], offload_folder=str(tmp_path / "none"))
+    with pytest.raises(InputError, match="'much' is not an amount of memory"):
+        tightfit.plan(model, batch, "0.6x", levers=["offload"], offload_budget="much")
+
+
+def test_a_plan_is_not_applied_where_there_is_less_room_than_it_needs(model, batch, tmp_path, monkeypatch):
+    plan = tightfit.plan(model, batch, "0.6x", levers=["offload"], offload_folder=str(tmp_path))
+    monkeypatch.setattr(disk.DiskStore, "_free_bytes", lambda self: 2**20)
+    with pytest.raises(LeverError, match=r"^offload: the plan needs .* MiB in .*, and may take 512\.00 KiB: free"):
+        plan.apply(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_what_the_budget_has_no_room_for_stays_in_memory_in_the_plan_too(model, batch):
+    room = 4 * 2**20
+    with offload(model, "layers.*", budget=room):
+        predicted = tightfit.estimate(model, batch).peak_bytes
+        with pytest.warns(RuntimeWarning, match="^offload: there is no room"):
+            measured = allocator_peak(model, batch)
+    assert predicted == measured
+
+
+def test_a_dry_run_gives_small_and_integer_values_back_as_they_were(batch):
+    class Routes(torch.nn.Module):
+        """Branches in backward on a number that was offloaded in forward."""
+
+        def forward(self, x):
+            return Branch.apply(x, torch.arange(5) * 2)
+
+    class Branch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, codes):
+            ctx.save_for_backward(codes.float())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            assert ctx.saved_tensors[0][3].item() == 6.0
+            return gradient, None
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Routes())
+    with offload(model, "1", smallest=1):
+        tightfit.estimate(model, (torch.randn(4, 8),), loss=lambda model, batch: model(*batch).sum())
