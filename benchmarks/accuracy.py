@@ -46,7 +46,7 @@ def from_transformers(name: str, **settings: Any) -> nn.Module:
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**SMALL_HF, **settings)
-    return getattr(transformers, f"{name}ForCausalLM")(config).train()
+    return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 def smollm2() -> nn.Module:
