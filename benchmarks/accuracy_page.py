@@ -97,7 +97,7 @@ def step_time(record: Record) -> str:
     disturbed = sum(bool(r["disturbed_by"]) for r in results)
     causes = [f"{disturbed} of {len(results)} rows"] if disturbed else []
     causes += ["the calibration"] if record["device"]["disturbed_by"] else []
-    busy = f"The machine was not quiet: other processes disturbed {' and '.join(causes)}; errors are mostly theirs."
+    busy = f"The machine was not quiet: other processes disturbed {' and '.join(causes)}."
     quiet = busy if causes else "The machine was quiet."
     return f"""\
 ## Step time
