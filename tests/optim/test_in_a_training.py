@@ -49,7 +49,7 @@ def run(folder: Path, memory=None, **training):
         pytest.param(
             {**IN_BACKWARD, "optimizer": "offloaded_adamw", "gradient_accumulation_steps": 4},
             marks=pytest.mark.xfail(
-                reason="predicted 4,356 of 1.2 million bytes too low: docs/lab-notes.md", strict=True
+                reason="4,356 of 1.2 million bytes too low: docs/lab-notes.md", strict=True
             ),
         ),
     ],
