@@ -48,9 +48,7 @@ def run(folder: Path, memory=None, **training):
         IN_BACKWARD,
         pytest.param(
             {**IN_BACKWARD, "optimizer": "offloaded_adamw", "gradient_accumulation_steps": 4},
-            marks=pytest.mark.xfail(
-                reason="4,356 of 1.2 million bytes too low: docs/lab-notes.md", strict=True
-            ),
+            marks=pytest.mark.xfail(reason="4,356 of 1.2 million bytes too low: docs/lab-notes.md", strict=True),
         ),
     ],
     ids=str,
