@@ -51,12 +51,12 @@ def test_a_recipe_is_what_the_allocator_records(model, curve):
     assert {"chunked loss", "chunked loss, every block recomputed"} < set(peaks)
 
 
-def test_the_curve_goes_through_the_plans(model, curve):
-    """A point traced by forward and backward alone is what a plan, traced as a whole step, says of it."""
+def test_no_plan_is_slower_than_the_curve_at_its_budget(model, curve):
+    """A plan searches more than the curve, which solves for some budgets: it may beat a point, never miss it."""
     point = curve.points[len(curve.points) // 2]
     made = tightfit.plan(model, token_batch(8), point.peak_bytes + 1024, levers="rounding")
-    assert made.peak_bytes == point.peak_bytes
-    assert made.step_seconds == pytest.approx(point.step_seconds)
+    assert made.peak_bytes <= point.peak_bytes + 1024
+    assert made.step_seconds <= point.step_seconds * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
