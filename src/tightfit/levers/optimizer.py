@@ -13,6 +13,7 @@ from tightfit.errors import InputError
 from tightfit.internals import fused_kernel_devices
 from tightfit.levers.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.optimizer_names import OptimizerName, parse_optimizer
 
@@ -80,7 +81,7 @@ def _parsed(name: str) -> OptimizerName:
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class over the same parameters and settings, without states."""
-    if isinstance(optimizer, OffloadedAdamW | BF16AdamW | MuonWithAdamW):
+    if isinstance(optimizer, FrugalOptimizer):
         twin: torch.optim.Optimizer = optimizer.twin()
     else:
         accepted = inspect.signature(type(optimizer)).parameters  # `defaults` holds more than the constructor takes

@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 from tightfit.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """AdamW for bf16 weights that loses no small update: by stochastic rounding, or by the 16 bits that bf16 leaves off."""
 
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from tightfit.errors import InputError
-from tightfit.optim.adamw_step import MOMENTS, adamw_step, new_moments, settings
-from tightfit.optim.strict_state import StrictStateOptimizer
+from tightfit.optim.adamw_step import MOMENTS, adamw_step, new_moments
+from tightfit.optim.base import FrugalOptimizer, Shared
 
 Keeping = Literal["remainder", "stochastic"]
 REMAINDER = "remainder"
@@ -16,7 +16,7 @@ _HALF, _BITS = 1 << 15, 16
 _STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring counts give seeds far apart (splitmix64)
 
 
-class BF16AdamW(StrictStateOptimizer):
+class BF16AdamW(FrugalOptimizer):
     """AdamW in fp32 arithmetic on bf16 weights, with fp32 moments; fp32 parameters are updated as usual.
 
     `keeping="remainder"`: the lower 16 bits of an fp32 master are kept beside the weight, which holds the upper ones
@@ -30,44 +30,35 @@ class BF16AdamW(StrictStateOptimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
         *,
         keeping: Keeping = "remainder",
         seed: int = 0,
+        **shared: Unpack[Shared],
     ):
+        self.prepare(keeping=keeping, seed=seed)
+        super().__init__(params, lr, **shared)
+
+    def prepare(self, *, keeping: Keeping, seed: int) -> None:
         if keeping not in get_args(Keeping):
             raise InputError(f"keeping is {keeping!r}: choose one of {', '.join(get_args(Keeping))}")
         self.keeping: Keeping = keeping
         self.seed = seed
         self._numbers: dict[Tensor, int] = {}
-        super().__init__(params, settings(lr, betas, eps, weight_decay))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
+    def own_settings(self) -> dict[str, Any]:
+        return {"keeping": self.keeping, "seed": self.seed}
+
+    def adopt(self, parameters: Sequence[Tensor], choice: Any = None) -> None:
+        for parameter in parameters:
             if parameter.dtype == torch.float16:
                 raise InputError("BF16AdamW: a parameter is fp16, whose range is too small for this: use bf16 or fp32")
             self._numbers[parameter] = len(self._numbers)
 
-    def twin(self) -> "BF16AdamW":
-        """An optimizer over the same parameters and settings, without states."""
-        groups = [dict(group) for group in self.param_groups]
-        return BF16AdamW(groups, **self.defaults, keeping=self.keeping, seed=self.seed)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_one(parameter, parameter.grad, group)
-        return loss
 
     def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -2,16 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from tightfit.optim.adamw_step import settings
+from tightfit.optim.base import FrugalOptimizer, Shared
 
 ALGORITHM = "algorithm"
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(FrugalOptimizer):
     """`torch.optim.Muon` for parameters with two dimensions, `torch.optim.AdamW` for the others.
 
     Each group is split in two at most, marked by its key `algorithm` (`muon` or `adamw`); a group that has the key is
@@ -23,15 +23,19 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
         *,
         momentum: float = 0.95,
+        **shared: Unpack[Shared],
     ):
+        self.prepare(momentum=momentum)
+        super().__init__(params, lr, **shared)
+
+    def prepare(self, *, momentum: float) -> None:
         self.momentum = momentum
         self._parts: dict[str, torch.optim.Optimizer] = {}
-        super().__init__(params, settings(lr, betas, eps, weight_decay))
+
+    def own_settings(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if ALGORITHM in param_group:
@@ -42,24 +46,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for algorithm, part in _split(members).items():
             super().add_param_group({**param_group, "params": part, ALGORITHM: algorithm})
 
-    def twin(self) -> "MuonWithAdamW":
-        """An optimizer over the same parameters and settings, without states."""
-        return MuonWithAdamW([dict(group) for group in self.param_groups], **self.defaults, momentum=self.momentum)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for algorithm in ("muon", "adamw"):
             groups = [group for group in self.param_groups if group[ALGORITHM] == algorithm]
             if groups:
                 part = self._part(algorithm)
                 part.param_groups, part.state = groups, self.state
                 part.step()
-        return loss
 
     def _part(self, algorithm: str) -> torch.optim.Optimizer:
         """The optimizer that steps the groups of an algorithm; groups and states are lent to it."""

@@ -8,17 +8,17 @@ is computed. On a CPU the same happens without streams; it costs a copy of the w
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from tightfit.activity import host_memory, now
 from tightfit.errors import InputError
-from tightfit.optim.adamw_step import adamw_step, new_moments, settings
+from tightfit.optim.adamw_step import adamw_step, new_moments
+from tightfit.optim.base import FrugalOptimizer, Shared
 from tightfit.optim.host_gradient import HostGradient
 from tightfit.optim.link import HOST, Link
-from tightfit.optim.strict_state import StrictStateOptimizer
 
 MASTER = "master"
 _LOW = (torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ class _Version(NamedTuple):
         return cls(weight.data_ptr(), weight._version)
 
 
-class OffloadedAdamW(StrictStateOptimizer):
+class OffloadedAdamW(FrugalOptimizer):
     """AdamW with a share of its states on the host; bit-equal to `torch.optim.AdamW` on the same device's arithmetic.
 
     `fraction` of the states at least, by bytes and in whole parameters, lies on the host: those of the parameters whose
@@ -51,13 +51,15 @@ class OffloadedAdamW(StrictStateOptimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
         *,
         fraction: float = 1.0,
         fused: bool = False,
+        **shared: Unpack[Shared],
     ):
+        self.prepare(fraction=fraction, fused=fused)
+        super().__init__(params, lr, **shared)
+
+    def prepare(self, *, fraction: float, fused: bool) -> None:
         if not 0 <= fraction <= 1:
             raise InputError(f"fraction is {fraction!r}: the share of the states on the host goes from 0 to 1")
         self.fraction, self.fused = fraction, fused
@@ -68,16 +70,22 @@ class OffloadedAdamW(StrictStateOptimizer):
         self._sent: dict[Tensor, Any] = {}  # copies to the device that may still be under way
         self._hooks: list[Any] = []
         self._is_dry = now.dry
-        self._is_built = False
-        super().__init__(params, settings(lr, betas, eps, weight_decay))
-        self._is_built = True
-        self._place([p for group in self.param_groups for p in group["params"]])
         weakref.finalize(self, _remove, self._hooks)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        if self._is_built:
-            self._place(self.param_groups[-1]["params"])
+    def own_settings(self) -> dict[str, Any]:
+        return {"fraction": self.fraction, "fused": self.fused}
+
+    def adopt(self, parameters: Sequence[Tensor], choice: Any = None) -> None:
+        chosen = chosen_for_host(parameters, self.fraction) if choice is None else choice
+        self._offloaded.update(chosen)
+        owner = weakref.ref(self)
+        for parameter in chosen:
+            self._link(parameter)
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_gradient_ready, owner)))
+
+    def choice(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p in self._offloaded]
 
     @property
     def host_share(self) -> float:
@@ -90,11 +98,6 @@ class OffloadedAdamW(StrictStateOptimizer):
         """The weights' copies on the host that are no states: those of parameters that are not 16-bit."""
         return self._copies
 
-    def twin(self) -> "OffloadedAdamW":
-        """An optimizer over the same parameters and settings, without states."""
-        groups = [dict(group) for group in self.param_groups]
-        return OffloadedAdamW(groups, **self.defaults, fraction=self.fraction, fused=self.fused)
-
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
         return HOST if parameter in self._offloaded else parameter.device
 
@@ -103,13 +106,7 @@ class OffloadedAdamW(StrictStateOptimizer):
         self._copies.clear()
         self._written.clear()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             self._step_on_device([p for p in with_gradient if p not in self._offloaded], group)
@@ -119,18 +116,8 @@ class OffloadedAdamW(StrictStateOptimizer):
                         self._step_on_host(parameter, group)
         for link in self._links.values():
             link.join()
-        return loss
 
-    # Which parameters, and their gradients
-
-    def _place(self, parameters: Sequence[Tensor]) -> None:
-        chosen = chosen_for_host(parameters, self.fraction)
-        self._offloaded.update(chosen)
-        owner = weakref.ref(self)
-        for parameter in chosen:
-            self._links.setdefault(parameter.device, Link(parameter.device))
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_gradient_ready, owner)))
+    # Gradients
 
     def take(self, parameter: Tensor) -> None:
         """Move a gradient that backward has just made to the host."""

@@ -1,0 +1,95 @@
+"""What this package's optimizers share: settings, the step's outline, a twin, and being copied and pickled."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from tightfit.optim.adamw_step import SETTINGS, settings
+from tightfit.optim.strict_state import StrictStateOptimizer
+
+_OWN, _CHOICE = "own_settings", "choice"
+
+
+class Shared(TypedDict, total=False):
+    """The settings that every kind has, beside the learning rate."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class FrugalOptimizer(StrictStateOptimizer):
+    """An optimizer with AdamW's settings, and settings of its own.
+
+    A kind of optimizer says how parameters are updated (`update`), and, where it needs to, what its own settings are
+    (`own_settings`, which `prepare` takes before there are parameters) and what becomes of parameters that it is given
+    (`adopt`). Copied or pickled together with its model, it is over the copied parameters; a step in backward is not
+    copied with it. Raises `InputError` for settings out of their range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        self._is_built = False
+        super().__init__(params, settings(lr, betas, eps, weight_decay))
+        self._is_built = True
+        self.adopt(self._parameters())
+
+    def prepare(self) -> None:
+        """Take one's own settings; there are no parameters yet. Raises `InputError` where one is out of its range."""
+
+    def own_settings(self) -> dict[str, Any]:
+        """What `prepare` was given."""
+        return {}
+
+    def adopt(self, parameters: Sequence[Tensor], choice: Any = None) -> None:
+        """These parameters are this optimizer's from now on; a copy is given its original's `choice`."""
+
+    def choice(self) -> Any:
+        """What `adopt` decided about the parameters."""
+
+    def update(self) -> None:
+        """Update every parameter that has a gradient. Without autograd."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._is_built:
+            self.adopt(self.param_groups[-1]["params"])
+
+    def twin(self) -> "FrugalOptimizer":
+        """An optimizer over the same parameters and settings, without states."""
+        groups = [dict(group) for group in self.param_groups]
+        shared = {name: self.defaults[name] for name in SETTINGS}
+        return type(self)(groups, **shared, **self.own_settings())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), _OWN: self.own_settings(), _CHOICE: self.choice()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rest = dict(state)
+        own, choice = rest.pop(_OWN), rest.pop(_CHOICE)
+        self._is_built = True
+        self.prepare(**own)
+        super().__setstate__(rest)
+        self.adopt(self._parameters(), choice)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
