@@ -129,11 +129,13 @@ class Watch:
         """End the watching; an `Exception` is kept as what ended the training."""
         self._sampler.sample(self.steps + 1, self.stage.phase, always=True)
         self.stage.ends()
-        self._keep_partial_trace()
-        if isinstance(error, Exception):
-            self.failure = self._failure(error)
-        self.stage.remove()
-        self._stop_tracing()
+        try:
+            self._keep_partial_trace()
+            if isinstance(error, Exception):
+                self.failure = self._failure(error)
+        finally:  # what watches the training is taken off, whatever becomes of the record
+            self.stage.remove()
+            self._stop_tracing()
         self._record = self._make_record()
         self._models, self._optimizers = {}, []
 

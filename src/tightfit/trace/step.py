@@ -12,6 +12,7 @@ from tightfit.activity import accumulation, now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.memory.allocator import collector_off
 from tightfit.optim.gradients import gradient_memory
+from tightfit.optim.in_backward import steps_in_backward
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
@@ -27,8 +28,6 @@ from tightfit.trace.restore import everything_restored
 from tightfit.trace.rules import Routing
 from tightfit.trace.shapes import TensorShape, is_hollow
 from tightfit.trace.workspace import cpu_workspace
-
-TRACED_PARTS = 2  # the second micro-batch finds the gradients of the first; all later ones are like it
 
 
 class _Phases:
@@ -62,12 +61,24 @@ def trace_step(
     operator cannot be run dry.
     """
     settings = settings or StepSettings()
-    traced = list(parts[-TRACED_PARTS:])
     with _dry(model, parts, cost, role, routing) as dry:
         twin = build_optimizer(optimizer, model.parameters())
+        traced, repeated = representatives(parts, steps_in_backward(twin))
         boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
-        trace = record(dry, boundaries, repeats=len(parts) - len(traced) + 1)
+        trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
     return trace if role is None else as_allocated(trace)
+
+
+def representatives(parts: Sequence[Part], in_backward: bool) -> tuple[list[Part], int]:
+    """The micro-batches that stand for all, and which of them stands for several.
+
+    The first finds no gradients, a later one those of its forerunners, and all later ones are alike; but where the
+    optimizer steps in the last one's backward, that one frees gradients which the ones before it keep.
+    """
+    if in_backward and len(parts) > 2:
+        return [parts[-2], parts[-1], parts[-1]], 1
+    traced = list(parts[-2:])
+    return traced, len(traced) - 1
 
 
 def trace_part(
@@ -191,7 +202,8 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
     return boundaries
 
 
-def record(dry: DryRun, boundaries: list[int], repeats: int) -> StepTrace:
+def record(dry: DryRun, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
+    """What the run noted; the micro-batch with the number `repeated` stands for `repeats` of them."""
     dry.settle_sum()
     backward = next((i for i, o in enumerate(dry.operators) if o.phase is Phase.BACKWARD), len(dry.operators))
     return StepTrace(
@@ -202,7 +214,7 @@ def record(dry: DryRun, boundaries: list[int], repeats: int) -> StepTrace:
         starts=tuple(dry.starts),
         assumptions=tuple(dry.questions.asked.values()),
         loop_repeats=repeats,
-        repeated=(boundaries[-2], boundaries[-1]),
+        repeated=(boundaries[repeated], boundaries[repeated + 1]),
         with_gradient=dry.with_gradient,
     )
 
