@@ -25,12 +25,13 @@ def environment() -> dict[str, Any]:
             "system": platform.platform(),
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
     }
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def git(*arguments: str, folder: Path = ROOT) -> str:
+    """What git answers in a folder, this repository's unless another is given."""
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
