@@ -3,7 +3,7 @@
     git clone https://github.com/jingyaogong/minimind
     python benchmarks/minimind.py --checkout minimind --output benchmarks/results/minimind.json
 
-For each trainer, dense and with experts, twenty steps in fp32 on the CPU: as `python SCRIPT` runs it, and within a part
+For each trainer, dense and with experts, some steps in fp32 on the CPU: as `python SCRIPT` runs it, and within a part
 of its plain peak. What they print, and what they save to resume from (weights in fp16, the optimizer's states in fp32),
 is compared byte for byte. The plain peak is measured as well, in a short run under `tightfit profile`. Each run has a
 process and a copy of the scripts of its own; the checkout is only read. The text is Python's documentation of itself.
@@ -38,24 +38,25 @@ from tightfit.integrations.minimind import MemoryFlags, run_minimind
 from tightfit.monitoring.script import profile_script
 
 PARTS = ("trainer", "model", "dataset")  # of a checkout
-STEPS, WATCHED_STEPS = 20, 4  # of which the second, or the second two in one, is watched
+WATCHED_STEPS = 4  # of which the second, or the second two in one, is watched
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}  # bytes: what is larger has pages of its own; see mallopt(3)
-LENGTH = 256
+LENGTH = 128
 SAMPLE_CHARACTERS = 3 * LENGTH  # more than the tokens of a sequence, for some samples; others are shorter
 SHARED = ("--device", "cpu", "--num_workers", "0", "--epochs", "1", "--log_interval", "1", "--max_seq_len", str(LENGTH))
-SIZE = ("--hidden_size", "128", "--num_hidden_layers", "16", "--from_weight", "none")
-STUDENT = ("--student_hidden_size", "128", "--student_num_layers", "16", "--from_student_weight", "none")
+SIZE = ("--hidden_size", "128", "--num_hidden_layers", "12", "--from_weight", "none")
+STUDENT = ("--student_hidden_size", "128", "--student_num_layers", "12", "--from_student_weight", "none")
 TEACHER = ("--teacher_hidden_size", "128", "--teacher_num_layers", "4", "--from_teacher_weight", "none")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trainer script with its flags, the samples it takes, and the part of its plain peak to stay within."""
+    """A trainer script with its flags, the samples it takes, its steps, and the part of its plain peak allowed."""
 
     script: str
     batch_size: int
     flags: tuple[str, ...]
     sample: Callable[[str], dict[str, Any]]
+    steps: int = 8
     budget: str = "0.5x"
 
     def arguments(self, data: Path) -> list[str]:
@@ -81,15 +82,16 @@ def dialogue(question: str, answer: str) -> list[dict[str, str]]:
 
 def cases() -> dict[str, Case]:
     found = {}
-    for kind, moe in (("dense", "0"), ("MoE", "1")):
+    for kind, moe, size in (("dense", "0", 8), ("MoE", "1", 16)):
         flags = (*SIZE, "--use_moe", moe)
+        accumulated = (*flags, "--accumulation_steps", "2")
         students = (*STUDENT, *TEACHER, "--student_use_moe", moe, "--teacher_use_moe", "1")
         found |= {
-            f"pretrain, {kind}": Case("train_pretrain.py", 8, (*flags, "--accumulation_steps", "2"), pretraining),
-            f"full_sft, {kind}": Case("train_full_sft.py", 8, flags, conversation),
-            f"lora, {kind}": Case("train_lora.py", 8, flags, conversation),
-            f"dpo, {kind}": Case("train_dpo.py", 4, flags, preference),
-            f"distillation, {kind}": Case("train_distillation.py", 8, students, conversation),
+            f"pretrain, {kind}": Case("train_pretrain.py", size, accumulated, pretraining, steps=20),
+            f"full_sft, {kind}": Case("train_full_sft.py", size, flags, conversation),
+            f"lora, {kind}": Case("train_lora.py", size, flags, conversation),
+            f"dpo, {kind}": Case("train_dpo.py", size // 2, flags, preference),
+            f"distillation, {kind}": Case("train_distillation.py", size, students, conversation),
         }
     return found
 
@@ -207,7 +209,7 @@ def measure(checkout: Path, name: str) -> dict[str, Any]:
     """The figures of one case."""
     case = cases()[name]
     with tempfile.TemporaryDirectory() as folder:
-        data = written(case, STEPS, Path(folder) / "data.jsonl")
+        data = written(case, case.steps, Path(folder) / "data.jsonl")
         few = written(case, WATCHED_STEPS, Path(folder) / "few.jsonl")
         alone = plain(checkout, case, data)
         figures = apart(within, checkout, case, data)

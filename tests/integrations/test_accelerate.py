@@ -1,14 +1,10 @@
 """A loop by hand with Accelerate, within a budget."""
 
-import pytest
+import accelerate
 import torch
+from tiny_trainings import StepPeak, llama, padded, samples
 
-pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
-
-from tiny_trainings import StepPeak, llama, padded, samples  # noqa: E402
-
-from tightfit.integrations.accelerate import apply_budget  # noqa: E402
+from tightfit.integrations.accelerate import apply_budget
 
 
 def run(budget=None):

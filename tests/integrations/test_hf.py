@@ -4,15 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
+from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded, samples
 
 from tightfit.errors import CannotFit, InputError, LeverError
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded, samples  # noqa: E402
-
-from tightfit.integrations.hf import FrugalTrainer, MemoryBudget  # noqa: E402
+from tightfit.integrations.hf import FrugalTrainer, MemoryBudget
 
 ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in ARGUMENTS else "gradient_checkpointing"

@@ -1,21 +1,19 @@
 """Lightning within a memory budget, under both of its names."""
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from tiny_trainings import StepPeak
 from torch import nn
 
 from tightfit.errors import CannotFit, LeverError
+from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks
 
-pl = pytest.importorskip("pytorch_lightning")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*number of training batches.*"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
 ]
-
-from tiny_trainings import StepPeak  # noqa: E402
-
-from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks  # noqa: E402
 
 
 def packages():

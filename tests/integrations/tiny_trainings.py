@@ -3,14 +3,11 @@
 import gc
 from typing import Any
 
-import pytest
 import torch
+import transformers
 
 from tightfit.levers.optimizer import state_tensors
 from tightfit.memory.allocator import storage_bytes
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 VOCABULARY = 300
 
