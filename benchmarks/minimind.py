@@ -43,8 +43,8 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}  # bytes: what is large
 LENGTH = 128
 SAMPLE_CHARACTERS = 3 * LENGTH  # more than the tokens of a sequence, for some samples; others are shorter
 SHARED = ("--device", "cpu", "--num_workers", "0", "--epochs", "1", "--log_interval", "1", "--max_seq_len", str(LENGTH))
-SIZE = ("--hidden_size", "128", "--num_hidden_layers", "12", "--from_weight", "none")
-STUDENT = ("--student_hidden_size", "128", "--student_num_layers", "12", "--from_student_weight", "none")
+SIZE = ("--hidden_size", "128", "--num_hidden_layers", "16", "--from_weight", "none")
+STUDENT = ("--student_hidden_size", "128", "--student_num_layers", "16", "--from_student_weight", "none")
 TEACHER = ("--teacher_hidden_size", "128", "--teacher_num_layers", "4", "--from_teacher_weight", "none")
 
 
@@ -90,8 +90,8 @@ def cases() -> dict[str, Case]:
             f"pretrain, {kind}": Case("train_pretrain.py", size, accumulated, pretraining, steps=20),
             f"full_sft, {kind}": Case("train_full_sft.py", size, flags, conversation),
             f"lora, {kind}": Case("train_lora.py", size, flags, conversation),
-            f"dpo, {kind}": Case("train_dpo.py", size // 2, flags, preference),
-            f"distillation, {kind}": Case("train_distillation.py", size, students, conversation),
+            f"dpo, {kind}": Case("train_dpo.py", size // 2, flags, preference, budget="0.6x"),
+            f"distillation, {kind}": Case("train_distillation.py", size, students, conversation, budget="0.6x"),
         }
     return found
 
