@@ -1,5 +1,6 @@
 """The user's mistakes: one clear line on stderr (what, where, what to do) and the exit code that belongs to it."""
 
+import errno
 import json
 
 import pytest
@@ -135,6 +136,42 @@ def test_a_plan_that_cannot_be_written(tmp_path):
 
 def test_a_run_that_is_not_there(tmp_path):
     assert "give the folder of a finished run" in mistake("generate", tmp_path / "none", "--prompt", "def")
+
+
+def test_a_file_that_is_no_plan(tmp_path):
+    for content, said in (("[1]", "a list, wanted a mapping"), ("{", "Expecting property name"), ("{}", "format None")):
+        (tmp_path / "plan.json").write_text(content)
+        line = mistake("verify", *DECODER, "--plan", tmp_path / "plan.json")
+        assert "plan.json: not a plan that this version of tightfit wrote (" in line
+        assert said in line
+    assert "the plan cannot be read: Is a directory" in mistake("verify", *DECODER, "--plan", tmp_path)
+
+
+@pytest.mark.parametrize("norm", ["nan", "-1", "0"])
+def test_a_norm_that_gradients_cannot_be_clipped_to(norm):
+    line = mistake("estimate", *DECODER, "--grad-clip", norm)
+    assert f"grad_clip is {float(norm)!r}, wanted a number above zero" in line
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-1.0"])
+def test_a_learning_rate_is_a_finite_number_above_zero(config, number):
+    path = config()
+    path.write_text(path.read_text().replace("data:", f"training: {{learning_rate: {number}}}\ndata:"))
+    assert "training.learning_rate is " in mistake("train", path)
+
+
+def test_a_seed_that_is_none(tmp_path):
+    for seed in (-1, 2**63):
+        assert tightfit("generate", tmp_path, "--prompt", "x", "--seed", seed).code == 2
+
+
+def test_a_disk_without_room_is_one_line(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tightfit.cli.asking.show", full)
+    line = mistake("estimate", *DECODER)
+    assert line == "where the output goes: No space left on device: make room, or write to another disk"
 
 
 def test_debug_shows_where_an_error_comes_from():

@@ -20,7 +20,7 @@ def test_amounts_are_read_in_decimal_and_binary_units(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["5 parsecs", "", "GiB", "-3GB", "1e3MB", True])
+@pytest.mark.parametrize("text", ["5 parsecs", "", "GiB", "-3GB", "1e3MB", True, None, 2.5, ["1GB"]])
 def test_what_is_no_amount_is_refused_by_name(text):
     with pytest.raises(BudgetError, match=r"is not an amount of memory"):
         parse_bytes(text)

@@ -48,6 +48,17 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def _checked(loss: Any) -> torch.Tensor:
+    """What a loss function returned, if backward can begin there. Raises `ModelError`."""
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(f"the loss is a {type(loss).__name__}, wanted a tensor of one number")
+    if loss.numel() != 1:
+        raise ModelError(f"the loss has the shape {tuple(loss.shape)}, wanted one number: take its mean or sum")
+    if not loss.requires_grad:
+        raise ModelError("the loss depends on no parameter that is trained: it was detached, or computed without them")
+    return loss
+
+
 class Observer(Protocol):
     """Told which part of the step runs."""
 
@@ -99,7 +110,7 @@ def forward_backward(
     total: torch.Tensor | None = None
     for number, part in enumerate(parts, start=1):
         with observer.phase("forward"), autocast(precision, device_type):
-            value = loss(model, part.batch)
+            value = _checked(loss(model, part.batch))
             if part.weight != 1.0:
                 value = value * part.weight
         more_follow = number < len(parts)

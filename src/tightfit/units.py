@@ -14,8 +14,8 @@ _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
 
 def parse_bytes(text: int | str) -> int:
     """`"22GiB"`, `"24GB"`, `"512 MB"` or an int, as a count of bytes. Raises `BudgetError`."""
-    if isinstance(text, bool):
-        raise BudgetError(f"{text!r} is not an amount of memory: write for example 22GiB or 24GB")
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise BudgetError(f"{text!r} is not an amount of memory: give an integer, or for example 22GiB or 24GB")
     if isinstance(text, int):
         return text
     match = _AMOUNT.fullmatch(text)

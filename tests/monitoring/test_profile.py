@@ -92,7 +92,8 @@ def test_a_script_that_trains_nothing_says_so(tmp_path):
     done = profiled(tmp_path, "--end", "untrained")
     assert done.code == 0
     assert done.record.model == ""
-    assert "No model was called" in done.err
+    assert "No model was called with gradients: nothing was watched." in done.err
+    assert "Peak" not in done.err
 
 
 def test_the_record_goes_where_it_is_told(tmp_path):
@@ -103,6 +104,7 @@ def test_the_record_goes_where_it_is_told(tmp_path):
 
 def test_what_is_no_script_or_no_folder_is_told_before_anything_runs(tmp_path):
     assert "no such script" in tightfit("profile", tmp_path / "none.py").error
+    assert "is a folder: name a file" in tightfit("profile", "--output", tmp_path, SCRIPT).error
     outcome = tightfit("profile", "--output", tmp_path / "none" / "record.json", SCRIPT)
     assert (outcome.code, outcome.out) == (2, "")
     assert "is not there or cannot be written" in outcome.error

@@ -1,8 +1,8 @@
-"""The command line: `tightfit train`, `plan`, `estimate`, `verify`, `generate`.
+"""The command line: the only part of the package that prints or exits.
 
-The only part of the package that prints or exits. Nothing heavy is imported before a command needs it.
+Nothing heavy is imported before a command needs it.
 """
 
-from tightfit.cli.app import main
+from tightfit.cli.entry import main
 
 __all__ = ["main"]

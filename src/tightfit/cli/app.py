@@ -1,15 +1,15 @@
 """The commands and what happens to their errors: one line on stderr, and the exit code that the error carries."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 import tightfit
 from tightfit.cli import asking, generating, measuring, minimind, observing, training
-from tightfit.errors import TightfitError
+from tightfit.errors import OutputError, TightfitError
+from tightfit.memory.disk import NO_ROOM
 
-INTERRUPTED = 130  # 128 + SIGINT
 PROFILE, MINIMIND = "profile", "minimind"  # the commands whose arguments belong to somebody else's script
 
 
@@ -29,8 +29,18 @@ class Commands(TyperGroup):
         except TightfitError as error:
             if ctx.params["debug"]:
                 raise
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(error.exit_code) from error
+            end_with(error)
+        except OSError as error:
+            if ctx.params["debug"] or error.errno not in NO_ROOM:
+                raise
+            where = error.filename or "where the output goes"
+            end_with(OutputError(f"{where}: {error.strerror}: make room, or write to another disk"))
+
+
+def end_with(error: TightfitError) -> NoReturn:
+    """The error as one line, and the exit code that it carries."""
+    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    raise typer.Exit(error.exit_code) from error
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -74,11 +84,3 @@ app.command()(measuring.calibrate)
 app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)
 app.command()(observing.doctor)
 app.command(MINIMIND, context_settings=minimind.AMONG_THE_SCRIPTS)(minimind.minimind)
-
-
-def main() -> None:
-    """The entry point of `tightfit`."""
-    try:
-        app(prog_name="tightfit")
-    except KeyboardInterrupt:  # one that came before or after the command itself
-        raise SystemExit(INTERRUPTED) from None

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+LARGEST_SEED = 2**63 - 1  # that `torch.Generator.manual_seed` takes
+
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)],
@@ -12,7 +14,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="At most so many tokens more.")] = 100,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Draw from the K likeliest.")] = 50,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="For the same text again.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="For the same text again.")
+    ] = None,
 ) -> None:
     """Continue a text with a trained model.
 

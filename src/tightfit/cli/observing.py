@@ -10,6 +10,7 @@ import typer
 
 from tightfit.cli import options
 from tightfit.cli.asking import columns, show
+from tightfit.cli.entry import INTERRUPTED
 from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 # Everything behind SCRIPT is the script's own, options too.
 SCRIPT_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 FAILED = 1  # Python's exit code where an exception ends a script
-INTERRUPTED = 130  # 128 + SIGINT
 
 
 def profile(
@@ -58,6 +58,8 @@ def profile(
 def check_writable(target: Path) -> None:
     """Raises `OutputError` before hours of training, not after."""
     folder = target.parent
+    if target.is_dir():
+        raise OutputError(f"{target}: is a folder: name a file for --output")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OutputError(f"{target}: the folder {folder} is not there or cannot be written: name another --output")
 

@@ -24,7 +24,7 @@ from tightfit.units import parse_budget, parse_bytes
 
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
 LeverName = Literal["recompute", "chunked_loss", "micro_batch", "offload"]
@@ -123,7 +123,7 @@ class TrainingConfig(Section):
     step_in_backward: bool = False
     """Step each weight as soon as its gradient is there, and free the gradient; needs `grad_clip: null` and no
     fp16."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay, on matrices."""
     betas: Annotated[tuple[OpenShare, OpenShare], BeforeValidator(_as_tuple)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""

@@ -22,7 +22,7 @@ from tightfit.units import format_bytes
 
 SHARE_OF_FREE_SPACE = 0.5  # without a budget; the rest is left to checkpoints and to everybody else
 PROBE_BYTES = 1 << 26  # many times the processor's caches
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Extent(NamedTuple):
@@ -142,7 +142,7 @@ class DiskStore:
         try:
             os.posix_fallocate(self._fd, start, nbytes)
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise
             os.ftruncate(self._fd, self._end)
             return False

@@ -3,14 +3,13 @@
 Each token is one forward over the whole text so far: no cache to keep right, and short samples are all it is for.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tightfit.errors import InputError
+from tightfit.models.mode import evaluating
 
 
 class TextCodec(Protocol):
@@ -47,7 +46,7 @@ def generate(
     limit = context_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    with _evaluating(model):
+    with evaluating(model):
         for _ in range(max_new_tokens):
             seen = input_ids if limit is None else input_ids[:, -limit:]
             following = _draw(model(input_ids=seen).logits[:, -1], temperature, top_k, generator)
@@ -111,15 +110,3 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
         return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0]
     best, tokens = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
     return tokens.gather(1, torch.multinomial(best.softmax(dim=-1), 1, generator=generator))[:, 0]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout inside, each module in the mode it was in afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

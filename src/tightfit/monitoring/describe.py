@@ -32,7 +32,9 @@ def describe_record(record: Record, width: int = WIDTH) -> str:
 
 def summary(record: Record) -> list[str]:
     """What was watched, and its peak, in sentences."""
-    model = f"{record.model}, {record.parameters / 1e6:.1f}M parameters" if record.model else "No model was called"
+    if not record.model:
+        return ["No model was called with gradients: nothing was watched."]
+    model = f"{record.model}, {record.parameters / 1e6:.1f}M parameters"
     time = f", {format_seconds(record.step_seconds)} a step" if record.step_seconds else ""
     lines = [f"{model}, {record.optimizer or 'no optimizer'}, {record.device}; {record.steps} steps{time}"]
     lines.append(f"Peak {format_bytes(record.peak_bytes)} ({record.peak_bytes:,} bytes): {told_source(record)}.")

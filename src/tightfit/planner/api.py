@@ -13,6 +13,7 @@ from tightfit.levers.offload import OffloadSettings, positive_bytes
 from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.apply import policy_of
+from tightfit.planner.arguments import check_levers, check_settings, check_step
 from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
 from tightfit.planner.footing import fingerprint, footing
@@ -21,7 +22,7 @@ from tightfit.planner.records import Action, BlockChoice, OffloadTier
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.planner.search import Candidate, Search
 from tightfit.planner.tradeoff import POINTS, Tradeoff
-from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, Precision, StepSettings, model_loss
+from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.trace.copies import AWAY
 from tightfit.trace.record import StepTrace
 
@@ -130,10 +131,9 @@ def make_request(
     grad_clip: float | None,
 ) -> Request:
     """The arguments of a user's call, checked."""
-    if precision not in ("fp32", *AUTOCAST_DTYPES):
-        raise InputError(f"precision {precision!r} is not known: choose fp32, bf16 or fp16")
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    check_step(model, batch, loss, optimizer, precision)
+    check_settings(micro_batches, grad_clip, blocks)
+    check_levers(levers)
     return Request(
         model=model,
         batch=batch,

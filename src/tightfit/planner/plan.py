@@ -117,6 +117,8 @@ class Plan:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "Plan":
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"a {type(raw).__name__}, wanted a mapping")
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
         fields = {name: raw[name] for name in cls.__dataclass_fields__}

@@ -1,13 +1,13 @@
 """The loss on samples that are not trained on."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from tightfit.data.packing import PackedSamples
+from tightfit.models.mode import evaluating
 from tightfit.step import Loss, Precision, autocast
 from tightfit.train.objective import VALID_TOKENS, counted
 
@@ -23,7 +23,7 @@ def evaluation_loss(
     """
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
-    with _evaluating(model):
+    with evaluating(model):
         for batch in _batches(samples, micro_batch_size, device):
             with autocast(precision, device.type):
                 total += float(loss(model, batch)) * batch[VALID_TOKENS]
@@ -34,15 +34,3 @@ def evaluation_loss(
 def _batches(samples: PackedSamples, size: int, device: torch.device) -> Iterator[dict[str, Any]]:
     for first in range(0, len(samples), size):
         yield counted(samples.batch(range(first, min(first + size, len(samples)))), device)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module in the mode it was in afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,0 +1,29 @@
+"""The entry point of `tightfit`. Ctrl-C ends it with one exit code and without a traceback, whenever it comes."""
+
+import signal
+from types import FrameType
+
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def main() -> None:
+    """Run the command that `sys.argv` names."""
+    pressed: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else whoever starts us wants it ignored
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        from tightfit.cli.app import app
+
+        app(prog_name="tightfit")
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except Exception:
+        if not pressed:
+            raise
+        # Some packages swallow a KeyboardInterrupt while they are imported, and fail in another way then.
+        raise SystemExit(INTERRUPTED) from None

@@ -1,0 +1,62 @@
+"""The arguments of a user's call, checked before anything is traced: a wrong one is told by its name."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import InputError
+from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
+
+
+def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precision: str) -> None:
+    """What makes up a training step. Raises `InputError`."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(f"{type(model).__name__} has no parameter to train: none requires a gradient")
+    check_batch(batch)
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss is a {type(loss).__name__}, wanted callable(model, batch) -> scalar tensor, or None")
+    if not (isinstance(optimizer, str | torch.optim.Optimizer) or callable(optimizer)):
+        raise InputError(
+            f"optimizer is a {type(optimizer).__name__}, wanted a name such as 'adamw', an optimizer, or a callable "
+            "that takes parameters"
+        )
+    if precision not in ("fp32", *AUTOCAST_DTYPES):
+        raise InputError(f"precision {precision!r} is not known: choose fp32, bf16 or fp16")
+
+
+def check_batch(batch: Batch) -> None:
+    """Raises `InputError` for what a model cannot be called with."""
+    if isinstance(batch, TokenBatch):
+        for name, count in batch._asdict().items():
+            if count < 1:
+                raise InputError(f"batch {batch}: {name} is {count}, wanted at least 1")
+    elif not isinstance(batch, dict | tuple | list):
+        raise InputError(
+            f"batch is a {type(batch).__name__}, wanted a dict (passed as keywords), a tuple (positional) or "
+            "TokenBatch(size, length, vocab_size)"
+        )
+
+
+def check_settings(micro_batches: int, grad_clip: float | None, blocks: str | None) -> None:
+    """How a step is computed. Raises `InputError`."""
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise InputError(f"micro_batches is {micro_batches!r}, wanted an integer of at least 1")
+    if grad_clip is not None and not is_positive(grad_clip):
+        raise InputError(f"grad_clip is {grad_clip!r}, wanted a number above zero, or None for no clipping")
+    if blocks is not None and not isinstance(blocks, str):
+        raise InputError(f"blocks is a {type(blocks).__name__}, wanted a glob over module paths such as 'layers.*'")
+
+
+def check_levers(levers: Any) -> None:
+    """Raises `InputError` for what cannot be names of levers."""
+    if levers is not None and not isinstance(levers, str | Sequence | set | frozenset):
+        raise InputError(f"levers is a {type(levers).__name__}, wanted 'exact', 'rounding' or a list of names")
+
+
+def is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not math.isnan(number) and number > 0
