@@ -18,6 +18,7 @@ class Activity:
     recomputing: int = 0  # depth of recomputations under way
     region: str | None = None  # module path of the innermost block that a lever watches
     occurrence: int = -1  # how many operators of this name that block has run before this one
+    recording: bool = False  # a lever notes this operator, to be able to recompute or offload what it makes
     dry: bool = False  # a step runs dry: what hangs on the real model's gradients keeps still
     accumulating: int = 0  # depth of micro-batches under way after which another one follows
     host: int = 0  # depth of code that works in host memory, whatever the device

@@ -103,7 +103,11 @@ def _overheads(spec: DeviceSpec) -> list[str]:
     """What is the same for every operator, and what only one kind of device has."""
     lines = []
     if spec.kind == "cpu":
-        lines.append(f"PyTorch's own time for each operator: {format_seconds(spec.framework_seconds)}.")
+        lines.append(
+            f"PyTorch's own time for each operator: {format_seconds(spec.framework_seconds)}; the recompute executor "
+            f"adds {format_seconds(spec.recording_seconds)} where it notes one, "
+            f"{format_seconds(spec.replaying_seconds)} where it runs one again."
+        )
     else:
         lines.append(f"Launch of an operator: {format_seconds(spec.launch_seconds)}.")
     if spec.fresh_threshold_bytes is not None:

@@ -10,14 +10,12 @@ import psutil
 import torch
 
 from tightfit.devices.calls import (
-    CHAIN,
     AttentionCase,
     Buffers,
     ProductCase,
     StreamCase,
     attention_call,
     attention_cases,
-    chain_call,
     product_call,
     product_cases,
     stream_bytes,
@@ -28,6 +26,7 @@ from tightfit.devices.cuda_figures import launch_seconds, link_rates, workspaces
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.fresh_memory import fresh_memory
 from tightfit.devices.machine import device_name
+from tightfit.devices.own_time import own_time
 from tightfit.devices.quiet import Watch
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
@@ -40,7 +39,7 @@ ROUNDS = 6
 def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
 
-    Takes about eight seconds, more on a slow or busy device. No random generator of the user is touched. Raises
+    Takes about ten seconds, more on a slow or busy device. No random generator of the user is touched. Raises
     `DeviceError` where there is no such device.
     """
     if kind == "cuda" and not torch.cuda.is_available():
@@ -72,11 +71,14 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
 def _figures_of_cpu() -> dict[str, Any]:
     """What only a CPU has: memory that is fresh from the system, and a framework that it computes itself."""
     threshold, per_byte = fresh_memory()
+    own = own_time()
     return {
         "memory_bytes": psutil.virtual_memory().total,
         "fresh_threshold_bytes": threshold,
         "fresh_seconds_per_byte": per_byte,
-        "framework_seconds": _framework_seconds(),
+        "framework_seconds": own.framework,
+        "recording_seconds": own.recording,
+        "replaying_seconds": own.replaying,
     }
 
 
@@ -176,11 +178,3 @@ def _curves(seconds: dict[StreamCase, float]) -> dict[str, Curve]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# Framework
-
-
-def _framework_seconds() -> float:
-    """Seconds that autograd and dispatch add to an operator's kernel."""
-    return fastest({"chain": chain_call()}, "cpu", 0.02 * SECONDS, 20 * ROUNDS)["chain"] / (2 * CHAIN)

@@ -214,23 +214,3 @@ def stream_bytes(case: StreamCase) -> int:
         Family.GATHER: 2 * width,
     }
     return moved[case.family] * case.elements + (row_index if case.family is Family.GATHER else 0)
-
-
-# Framework
-
-CHAIN = 50  # links: a product forward and one backward each
-
-
-def chain_call() -> Call:
-    """Forward and backward through a chain of products of a few numbers: all of its time is PyTorch's own."""
-    x = torch.ones(8, requires_grad=True)
-    factor = torch.ones(8)
-
-    def call() -> object:
-        with torch.enable_grad():
-            y = x
-            for _ in range(CHAIN):
-                y = y * factor
-        return torch.autograd.grad(y, x, factor)
-
-    return call

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +62,9 @@ class DeviceSpec:
     `streams["arithmetic/float32"]`: seconds against bytes moved or elements, as the family counts.
     `fresh_threshold_bytes`: outputs from this size on are taken from the system each time and cost
     `fresh_seconds_per_byte` for first touch and release; None where the allocator keeps what it has.
-    `framework_seconds`: what autograd and dispatch take for each operator beside its kernel, where the device waits.
+    `framework_seconds`: what PyTorch takes for each operator beside its kernel, where the device waits for it (a CPU);
+    `recording_seconds`, `replaying_seconds`: what is added to that where the recompute executor notes an operator, and
+    where it runs it again.
     `launch_seconds`: on CUDA, what a launch takes eager PyTorch; no kernel's price is below it.
     `workspace_bytes`: on CUDA, scratch memory that was seen to be taken, by library (`"cublas"`, `"attention"`).
     `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
@@ -80,6 +82,8 @@ class DeviceSpec:
     fresh_threshold_bytes: int | None = None
     fresh_seconds_per_byte: float = 0.0
     framework_seconds: float = 0.0
+    recording_seconds: float = 0.0
+    replaying_seconds: float = 0.0
     compute_capability: tuple[int, int] | None = None
     sm_count: int | None = None
     roofline: Roofline | None = None
@@ -113,6 +117,8 @@ class DeviceSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> "DeviceSpec":
         """The inverse of `to_dict`. Raises `DeviceError` where a figure is missing, unknown or not a finite number."""
         try:
+            if missing := {field.name for field in fields(cls)} - set(data):
+                raise KeyError(f"lacks {', '.join(sorted(missing))}")
             spec = cls(
                 **{
                     **data,
@@ -164,6 +170,8 @@ def _figures(spec: DeviceSpec) -> list[float]:
         spec.threads,
         spec.fresh_seconds_per_byte,
         spec.framework_seconds,
+        spec.recording_seconds,
+        spec.replaying_seconds,
         *points,
         *curves,
         *coefficients,

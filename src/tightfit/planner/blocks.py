@@ -47,13 +47,16 @@ class BlockGraph:
         return frozenset(self.keys[index] for index in kept)
 
 
-def block_graph(trace: StepTrace, model: nn.Module, path: str) -> BlockGraph | None:
-    """The graph of a watched block, from its first call in the last micro-batch. None if the block did not run."""
+def block_graph(trace: StepTrace, model: nn.Module, path: str, *, replaying_seconds: float = 0.0) -> BlockGraph | None:
+    """The graph of a watched block, from its first call in the last micro-batch. None if the block did not run.
+
+    `replaying_seconds` is what the executor adds to the time of an operator that is run again.
+    """
     calls = first_call(trace, path)
     if not calls:
         return None
     position = {index: place for place, index in enumerate(calls)}
-    operations = tuple(_operation(trace, index, position, calls[-1]) for index in calls)
+    operations = tuple(_operation(trace, index, position, calls[-1], replaying_seconds) for index in calls)
     keys = tuple(OperatorKey(trace.operators[i].name, trace.operators[i].occurrence) for i in calls)
     modules = tuple(trace.operators[i].module.removeprefix(path).lstrip(".") for i in calls)
     return BlockGraph(path, operations, keys, modules, kind_of(model.get_submodule(path), keys))
@@ -76,7 +79,9 @@ def first_call(trace: StepTrace, path: str) -> list[int]:
     return calls
 
 
-def _operation(trace: StepTrace, index: int, position: dict[int, int], last: int) -> Operation:
+def _operation(
+    trace: StepTrace, index: int, position: dict[int, int], last: int, replaying_seconds: float
+) -> Operation:
     operator = trace.operators[index]
     producers = {trace.values[value].operator for value in operator.reads}
     inputs = tuple(sorted(position[p] for p in producers if p in position and p < index))
@@ -84,7 +89,7 @@ def _operation(trace: StepTrace, index: int, position: dict[int, int], last: int
     leaves = any(trace.last_forward_read.get(value, -1) > last for value in operator.makes)
     sizes = {trace.values[v].storage: trace.storages[trace.values[v].storage].bytes for v in operator.makes}
     return Operation(
-        seconds=operator.seconds,
+        seconds=operator.seconds + replaying_seconds,
         bytes=0 if leaves else sum(sizes.values()),
         saved=any(trace.values[value].saved for value in operator.makes),
         inputs=inputs,

@@ -52,13 +52,16 @@ def price(
     fixed_bytes: int,
     recomputes: bool = True,
     offloads: bool = False,
+    replaying_seconds: float = 0.0,
 ) -> Priced:
     """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's);
-    `recomputes` and `offloads` say what choices may do.
+    `recomputes` and `offloads` say what choices may do; `replaying_seconds` is what the executor takes, beside its
+    kernel, for an operator that it runs again.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
     spans = windows(plain, paths)
-    graphs = {w.path: g for w in spans if (g := block_graph(plain, model, w.path)) is not None}
+    found = {w.path: block_graph(plain, model, w.path, replaying_seconds=replaying_seconds) for w in spans}
+    graphs = {path: graph for path, graph in found.items() if graph is not None}
     spans = tuple(w for w in spans if w.path in graphs)
     order = [w.path for w in spans]
     kinds = {graph.kind: graph for graph in graphs.values()}
@@ -68,7 +71,7 @@ def price(
     options = tuple(
         tuple(
             Option(
-                f.kept_bytes, f.forward_bytes, f.backward_bytes, (choice.seconds + f.copy_seconds) * plain.loop_repeats
+                f.kept_bytes, f.forward_bytes, f.backward_bytes, (choice.seconds + f.lever_seconds) * plain.loop_repeats
             )
             for f, choice in zip(measured[graphs[path].kind], by_kind[graphs[path].kind], strict=True)
         )

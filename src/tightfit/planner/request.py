@@ -22,7 +22,7 @@ from tightfit.planner.records import ChunkedLoss
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.copies import AWAY, BACK
 from tightfit.trace.cuda import CudaRole
-from tightfit.trace.dry_run import OperatorCost
+from tightfit.trace.dry_run import ExecutorCost, OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.rules import ONE_SIDED, Routing
 from tightfit.trace.shapes import TensorShape
@@ -86,6 +86,11 @@ class Request:
 
         return priced
 
+    @property
+    def executor(self) -> ExecutorCost:
+        """What the recompute executor takes on the device."""
+        return ExecutorCost(self.device.recording_seconds, self.device.replaying_seconds)
+
     @cached_property
     def role(self) -> CudaRole | None:
         """The CUDA device to be played in dry runs, if the step is to run on one."""
@@ -147,6 +152,7 @@ class Tracer:
                 optimizer=request.optimizer,
                 settings=request.settings,
                 cost=request.cost,
+                executor=request.executor,
                 role=request.role,
                 routing=routing,
             )
@@ -179,6 +185,7 @@ class Tracer:
                 state_bytes=state_bytes(plain),
                 with_gradient=plain.with_gradient,
                 cost=request.cost,
+                executor=request.executor,
                 role=request.role,
             )
 

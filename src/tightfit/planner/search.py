@@ -139,7 +139,11 @@ class Search:
 
         fixed = optimizer_peak(self.plain)
         levers = self.request.levers
-        may = {"recomputes": "recompute" in levers, "offloads": "offload" in levers}
+        may = {
+            "recomputes": "recompute" in levers,
+            "offloads": "offload" in levers,
+            "replaying_seconds": self.request.executor.replayed,
+        }
         priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if self.paths else None
         return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 

@@ -65,12 +65,12 @@ def level_at(trace: StepTrace, index: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one block does to the level of memory, as a trace shows it, and the seconds of its copies."""
+    """What one block does to the level of memory, as a trace shows it, and what it takes to offload and to record."""
 
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
-    copy_seconds: float = 0.0
+    lever_seconds: float = 0.0
 
 
 def footprint(trace: StepTrace, window: Window) -> Footprint:
@@ -80,9 +80,9 @@ def footprint(trace: StepTrace, window: Window) -> Footprint:
         kept_bytes=level_at(trace, end) - level_at(trace, start),
         forward_bytes=highest(trace.levels, start, end) - level_at(trace, start),
         backward_bytes=highest(trace.levels, *window.backward) - level_at(trace, window.backward[1]),
-        copy_seconds=sum(
-            operator.seconds
+        lever_seconds=sum(
+            operator.seconds if operator.copied_bytes else operator.executor_seconds
             for operator in (*trace.operators[start:end], *trace.operators[slice(*window.backward)])
-            if operator.copied_bytes
+            if operator.copied_bytes or operator.phase is Phase.FORWARD
         ),
     )

@@ -8,6 +8,7 @@ known, so that masks, positions, routing and branches that look at data get true
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,21 @@ def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorSh
     return 0.0
 
 
+@dataclass(frozen=True)
+class ExecutorCost:
+    """Seconds that the recompute executor takes, beside the kernel, for an operator that it notes, or runs again."""
+
+    recorded: float = 0.0
+    replayed: float = 0.0
+
+    def seconds(self) -> float:
+        """For the operator that runs now."""
+        return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
+
+
+NO_EXECUTOR_COST = ExecutorCost()
+
+
 class DryRun(TorchDispatchMode):
     """The mode under which a step runs dry; fills a `Ledger` and a list of operators."""
 
@@ -56,8 +72,10 @@ class DryRun(TorchDispatchMode):
         cost: OperatorCost = no_cost,
         workspace: Workspace = cpu_workspace,
         routing: Routing = Routing.BALANCED,
+        executor: ExecutorCost = NO_EXECUTOR_COST,
     ):
         super().__init__()
+        self.executor = executor
         self.ledger = ledger
         self.modules = modules
         self.cost = cost
@@ -233,13 +251,15 @@ class DryRun(TorchDispatchMode):
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
     ) -> None:
         seconds, workspace = self.priced(traits, inputs, args, out, key)
+        executor_seconds = self.executor.seconds()
         phase = Phase.RECOMPUTE if now.recomputing or self.modules.recomputing(self.phase) else self.phase
         watched = phase is Phase.FORWARD
         self.levels.append(self.ledger.live_bytes + workspace)
         self.operators.append(
             OperatorRecord(
-                traits.name, phase, self.modules.attribute(phase), seconds, workspace,
+                traits.name, phase, self.modules.attribute(phase), seconds + executor_seconds, workspace,
                 now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tensors_in((out,)))),
+                executor_seconds=executor_seconds,
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)

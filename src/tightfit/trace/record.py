@@ -51,6 +51,7 @@ class OperatorRecord:
     makes: tuple[int, ...]
     chooses: bool  # its results are indexes: routing, sorting
     copied_bytes: int = 0  # a lever's copy out of the memory that is counted, or back
+    executor_seconds: float = 0.0  # of `seconds`: what noting or running it again takes beside the kernel
 
 
 @dataclass(frozen=True, slots=True)

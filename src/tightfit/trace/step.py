@@ -19,7 +19,7 @@ from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
 from tightfit.trace.cuda.workspace import cuda_workspace
-from tightfit.trace.dry_run import DryRun, OperatorCost, no_cost
+from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
@@ -50,6 +50,7 @@ def trace_step(
     optimizer: str | OptimizerFactory | torch.optim.Optimizer = "adamw",
     settings: StepSettings | None = None,
     cost: OperatorCost = no_cost,
+    executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
     routing: Routing = Routing.BALANCED,
 ) -> StepTrace:
@@ -61,7 +62,7 @@ def trace_step(
     operator cannot be run dry.
     """
     settings = settings or StepSettings()
-    with _dry(model, parts, cost, role, routing) as dry:
+    with _dry(model, parts, cost, executor, role, routing) as dry:
         twin = build_optimizer(optimizer, model.parameters())
         traced, repeated = representatives(parts, steps_in_backward(twin))
         boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
@@ -90,6 +91,7 @@ def trace_part(
     state_bytes: int,
     with_gradient: Sequence[str],
     cost: OperatorCost = no_cost,
+    executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
 ) -> StepTrace:
     """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
@@ -97,7 +99,7 @@ def trace_part(
     What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
     gradient, which is there from the start if micro-batches came before.
     """
-    with _dry(model, parts, cost, role) as dry:
+    with _dry(model, parts, cost, executor, role) as dry:
         dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         if len(parts) > 1:
             for name in with_gradient:
@@ -113,6 +115,7 @@ def _dry(
     model: nn.Module,
     parts: Sequence[Part],
     cost: OperatorCost,
+    executor: ExecutorCost,
     role: CudaRole | None,
     routing: Routing = Routing.BALANCED,
 ) -> Iterator[DryRun]:
@@ -123,7 +126,7 @@ def _dry(
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     everything = [*model.parameters(), *model.buffers(), *plain_tensors(model), *batch]
     with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
-        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing)
+        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing, executor)
         now.dry = True
         try:
             announce(ledger, model, batch)

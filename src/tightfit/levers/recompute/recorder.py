@@ -22,7 +22,7 @@ from tightfit.activity import now
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.exposure import ExposureWatch
 from tightfit.levers.recompute.generators import GeneratorState, generator_of
-from tightfit.levers.recompute.policy import Decision, OperatorKey, Policy
+from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy
 from tightfit.levers.recompute.saved import pack, unpack
 from tightfit.levers.recompute.values import (
     Geometry,
@@ -88,12 +88,12 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         occurrence = self.counts.get(traits.name, 0)
         self.counts[traits.name] = occurrence + 1
-        outer = now.region, now.occurrence
-        now.region, now.occurrence = self.region, occurrence
+        outer = now.region, now.occurrence, now.recording
+        now.region, now.occurrence, now.recording = self.region, occurrence, self.policy != KEEP_ALL
         try:
             return self.run(func, traits, OperatorKey(traits.name, occurrence), args, kwargs)
         finally:
-            now.region, now.occurrence = outer
+            now.region, now.occurrence, now.recording = outer
 
     def run(self, func: Any, traits: Traits, key: OperatorKey, args: tuple, kwargs: dict) -> Any:
         """Run the operator; record it unless its outputs are kept."""
