@@ -3,6 +3,7 @@
 Each is there in torch 2.11 and 2.13.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -158,6 +159,13 @@ def has_kernel(operator: str, key: str) -> bool:
 
 def operators_with_kernel(key: str) -> list[str]:
     """The operators that have a kernel of their own for a dispatch key."""
+    names = torch._C._dispatch_get_all_op_names()
+    return _with_kernel(key, len(names))
+
+
+@functools.cache
+def _with_kernel(key: str, known: int) -> list[str]:
+    """Asked again where more operators are `known` than before: a library was loaded."""
     return [name for name in torch._C._dispatch_get_all_op_names() if has_kernel(name, key)]
 
 

@@ -17,7 +17,7 @@ from tightfit.planner.request import Combination, optimizer_peak
 from tightfit.planner.search import Prospect, Search, describe_levers
 from tightfit.planner.solve import Solution, least_peak, solve
 
-POINTS = 12  # budgets between the plain peak and the least, for each of which a choice is solved and traced
+POINTS = 8  # budgets between the plain peak and the least, for each of which a choice is solved and traced
 Choice = tuple[Prospect, Solution]
 
 

@@ -124,12 +124,13 @@ def _dry(
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     if role is not None:
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
-    everything = [*model.parameters(), *model.buffers(), *plain_tensors(model), *batch]
+    plain = plain_tensors(model)
+    everything = [*model.parameters(), *model.buffers(), *plain, *batch]
     with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
         dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing, executor)
         now.dry = True
         try:
-            announce(ledger, model, batch)
+            announce(ledger, model, batch, plain)
             playing = nullcontext() if role is None else role.playing()
             with playing, dry, _filling_off(), _watching_saves(ledger), copies_played(dry):
                 yield dry
@@ -139,14 +140,14 @@ def _dry(
             ledger.close()
 
 
-def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
-    """Enter what is there before the step."""
+def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
+    """Enter what is there before the step; `plain` are the tensors that modules hold as attributes."""
     for name, parameter in model.named_parameters():
         known = not parameter.requires_grad and not is_hollow(parameter)
         ledger.announce(parameter, Category.PARAMETER, known=known, name=name)
     for name, tensor in model.named_buffers():
         ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor), name=name)
-    for tensor in plain_tensors(model):
+    for tensor in plain:
         ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor))
     for tensor in batch:
         ledger.announce(tensor, Category.INPUT, known=not is_hollow(tensor))
