@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from test_recompute_memory import BATCH, BLOCKS, STREAM_BYTES, TOKENS, Model, forward_bytes, step_peak
+from blocks_with_dropout import BLOCKS, STREAM_BYTES, forward_bytes, step_peak
 from torch import nn
 
 from exactness import allocator_record, assert_bit_equal, run
@@ -18,17 +18,6 @@ from tightfit.levers.offload import HostShelf, OffloadSettings, offload
 from tightfit.levers.offload.shelf import OffloadFallback
 from tightfit.levers.recompute import OFFLOAD_ALL, recompute
 from tightfit.levers.recompute.lever import apply_policies
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return Model()
-
-
-@pytest.fixture
-def ids():
-    return torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) % 32
 
 
 def loss(model, ids):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_training import batches, loss_of, net
 
+from quick_trainings import leave_out_pictures
 from tightfit import monitor
 from tightfit.config import parse_config
 from tightfit.optim import OffloadedAdamW, step_in_backward
@@ -18,10 +19,7 @@ IN_BACKWARD = {"step_in_backward": True, "grad_clip": None}
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.train.pictures.memory_picture", lambda *_, **__: b"")
-    monkeypatch.setattr("tightfit.train.pictures.plan_page", lambda *_, **__: "")
-    monkeypatch.setattr("tightfit.train.pictures.run_page", lambda *_, **__: "")
-    monkeypatch.setattr("tightfit.train.run.SAMPLE_TOKENS", 1)
+    leave_out_pictures(monkeypatch)
 
 
 def run(folder: Path, memory=None, **training):

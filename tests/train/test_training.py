@@ -7,6 +7,7 @@ import torch
 from tiny_training import Listener, metrics, run, settings
 
 import tightfit
+from quick_trainings import leave_out_pictures
 from tightfit.config import load_config
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import (
@@ -29,11 +30,7 @@ BUDGET = {"budget": "0.6x", "levers": "exact"}
 
 @pytest.fixture(autouse=True)
 def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than all the rest of a tiny training; `test_run_files.py` has them."""
-    monkeypatch.setattr("tightfit.train.pictures.memory_picture", lambda *_, **__: b"")
-    monkeypatch.setattr("tightfit.train.pictures.plan_page", lambda *_, **__: "")
-    monkeypatch.setattr("tightfit.train.pictures.run_page", lambda *_, **__: "")
-    monkeypatch.setattr("tightfit.train.run.SAMPLE_TOKENS", 1)
+    leave_out_pictures(monkeypatch)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

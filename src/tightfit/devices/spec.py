@@ -97,18 +97,6 @@ class DeviceSpec:
         """Whether the figures were measured on the device, not read from its maker's papers."""
         return self.roofline is None
 
-    @property
-    def supports_bf16(self) -> bool:
-        """Whether products in bfloat16 have units of their own: from Ampere on; any CPU takes them."""
-        return self.kind == "cpu" or (self.compute_capability or (0, 0)) >= (8, 0)
-
-    @property
-    def supports_flash(self) -> bool:
-        """Whether PyTorch's FlashAttention kernels run on it: from compute capability 8.0 on
-        (`check_flash_attention_hardware_support`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
-        """
-        return self.kind == "cuda" and (self.compute_capability or (0, 0)) >= (8, 0)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings."""
         return asdict(self)

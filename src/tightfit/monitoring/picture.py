@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.errors import InputError
 from tightfit.monitoring.record import Record, Sample
 from tightfit.planner.records import Footing
-from tightfit.report.picture import COLOURS, INSTALL_HINT, PHASE_TINTS
+from tightfit.report.picture import INSTALL_HINT, PHASE_TINTS, stack_categories
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,15 +39,7 @@ def record_picture(record: Record) -> bytes:
 
 def _draw_step(axis: "Axes", record: Record, footing: Footing) -> None:
     unit, divisor = _unit(footing.peak_bytes)
-    times = range(len(footing.timeline_phases))
-    shown = [category for category in COLOURS if any(footing.timeline.get(category, ()))]
-    axis.stackplot(
-        times,
-        [[size / divisor for size in footing.timeline[category]] for category in shown],
-        labels=shown,
-        colors=[COLOURS[category] for category in shown],
-        step="mid",
-    )
+    stack_categories(axis, footing, divisor)
     levels = [sum(sizes) for sizes in zip(*footing.timeline.values(), strict=True)]
     at = levels.index(max(levels))
     last = max(len(levels) - 1, 1)

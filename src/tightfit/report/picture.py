@@ -140,25 +140,28 @@ def _draw_step(
     axis: "Axes", name: str, footing: Footing, divisor: int, budget_bytes: int | None, measured_bytes: int | None
 ) -> None:
     """One panel: phases behind, categories stacked, the budget across, the peaks marked."""
-    count = len(footing.timeline_phases)
-    times = range(count)
+    stack_categories(axis, footing, divisor)
+    if budget_bytes is not None:
+        axis.axhline(budget_bytes / divisor, color=BUDGET_COLOUR, linestyle="--", linewidth=2, label="budget")
+    _mark_peak(axis, footing, divisor, measured_bytes)
+    _shade_phases(axis, footing.timeline_phases)
+    axis.set_xlim(0, len(footing.timeline_phases) - 1)
+    axis.set_xticks([])
+    axis.set_xlabel("operators of one step, in the order in which they run")
+    axis.set_title(name)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def stack_categories(axis: "Axes", footing: Footing, divisor: int) -> None:
+    """The timeline of a footing, its categories one upon the other, those that are nowhere left out."""
     shown = [category for category in COLOURS if any(footing.timeline.get(category, ()))]
     axis.stackplot(
-        times,
+        range(len(footing.timeline_phases)),
         [[size / divisor for size in footing.timeline[category]] for category in shown],
         labels=shown,
         colors=[COLOURS[category] for category in shown],
         step="mid",
     )
-    if budget_bytes is not None:
-        axis.axhline(budget_bytes / divisor, color=BUDGET_COLOUR, linestyle="--", linewidth=2, label="budget")
-    _mark_peak(axis, footing, divisor, measured_bytes)
-    _shade_phases(axis, footing.timeline_phases)
-    axis.set_xlim(0, count - 1)
-    axis.set_xticks([])
-    axis.set_xlabel("operators of one step, in the order in which they run")
-    axis.set_title(name)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _mark_peak(axis: "Axes", footing: Footing, divisor: int, measured_bytes: int | None) -> None:
