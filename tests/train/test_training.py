@@ -98,6 +98,25 @@ def test_every_lever_together_stays_within_the_budget(tmp_path: Path):
     assert result.measured_peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=1e-3)
 
 
+def test_micro_batches_that_the_plan_counts_keep_the_batch_and_the_schedule(tmp_path: Path):
+    plain, automatic = tmp_path / "plain", tmp_path / "automatic"
+    for folder in (plain, automatic):
+        folder.mkdir()
+    training = {"batch_size": 8, "warmup_steps": 2}
+    run(plain, training=training)
+    result = run(
+        automatic, training={**training, "gradient_accumulation_steps": "auto"}, memory={**BUDGET, "budget": "0.35x"}
+    )
+
+    assert Plan.from_json(automatic / "run" / "plan.json").micro_batches > 1
+    assert result.budget_bytes is not None
+    assert result.measured_peak_bytes <= result.budget_bytes
+    for key in ("tokens", "learning_rate"):
+        assert [line[key] for line in metrics(automatic)] == [line[key] for line in metrics(plain)]
+    losses = [line["loss"] for line in metrics(plain)]
+    assert [line["loss"] for line in metrics(automatic)] == pytest.approx(losses, rel=1e-4)
+
+
 def test_the_loss_falls(tmp_path: Path):
     result = run(tmp_path, training={"max_steps": 40, "warmup_steps": 4})
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from tightfit.cli import options
 from tightfit.cli.question import Question
-from tightfit.errors import BudgetError, InputError, OutputError, VerificationFailed
+from tightfit.errors import InputError, OutputError, VerificationFailed
 
 if TYPE_CHECKING:
     from tightfit import Plan
@@ -70,6 +71,8 @@ def plan(
     budget: options.Budget = None,
     levers: options.Levers = None,
     blocks: options.Blocks = None,
+    maximise: options.Maximise = None,
+    multiple_of: options.MultipleOf = None,
     as_json: options.Json = False,
     curve: options.Curve = False,
     html: options.Html = None,
@@ -90,16 +93,29 @@ def plan(
     [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 300MiB[/]
 
     [dim]tightfit plan examples/quickstart.yaml --curve --html report.html[/]
+
+    [dim]tightfit plan --model mm26 --budget 2GB --maximise sequence_length[/]
     """
     question = Question.of(ctx.params)
+    from tightfit.cli.maximising import maximised
     from tightfit.cli.subject import subject_of
     from tightfit.planner.describe import describe_plan
 
-    found = planned(subject_of(question, dry=True), curve=curve or html is not None)
+    largest = None
+    if maximise is not None:
+        question, largest = maximised(question, maximise, multiple_of)
+    if largest is None or curve or html is not None:
+        found = planned(subject_of(question, dry=True), curve=curve or html is not None)
+    else:
+        found = largest.plan
     write("plan", found.to_json, output)
     write("page", found.to_html, html)
     write("picture", found.to_png, png)
-    show(found.to_dict() if as_json else describe_plan(found, columns()))
+    if as_json:
+        show(found.to_dict() if largest is None else replace(largest, plan=found).to_dict())
+    else:
+        head = [] if largest is None else [largest.sentence, question.as_settings(), ""]
+        show("\n".join([*head, describe_plan(found, columns())]))
 
 
 def verify(
@@ -153,9 +169,9 @@ def verify(
 
 def planned(subject: "Subject", *, curve: bool = False) -> "Plan":
     """A plan for the subject's budget."""
-    if subject.budget is None:
-        raise BudgetError("a plan needs a budget: give --budget, for example 22GiB or 0.5x, or memory.budget in CONFIG")
-    return subject.plan(subject.budget, curve=curve)
+    from tightfit.cli.subject import budget_of
+
+    return subject.plan(budget_of(subject), curve=curve)
 
 
 def write(what: str, to_file: Callable[[Path], None], path: Path | None) -> None:

@@ -1,7 +1,7 @@
 """The arguments and options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,10 +52,24 @@ Optimizer = Annotated[
         rich_help_panel=THE_STEP,
     ),
 ]
+
+
+def count_or_auto(text: str) -> Any:
+    """A count above zero, or `auto`."""
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is not a count above zero, nor auto")
+    return int(text)
+
+
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        metavar="N", min=1, help="Micro-batches whose gradients accumulate (else 1).", rich_help_panel=THE_STEP
+        metavar="N",
+        parser=count_or_auto,
+        help="Micro-batches whose gradients accumulate (else 1); auto: as few as fit the budget.",
+        rich_help_panel=THE_STEP,
     ),
 ]
 GradClip = Annotated[
@@ -119,5 +133,22 @@ Curve = Annotated[
         "--curve",
         help="Show what memory costs in time, from the plain step down to the least; in FILE of --html and --png too.",
         rich_help_panel=THE_ANSWER,
+    ),
+]
+Maximise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHAT",
+        help="Find the largest sequence_length, batch_size or hidden_size that has a plan, and plan that.",
+        rich_help_panel=THE_BUDGET,
+    ),
+]
+MultipleOf = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Of what --maximise looks for (else 64 tokens, a batch that splits, a width that heads divide).",
+        rich_help_panel=THE_BUDGET,
     ),
 ]

@@ -1,10 +1,12 @@
 """What the command line asks about, as it was written, and what that means to a configuration. No torch here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
 from tightfit.errors import InputError
+
+SIZE, LENGTH = 1, 1024  # of a batch, where a question about a --model gives none
 
 # The options that are keys of the configuration, so that `--budget 0.5x` beside a CONFIG is `memory.budget=0.5x`.
 KEYS = {
@@ -31,12 +33,13 @@ class Question:
     seq_len: int | None = None
     precision: str | None = None
     optimizer: str | None = None
-    micro_batches: int | None = None
+    micro_batches: int | Literal["auto"] | None = None
     grad_clip: float | None = None
     device: str | None = None
     budget: str | None = None
     levers: str | None = None
     blocks: str | None = None
+    shape: Mapping[str, int] = field(default_factory=dict)  # keys of the decoder, laid over CONFIG's or the preset's
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Self:
@@ -55,7 +58,16 @@ class Question:
         given = {key: getattr(self, option) for option, key in KEYS.items()}
         if isinstance(self.allowed, list):
             given[KEYS["levers"]] = f"[{', '.join(self.allowed)}]"
-        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+        shape = (f"model.{key}={value}" for key, value in self.shape.items())
+        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None), *shape)
+
+    def as_settings(self) -> str:
+        """Batch and shape as a line of `key=value`, for a CONFIG to be trained with."""
+        asked = {KEYS["batch_size"]: self.batch_size, KEYS["seq_len"]: self.seq_len}
+        if self.model is not None:
+            asked = {KEYS["batch_size"]: self.batch_size or SIZE, KEYS["seq_len"]: self.seq_len or LENGTH}
+        asked |= {f"model.{key}": value for key, value in self.shape.items()}
+        return f"As settings: {' '.join(f'{key}={value}' for key, value in asked.items() if value is not None)}"
 
     @property
     def allowed(self) -> str | list[str] | None:

@@ -6,7 +6,8 @@ import difflib
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,20 +33,29 @@ class Built(NamedTuple):
     batch: Batch | None = None
 
 
-def build(source: str, *, dry: bool) -> Built:
-    """The model that `source` names; dry ones have shapes and no weights. Raises `ModelError`."""
+def build(source: str, *, dry: bool, shape: Mapping[str, int] | None = None) -> Built:
+    """The model that `source` names; dry ones have shapes and no weights. `shape` is laid over the keys of a reference
+    decoder. Raises `ModelError`.
+    """
     path = Path(source)
-    if source in PRESETS:
-        config = DecoderConfig(**PRESETS[source])
-        return Built(_made(lambda: build_model(config, seed=SEED), dry))
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        section = load_config(source).model
+    section = described(source)
+    if section is not None:
+        if isinstance(section, DecoderConfig) and shape:
+            section = replace(section, **shape)
         return Built(_made(lambda: build_model(_without_weights(section, dry), seed=SEED), dry))
     if path.exists() and _is_own(path):
         return Built(load_model(path).train())
     if not path.exists() and ":" in source:
         return _called(source, dry)
     return Built(_pretrained(source, dry))
+
+
+def described(source: str) -> ModelConfig | None:
+    """The section `model` that a preset or a YAML stands for; None for any other source."""
+    path = Path(source)
+    if source in PRESETS:
+        return DecoderConfig(**PRESETS[source])
+    return load_config(source).model if path.suffix in (".yaml", ".yml") and path.is_file() else None
 
 
 def _pretrained(source: str, dry: bool) -> nn.Module:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import tightfit
 from tightfit.cli import sources
-from tightfit.cli.question import Question
+from tightfit.cli.question import LENGTH, SIZE, Question
 from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
 from tightfit.data.prepare import prepare_data
 from tightfit.devices.present import lookup
-from tightfit.errors import InputError, ModelError, TightfitError
+from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.planner import api
 from tightfit.planner.estimate import Estimate
@@ -29,7 +29,6 @@ from tightfit.train.optimizer import OptimizerRecipe
 from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent
-SIZE, LENGTH = 1, 1024  # of a batch, where the question gives none
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Subject:
     budget: int | str | None = None
     levers: str | Sequence[str] | None = None
     blocks: str | None = None
+    fewest_micro_batches: bool = False  # as few as a plan needs, instead of those of `step`
     recompute: RecomputeConfig | None = None  # set by hand
     offload: Mapping[str, Any] = field(default_factory=dict)  # folder and budget, as `tightfit.plan` takes them
 
@@ -54,10 +54,15 @@ class Subject:
         return replace(found, optimizer=self.optimizer)
 
     def plan(self, budget: int | str, *, curve: bool = False) -> Plan:
-        how = {"levers": self.levers, "blocks": self.blocks, "curve": curve, **self.offload, **self.step}
         with self.rejections():
-            found = api.plan(self.model, self.batch, budget, loss=self.loss, **how)
+            found = api.plan(self.model, self.batch, budget, curve=curve, **self.how)
         return replace(found, optimizer=self.optimizer)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments of `tightfit.plan` apart from model, batch and budget."""
+        how = {"loss": self.loss, "levers": self.levers, "blocks": self.blocks, **self.offload, **self.step}
+        return {**how, "micro_batches": "auto"} if self.fewest_micro_batches else how
 
     def verify(self, plan: Plan) -> Verification:
         with self.rejections():
@@ -81,6 +86,13 @@ class Subject:
             raise ModelError(f"{self.name} rejects the batch ({batch}): {type(error).__name__}: {error}") from error
 
 
+def budget_of(subject: Subject) -> int | str:
+    """The budget that the subject is to be planned for. Raises `BudgetError` where it has none."""
+    if subject.budget is None:
+        raise BudgetError("a plan needs a budget: give --budget, for example 22GiB or 0.5x, or memory.budget in CONFIG")
+    return subject.budget
+
+
 def came_from(model: nn.Module, error: BaseException) -> bool:
     """Whether an exception was raised below a forward of the model, and not by a line of ours."""
     modules = {id(module) for module in model.modules()}
@@ -92,9 +104,14 @@ def came_from(model: nn.Module, error: BaseException) -> bool:
 
 def subject_of(question: Question, *, dry: bool) -> Subject:
     """The subject of a question; a dry one has no weights. Raises `InputError` and its like for what is wrong."""
-    subject = _from_config(question, dry) if question.config is not None else _from_model(question, dry)
+    subject = built(question, dry=dry)
     lookup(subject.step["device"], notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
     return subject
+
+
+def built(question: Question, *, dry: bool) -> Subject:
+    """The same, without a look at the device."""
+    return _from_config(question, dry) if question.config is not None else _from_model(question, dry)
 
 
 def _from_config(question: Question, dry: bool) -> Subject:
@@ -102,6 +119,7 @@ def _from_config(question: Question, dry: bool) -> Subject:
     assert question.config is not None, "the question has a CONFIG"
     config = load_config(question.config, question.settings)
     training = config.training
+    count = training.gradient_accumulation_steps
     model = _build(config, dry)
     return Subject(
         name=type(model).__name__,
@@ -111,9 +129,10 @@ def _from_config(question: Question, dry: bool) -> Subject:
             "optimizer": OptimizerRecipe(training),
             "precision": training.precision,
             "device": None if training.device == "auto" else training.device,
-            "micro_batches": training.gradient_accumulation_steps,
+            "micro_batches": 1 if count == "auto" else count,
             "grad_clip": training.grad_clip,
         },
+        fewest_micro_batches=count == "auto",
         optimizer=training.optimizer,
         loss=CausalLMLoss(),
         budget=config.memory.budget,
@@ -148,7 +167,7 @@ def _build(config: Config, dry: bool) -> nn.Module:
 
 def _from_model(question: Question, dry: bool) -> Subject:
     assert question.model is not None, "the question has a --model"
-    model, batch = sources.build(question.model, dry=dry)
+    model, batch = sources.build(question.model, dry=dry, shape=question.shape)
     if batch is None:
         batch = _tokens(model, question.batch_size or SIZE, question.seq_len or LENGTH, "--seq-len")
     return Subject(
@@ -159,9 +178,10 @@ def _from_model(question: Question, dry: bool) -> Subject:
             "optimizer": question.optimizer or "adamw",
             "precision": question.precision or "fp32",
             "device": question.device,
-            "micro_batches": question.micro_batches or 1,
+            "micro_batches": 1 if question.micro_batches in (None, "auto") else question.micro_batches,
             "grad_clip": question.grad_clip,
         },
+        fewest_micro_batches=question.micro_batches == "auto",
         optimizer=question.optimizer or "adamw",
         budget=question.budget,
         levers=question.allowed,

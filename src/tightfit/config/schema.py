@@ -107,8 +107,9 @@ class TrainingConfig(Section):
     """Optimizer steps."""
     batch_size: Count = 8
     """Sequences in one optimizer step, all micro-batches together."""
-    gradient_accumulation_steps: Count = 1
-    """Equal micro-batches the batch is split in; the plan may split further where it may use `micro_batch`."""
+    gradient_accumulation_steps: Count | Literal["auto"] = 1
+    """Equal micro-batches the batch is split in; the plan may split further where it may use `micro_batch`. `auto`:
+    as few as fit the budget, so the largest micro-batch; the batch stays what it is, and the schedule with it."""
     learning_rate: Positive = 1e-3
     """The highest learning rate, reached after the warm-up."""
     min_lr_ratio: Share = 0.1
@@ -144,7 +145,7 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _steps_go_together(self) -> Self:
-        if self.batch_size % self.gradient_accumulation_steps:
+        if self.gradient_accumulation_steps != "auto" and self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} does not split in {self.gradient_accumulation_steps} equal "
                 "micro-batches: make it a multiple of gradient_accumulation_steps"
@@ -243,6 +244,15 @@ class Config(Section):
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}: lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _auto_has_a_budget(self) -> Self:
+        if self.training.gradient_accumulation_steps == "auto" and self.memory.budget is None:
+            raise ValueError(
+                "training.gradient_accumulation_steps auto takes the largest micro-batch within memory.budget, which "
+                "is not given: give it, or a number of micro-batches"
             )
         return self
 

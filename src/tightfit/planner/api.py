@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def plan(
     device: Any = None,
     levers: str | Sequence[str] | None = None,
     blocks: str | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     grad_clip: float | None = None,
     curve: bool = False,
     offload_folder: str | None = None,
@@ -73,15 +73,29 @@ def plan(
     `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
     those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them. `blocks` is a
     glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
-    those of `estimate`. The lever `"offload"` is used only where it is named: from a CPU to a file in `offload_folder`
+    those of `estimate`; `micro_batches="auto"` takes the largest micro-batch that fits: the fewest equal parts of the
+    batch for which there is a plan, so that the effective batch stays what it is (and the lever `"micro_batch"` is
+    allowed by that). The lever `"offload"` is used only where it is named: from a CPU to a file in `offload_folder`
     (None: the system's for temporary files) of at most `offload_budget` (None: half of what is free there). With
     `curve` the plan carries the trade-off curve too, and what the levers that were not allowed would have given.
     Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
     `LeverError` where offload is named and not available.
     """
-    request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip)
-    request = replace(request, offload=OffloadSettings(offload_folder, positive_bytes(offload_budget)))
-    search = Search(request, budget)
+    search = make_search(
+        model,
+        batch,
+        budget,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
+        levers=levers,
+        blocks=blocks,
+        micro_batches=micro_batches,
+        grad_clip=grad_clip,
+        offload_folder=offload_folder,
+        offload_budget=offload_budget,
+    )
     found = search.run()
     if not curve:
         return as_plan(search, found)
@@ -116,6 +130,31 @@ def curve(
     search = Search(request, "1x")
     search.run()
     return Tradeoff(search).curve(points)
+
+
+def make_search(
+    model: nn.Module,
+    batch: Batch,
+    budget: int | str,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    device: Any = None,
+    levers: str | Sequence[str] | None = None,
+    blocks: str | None = None,
+    micro_batches: int | Literal["auto"] = 1,
+    grad_clip: float | None = None,
+    offload_folder: str | None = None,
+    offload_budget: int | str | None = None,
+) -> Search:
+    """A search about to begin, from the arguments of `plan`."""
+    count = 1 if micro_batches == "auto" else micro_batches
+    request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, count, grad_clip)
+    request = replace(request, offload=OffloadSettings(offload_folder, positive_bytes(offload_budget)))
+    if micro_batches == "auto":
+        request = replace(request, levers=request.levers | {"micro_batch"}, fewest_micro_batches=True)
+    return Search(request, budget)
 
 
 def make_request(

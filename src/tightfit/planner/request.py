@@ -61,6 +61,7 @@ class Request:
     levers: frozenset[str]
     blocks: str | None = None  # a glob, where the blocks are not to be found by themselves
     micro_batches: int = 1  # what the caller accumulates anyway
+    fewest_micro_batches: bool = False  # no more of them than a plan needs, be more of them faster or not
     offload: OffloadSettings = field(default_factory=OffloadSettings)
 
     def __post_init__(self) -> None:

@@ -6,9 +6,11 @@ already slower than the best plan are not solved. What is found is traced as app
 that is over the budget, the bound is tightened by the excess and solved again.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tightfit.errors import CannotFit
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
@@ -87,20 +89,25 @@ class Search:
         in_blocks = self.request.levers & {"recompute", "offload"}
         self.paths = find_blocks(self.request.model, self.request.blocks) if in_blocks else []
 
+    @cached_property
+    def plain(self) -> StepTrace:
+        """The step with no lever."""
+        return self.tracer.whole(Combination(self.request.micro_batches), {})
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        device_bytes = self.request.device.memory_bytes
+        return parse_budget(self.budget, device_bytes=device_bytes, plain_peak_bytes=self.plain.peak_bytes)
+
     def run(self) -> Candidate:
         """The best candidate. Raises `CannotFit` with the least peak found."""
-        self.plain = self.tracer.whole(Combination(self.request.micro_batches), {})
-        self.budget_bytes = parse_budget(
-            self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=self.plain.peak_bytes
-        )
         plain = Combination(self.request.micro_batches)
         routed = self.tracer.routed_peaks(self.plain, plain, {})
         self.routing_matters = any(peak != self.plain.peak_bytes for peak in routed)
         self.consider(Candidate(plain, {}, (), self.plain, worst_bytes=max(routed, default=None)), "no lever")
         if self.best is None:
             self.forbidden()
-            for combination in self.combinations():
-                self.solve_blocks(combination)
+            self.solve_combinations()
         if self.best is None:
             self.join_segments()
         if self.best is None:
@@ -120,6 +127,14 @@ class Search:
             size = self.request.size
             counts += [n for n in range(counts[0] + 1, size + 1) if size % n == 0]
         return [Combination(count, loss) for count in counts for loss in losses]
+
+    def solve_combinations(self) -> None:
+        """All of them; or none with more micro-batches than the first that fits, where the fewest are asked for."""
+        for _, alike in itertools.groupby(self.combinations(), key=lambda combination: combination.micro_batches):
+            for combination in alike:
+                self.solve_blocks(combination)
+            if self.request.fewest_micro_batches and self.best is not None:
+                return
 
     def prospects(self) -> list[Prospect]:
         """All combinations, priced."""

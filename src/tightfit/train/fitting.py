@@ -58,14 +58,15 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
         "optimizer": OptimizerRecipe(training),
         "precision": training.precision,
         "device": device,
-        "micro_batches": accumulated,
         "grad_clip": training.grad_clip,
     }
     if memory.budget is not None:
         how |= {"offload_folder": memory.offload_folder, "offload_budget": memory.offload_budget}
-        plan = api.plan(model, batch, memory.budget, levers=memory.levers, **how)
+        plan = api.plan(model, batch, memory.budget, levers=memory.levers, micro_batches=accumulated, **how)
         plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
-        return Fit(plan.plain, plan.planned, accumulated, plan.micro_batches, plan)
+        return Fit(plan.plain, plan.planned, 1 if accumulated == "auto" else accumulated, plan.micro_batches, plan)
+    assert accumulated != "auto", "without a budget the configuration has a number"
+    how["micro_batches"] = accumulated
     plain = api.estimate(model, batch, **how).footing
     if memory.recompute is None:
         return Fit(plain, plain, accumulated, accumulated)

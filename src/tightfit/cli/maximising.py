@@ -1,0 +1,108 @@
+"""`plan --maximise`: the largest batch, sequence or model for a budget, and the question with it put in."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tightfit.cli import sources
+from tightfit.cli.question import Question
+from tightfit.cli.subject import Subject, budget_of, built, subject_of
+from tightfit.config import load_config
+from tightfit.errors import InputError, TightfitError
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.models.loading import position_limit
+from tightfit.planner.maximise import Largest, maximise
+from tightfit.step import Batch
+
+TOKENS = 64  # a sequence length that matrix units like
+WIDTH = 64  # and a width
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What can be maximised for one question: how a value is put in, which values there are, and up to where."""
+
+    put: Callable[[int], Question]
+    multiple_of: int
+    at_most: int | None = None
+
+
+def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Question, Largest]:
+    """The largest value of `what`, and the question with it put in. Raises `InputError`, `BudgetError`, `CannotFit`."""
+    first = subject_of(question, dry=True)
+    dimension = _dimension(question, what, first)
+    latest = [first]
+
+    def case(value: int) -> tuple[nn.Module, Batch]:
+        latest[0] = built(dimension.put(value), dry=True)
+        return latest[0].model, latest[0].batch
+
+    try:
+        found = maximise(
+            case,
+            budget_of(first),
+            what=what,
+            multiple_of=multiple_of or dimension.multiple_of,
+            at_most=dimension.at_most,
+            **first.how,
+        )
+    except TightfitError:
+        raise
+    except Exception:
+        with latest[0].rejections():
+            raise
+    found = replace(found, plan=replace(found.plan, optimizer=first.optimizer))
+    return dimension.put(found.value), found
+
+
+def _dimension(question: Question, what: str, subject: Subject) -> Dimension:
+    dimensions: dict[str, Callable[[Question, Subject], Dimension]] = {
+        "sequence_length": _sequence_length,
+        "batch_size": _batch_size,
+        "hidden_size": _hidden_size,
+    }
+    if what not in dimensions:
+        raise InputError(f"--maximise {what!r} is not known: choose one of {', '.join(dimensions)}")
+    return dimensions[what](question, subject)
+
+
+def _batch_size(question: Question, subject: Subject) -> Dimension:
+    return Dimension(lambda n: replace(question, batch_size=n), subject.step["micro_batches"])
+
+
+def _sequence_length(question: Question, subject: Subject) -> Dimension:
+    """The reference decoder's table of rotations grows with the sequence; other models have the positions they have."""
+    decoder = _decoder(question)
+    if decoder is None:
+        return Dimension(lambda n: replace(question, seq_len=n), TOKENS, position_limit(subject.model))
+    positions = decoder.max_position_embeddings
+
+    def put(length: int) -> Question:
+        shape: dict[str, Any] = {"max_position_embeddings": length} if length > positions else {}
+        return replace(question, seq_len=length, shape=shape)
+
+    return Dimension(put, TOKENS)
+
+
+def _hidden_size(question: Question, subject: Subject) -> Dimension:
+    decoder = _decoder(question)
+    if decoder is None:
+        raise InputError(
+            f"--maximise hidden_size is for the reference decoder (a preset, or a CONFIG without model.path), not for "
+            f"{subject.name}: in Python, tightfit.maximise takes a function that builds a model for a size"
+        )
+    heads = 1 if decoder.head_dim is not None else 2 * decoder.num_heads  # a head has pairs to rotate
+    return Dimension(lambda n: replace(question, shape={"hidden_size": n}), math.lcm(WIDTH, heads))
+
+
+def _decoder(question: Question) -> DecoderConfig | None:
+    """The shape of the reference decoder that is asked about, if it is one."""
+    if question.config is not None:
+        section = load_config(question.config, question.settings).model
+    else:
+        assert question.model is not None, "the question has a --model"
+        section = sources.described(question.model)
+    return section if isinstance(section, DecoderConfig) else None

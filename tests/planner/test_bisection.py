@@ -1,0 +1,70 @@
+"""The largest number that fits, from few questions."""
+
+import math
+
+import pytest
+
+from tightfit.planner.bisection import UNBOUNDED, certain_bound, rough_bound
+
+CURVES = {
+    "a straight line": lambda n: 1000 + 37 * n,
+    "a line that is flat at first": lambda n: max(40_000, 37 * n),
+    "a square": lambda n: 500 + 3 * n * n,
+    "a square root": lambda n: int(900 * math.sqrt(n)),
+    "steps": lambda n: 1000 + 4096 * (n // 100),
+    "a cliff": lambda n: 10 if n < 777 else 10**9,
+}
+
+
+def bound(curve, limit, top):
+    """The answer by looking at every number."""
+    return max((n for n in range(1, top + 1) if curve(n) <= limit), default=0)
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("limit", [5, 1037, 50_000, 123_456])
+def test_the_rough_bound_is_that_of_looking_at_every_number(name, limit):
+    asked = []
+
+    def measure(n):
+        asked.append(n)
+        return CURVES[name](n)
+
+    assert rough_bound(measure, limit, 4000) == bound(CURVES[name], limit, 4000)
+    assert len(set(asked)) == len(asked)
+    assert len(asked) <= 2 * math.log2(4000)
+
+
+def test_a_straight_line_takes_few_questions_wherever_it_ends():
+    asked = []
+
+    def measure(n):
+        asked.append(n)
+        return 12_345 + 678 * n
+
+    assert rough_bound(measure, 678 * 50_000, UNBOUNDED) == (678 * 50_000 - 12_345) // 678
+    assert len(asked) <= 8
+
+
+def test_where_nothing_grows_the_rough_bound_is_the_top():
+    assert rough_bound(lambda n: 1, 2, UNBOUNDED) == UNBOUNDED
+
+
+@pytest.mark.parametrize("truth", [0, 1, 2, 63, 64, 65, 66, 71, 90, 100])
+def test_the_certain_bound_fits_and_the_number_above_it_does_not_however_wrong_the_guess(truth):
+    asked = []
+
+    def fits(n):
+        asked.append(n)
+        return n <= truth
+
+    assert certain_bound(fits, 64, 100) == truth
+    assert len(set(asked)) == len(asked)
+    assert truth == 0 or truth in asked
+    assert truth == 100 or truth + 1 in asked
+
+
+def test_a_right_guess_takes_two_questions():
+    asked = []
+    certain_bound(lambda n: not asked.append(n) and n <= 64, 64, 10**6)
+    assert asked == [64, 65]
