@@ -12,6 +12,7 @@ from tightfit.levers.offload.lever import INPUTS_ONLY
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.planner.api import as_plan, make_search
+from tightfit.planner.arguments import check_levers
 from tightfit.planner.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.plan import Plan
 from tightfit.planner.request import allowed_levers, optimizer_peak
@@ -168,6 +169,7 @@ def without_micro_batches(how: Mapping[str, Any]) -> dict[str, Any]:
             "batch_size has no largest value with micro_batches auto: in enough micro-batches every batch fits; give "
             "their number, or leave it out for one"
         )
+    check_levers(how.get("levers"))
     return {**how, "levers": sorted(allowed_levers(how.get("levers")) - {"micro_batch"})}
 
 
