@@ -58,15 +58,6 @@ def test_a_module_imports_only_what_stands_above_it(path):
     assert not below, f"{module_of(path)} imports {below}, which stand below it in docs/architecture.md"
 
 
-def test_the_paths_that_the_page_names_exist():
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
-    missing = [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()
-               and not (ROOT / "src" / name).exists()]  # fmt: skip
-    assert named
-    assert not missing
-
-
 def test_only_the_command_line_prints_and_exits():
     for path in FILES:
         if place_of(module_of(path)) == "cli":

@@ -130,7 +130,7 @@ class Meddling(nn.Module):
         self.calls += 1
         self.count += 1
         self.seen.append(x)
-        self.table["last"] = random.random() + numpy.random.rand() + torch.rand(1).item()
+        self.table["last"] = random.random() + numpy.random.rand() + torch.rand_like(self.count).item()
         self.extra = x * 2
         return self.linear(self.norm(x)).square().mean()
 
@@ -195,6 +195,24 @@ def test_categories_add_up_to_the_level_everywhere():
     for index in range(0, len(trace.levels), 37):
         assert sum(trace.by_category(index).values()) == trace.levels[index]
     assert [sum(column) for column in zip(*trace.timeline().values(), strict=True)] == list(trace.levels)
+
+
+class Scaled(nn.Module):
+    """Reads numbers of buffers, whose content is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.tensor([3.0]))
+
+    def forward(self, x):
+        assert self.scale.item() == 3.0
+        assert torch.equal(self.scale, self.scale + 0)
+        return (self.linear(x) * float(self.scale)).mean()
+
+
+def test_what_is_known_is_answered_truly_and_no_question():
+    assert estimate(Scaled(), {"x": torch.randn(4, 8)}, loss=lambda m, b: m(**b)).assumptions == ()
 
 
 class Asking(nn.Module):

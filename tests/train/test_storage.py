@@ -75,6 +75,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == [RESULT]
 
 
+def test_whoever_reads_the_old_file_reads_it_whole(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.write(RESULT, "old")
+
+    with (tmp_path / RESULT).open() as reader:
+        folder.write(RESULT, "new")
+
+        assert reader.read() == "old"
+    assert (tmp_path / RESULT).read_text() == "new"
+
+
 def test_a_model_that_cannot_be_written_whole_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fails_half_way(model: object, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")

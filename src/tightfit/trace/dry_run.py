@@ -21,7 +21,7 @@ from tightfit.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.operators import Traits, is_index, traits_of, written_arguments
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
-from tightfit.trace.questions import Questions
+from tightfit.trace.questions import ASKING, Questions
 from tightfit.trace.record import OperatorRecord, Phase
 from tightfit.trace.rules import (
     ADDED_IN_PLACE,
@@ -153,6 +153,8 @@ class DryRun(TorchDispatchMode):
         """Whether a call with known inputs is computed for real: all integer, or small."""
         if func in NEVER_COMPUTED:
             return False
+        if func in ASKING:
+            return True
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
             return True
         if any(t.numel() > KNOWN_LIMIT for t in inputs):

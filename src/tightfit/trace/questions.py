@@ -14,6 +14,7 @@ from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Assumption
 
 aten = torch.ops.aten
+ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
 _OURS = ("torch.", "tightfit.trace", "tightfit.levers", "tightfit.step", "tightfit.internals")
 
 
