@@ -23,6 +23,18 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls operators of its own
 NoAutocast = torch._C._DisableAutocast
 _COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # where aliases get their shared version counter
+# Excluded in what a dispatch mode calls: autograd, and what `torch.vmap` stands on.
+_ABOVE_KERNELS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "AutogradFunctionality",
+        "ADInplaceOrView",
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+        "FuncTorchBatched",
+        "FuncTorchVmapMode",
+    )
+]
 no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl  # what plain tensors have
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes of tensors that dispatch themselves
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
@@ -30,6 +42,7 @@ without_dynamo = _disable_dynamo  # loads dynamo when the function is first call
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
+    "as_outside_of_kernels",
     "at_end_of_backward",
     "attention_priority",
     "autocast_cache_cleared_by",
@@ -114,6 +127,16 @@ def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, excluded)
+
+
+@contextmanager
+def as_outside_of_kernels() -> Iterator[None]:
+    """Inside an operator's own kernel, autograd and `torch.vmap` work, also where a dispatch mode called it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _ABOVE_KERNELS:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def graph_is_kept() -> bool:

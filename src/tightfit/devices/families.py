@@ -70,11 +70,12 @@ _MEMBERS = {
     Family.ATTENTION: """
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-        _scaled_dot_product_fused_attention_overrideable""",
+        _scaled_dot_product_fused_attention_overrideable window_attention""",
     Family.ATTENTION_BACKWARD: """
         _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-        _scaled_dot_product_fused_attention_overrideable_backward""",
+        _scaled_dot_product_fused_attention_overrideable_backward
+        window_attention_backward""",
     Family.FILL: """
         zero fill zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor
         arange linspace eye slice_backward select_backward _efficientzerotensor tril_indices triu_indices
@@ -142,4 +143,4 @@ def family_of(name: str) -> Family | None:
     """The family of an operator such as `"aten.mm.default"`; None where it is not known."""
     if name.startswith("profiler."):  # the marks that optimizers leave for a profiler
         return Family.FREE
-    return _FAMILIES.get(base_name(name)) if name.startswith("aten.") else None
+    return _FAMILIES.get(base_name(name)) if name.startswith(("aten.", "tightfit.")) else None

@@ -80,7 +80,7 @@ def work_of(
         _scattered(inputs) if family is Family.SCATTER else max(map(_numel, (*inputs, *outputs)), default=0),
         tuple(_bytes(t) for t in written),
         _products(name, inputs, outputs, arguments) if family is Family.PRODUCT else (),
-        _attention(inputs[family is Family.ATTENTION_BACKWARD :], arguments) if _is_attention(family) else None,
+        _attention(name, inputs[family is Family.ATTENTION_BACKWARD :], arguments) if _is_attention(family) else None,
     )
 
 
@@ -231,15 +231,20 @@ def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any
 # Attention
 
 
-def _attention(inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> AttentionShape:
-    """From query and key (B, H, T, D), which come first, and the flag that follows the dropout probability."""
+def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> AttentionShape:
+    """From query and key (B, H, T, D), which come first, and the arguments that say what is seen."""
     query, key = inputs[0], inputs[1]
-    after_dropout = False
-    causal = False
-    for argument in arguments:
-        if after_dropout and isinstance(argument, bool):
-            causal = argument
-            break
-        after_dropout = after_dropout or isinstance(argument, float)
     batch, heads, length, width = query.shape
-    return AttentionShape(batch * heads, length, key.shape[-2], width, causal)
+    keys, causal = key.shape[-2], _is_causal(arguments)
+    if name.startswith("tightfit."):
+        # our own operator: (..., causal, window, scale); a row reaches over its window, whatever documents hide
+        causal, window, _ = arguments[-3:]
+        if window is not None:
+            keys, causal = min(keys, window if causal else 2 * window - 1), False
+    return AttentionShape(batch * heads, length, keys, width, causal)
+
+
+def _is_causal(arguments: tuple[Any, ...]) -> bool:
+    """The flag that follows the dropout probability."""
+    dropout = next((place for place, argument in enumerate(arguments) if isinstance(argument, float)), len(arguments))
+    return next((argument for argument in arguments[dropout:] if isinstance(argument, bool)), False)

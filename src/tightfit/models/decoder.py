@@ -92,10 +92,12 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.config.attention == "chunked":
+        window = self.config.attention_window
+        if self.config.attention == "chunked" or window is not None:
             from tightfit.ops import attention
 
-            return attention(q, k, v, causal=True, chunk_size=self.config.attention_chunk_size)
+            chunk_size = self.config.attention_chunk_size if self.config.attention == "chunked" else None
+            return attention(q, k, v, causal=True, window=window, chunk_size=chunk_size)
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.config.kv_heads != self.config.num_heads
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)

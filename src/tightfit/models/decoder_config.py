@@ -58,6 +58,8 @@ class DecoderConfig:
     """PyTorch's fused attention, or the chunked online softmax in O(sequence) memory everywhere."""
     attention_chunk_size: Count = 128
     """Queries and keys in one chunk of `attention: chunked`."""
+    attention_window: Count | None = None
+    """Positions that a query sees, its own included (sliding-window attention); null: all up to its own."""
     mlp: Literal["plain", "low_memory"] = "plain"
     """`low_memory` recomputes the gate's activation in backward instead of keeping it."""
 
@@ -80,6 +82,11 @@ class DecoderConfig:
             raise ModelError(
                 "model.attention chunked has no dropout of attention weights: set model.attention_dropout to 0 "
                 "or model.attention to sdpa"
+            )
+        if self.attention_window is not None and self.attention_dropout:
+            raise ModelError(
+                "model.attention_window has no dropout of attention weights: set model.attention_dropout to 0 "
+                "or leave the window out"
             )
 
     @property

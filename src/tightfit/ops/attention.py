@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import InputError
+from tightfit.ops import flex
 from tightfit.ops._online_softmax import ChunkedAttention
 from tightfit.ops._visibility import Visibility
 
@@ -41,18 +42,24 @@ def attention(
 
     With a `chunk_size` the scores exist for that many queries and keys at a time, forward and backward: online
     softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao 2023), summed in fp32 (fp64 for fp64 inputs).
-    Without, `F.scaled_dot_product_attention` serves where it needs no mask of our making; else chunks of 128 do.
-    Raises `InputError` for shapes, dtypes or options that do not fit. Chunks cannot be differentiated twice.
+    Within a window, time and memory grow with window times sequence. Without a size, the device's best serves:
+    `F.scaled_dot_product_attention` where it needs no mask of our making, FlexAttention on CUDA for windows and
+    documents without a mask, else chunks of 128. Raises `InputError` for shapes, dtypes or options that do not fit.
+    What is not PyTorch's own attention cannot be differentiated twice.
     """
     check_tensors(q, k, v)
     check_options(q, k, window, mask, document_ids, chunk_size)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
+    if window is not None and window >= max(q.shape[2], k.shape[2]):
+        window = None
     needs_own_mask = window is not None or document_ids is not None or (causal and mask is not None)
     if chunk_size is None and not needs_own_mask:
         return fused_attention(q, k, v, causal=causal, mask=mask, scale=scale)
     q, k, v = autocasted(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if chunk_size is None and mask is None and flex.serves(q, v):
+        return flex.FlexAttention.apply(q, k, v, document_ids, causal, window, scale)
     visibility = Visibility(causal, window, document_ids, q.shape[1] // k.shape[1])
     result: Any = ChunkedAttention.apply(q, k, v, mask, visibility, scale, chunk_size or DEFAULT_CHUNK_SIZE)
     return result

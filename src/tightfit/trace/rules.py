@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tightfit.ops import flex
+
 aten = torch.ops.aten
 
 # An index with a boolean mask has as many rows as the mask has true entries: the mask is known data, so it is asked.
@@ -152,7 +154,7 @@ def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 # CUDA's operators, which no CPU can compute: imagined even where their inputs are small and known.
-NEVER_COMPUTED = frozenset(
+NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD}) | frozenset(
     getattr(aten, name).default
     for name in (
         "_scaled_dot_product_flash_attention",

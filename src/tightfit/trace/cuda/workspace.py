@@ -92,6 +92,14 @@ def _efficient_tile(width: int, is_half: bool) -> tuple[int, int]:
     return (128, 128) if is_half and 96 < width <= 128 else (128, 64)
 
 
+def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # FlexAttention's forward once more, with the log-sum-exp and the maximum of each row, and in its backward delta,
+    # the sums of out times its gradient (torch/_inductor/kernel/flex/flex_attention.py)
+    query, value = inputs[1], inputs[3]
+    rows = math.prod(query.shape[:3])
+    return [rows * value.shape[3] * query.dtype.itemsize, 4 * rows, 4 * rows, 4 * rows]
+
+
 def _lies_by_length(shape: TensorShape) -> bool:
     _, heads, length, width = shape.shape
     return shape.stride == (length * heads * width, width, heads * width, 1)
@@ -132,6 +140,7 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "tightfit.window_attention_backward.default": _window_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._index_put_impl_.default": _index_put,
     "aten.index_put_.default": _index_put,
