@@ -15,6 +15,7 @@ _HOMES: dict[str, str] = {
     "Estimate": "tightfit.planner.estimate",
     "Largest": "tightfit.planner.maximise",
     "Plan": "tightfit.planner.plan",
+    "TextScore": "tightfit.models.scoring",
     "TokenBatch": "tightfit.step",
     "TrainResult": "tightfit.train",
     "Verification": "tightfit.verification",
@@ -27,6 +28,7 @@ _HOMES: dict[str, str] = {
     "offload": "tightfit.levers.offload",
     "plan": "tightfit.planner.api",
     "recompute": "tightfit.levers.recompute",
+    "score": "tightfit.models.scoring",
     "train": "tightfit.train",
     "verify": "tightfit.verification",
 }

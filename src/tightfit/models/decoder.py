@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.errors import ModelError
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
+from tightfit.models.kv_cache import KVCache, WholeCache, WindowCache
 
 __all__ = ["PRESETS", "Decoder", "DecoderConfig", "DecoderOutput", "next_token_loss"]
 
@@ -54,9 +56,9 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Both (length, D), for positions 0 to length - 1."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Both (length, D), for the positions from `first` on."""
+        return self.cos[first : first + length], self.sin[first : first + length]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,16 +82,25 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: WholeCache | WindowCache | None = None) -> Tensor:
         q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
         k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
         v = self._heads(self.v_proj(x))
-        mixed = self._attend(q, k, v)
+        mixed = self._attend(q, k, v) if cache is None else self._attend_behind(cache, q, k, v)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, T, H * D) -> (B, H, T, D)."""
         return x.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
+
+    def _attend_behind(self, cache: WholeCache | WindowCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The queries see what was read before them, too."""
+        from tightfit.ops import attention
+
+        seen = cache.read(k, v)
+        return attention(
+            q, seen.keys, seen.values, causal=True, window=self.config.attention_window, offset=seen.offset
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = self.config.attention_window
@@ -138,8 +149,8 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: WholeCache | WindowCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -149,7 +160,8 @@ class Decoder(nn.Module):
     `forward(input_ids, labels=None, num_items_in_batch=None)`: input_ids and labels (B, T) int64, labels equal to the
     ids (the shift is made here) with -100 where nothing is to be learnt. The loss is the mean over the labels that
     count; `num_items_in_batch` divides the sum by that number instead, as the causal models of `transformers` do, so
-    that the losses of several micro-batches add up to the loss of the whole batch.
+    that the losses of several micro-batches add up to the loss of the whole batch. With a `cache` the ids follow what
+    was read into it; that is for reading without gradients (`ModelError`).
     """
 
     def __init__(self, config: DecoderConfig):
@@ -166,12 +178,20 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: int | Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> DecoderOutput:
+        if cache is not None and torch.is_grad_enabled():
+            raise ModelError("a cache of keys and values is for reading, not for training: use torch.no_grad()")
         x = self.dropout(self.embedding(input_ids))
-        cos, sin = self.rotary(input_ids.shape[1])
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        cos, sin = self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[i])
+        if cache is not None:
+            cache.length += input_ids.shape[1]
         logits = self.head(self.norm(x))
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
         return DecoderOutput(loss, logits)

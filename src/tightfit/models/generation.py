@@ -1,6 +1,7 @@
 """Text from a causal language model, token by token.
 
-Each token is one forward over the whole text so far: no cache to keep right, and short samples are all it is for.
+The prompt is read in pieces and each further token by itself, with a cache of keys and values where the model keeps
+one. Where it keeps none, and beyond its positions, each token is one forward over what it can hold.
 """
 
 from typing import Protocol
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import InputError
+from tightfit.models.loading import position_limit
 from tightfit.models.mode import evaluating
+from tightfit.models.reading import Read, pieces, reader
 
 
 class TextCodec(Protocol):
@@ -34,22 +37,24 @@ def generate(
     seed: int | None = None,
     end_of_text: int | None = None,
     context_length: int | None = None,
+    chunk_size: int = 512,
 ) -> Tensor:
     """`input_ids` (B, T) int64 followed by up to `max_new_tokens` more, (B, T + n).
 
     `model(input_ids=...)` returns an object with `logits` (B, T, V). Temperature 0 is greedy; else tokens are drawn
     from the softmax of logits / temperature, of the `top_k` likeliest where given, reproducibly where `seed` is. Stops
     early where every row has drawn `end_of_text`; a row that has goes on with it. Only the last `context_length`
-    tokens are read, by default as many as the model has positions. Raises `InputError`.
+    tokens are read, by default as many as the model has positions; `chunk_size` of them at a time. Raises
+    `InputError`.
     """
-    _check(input_ids, max_new_tokens, temperature, top_k)
-    limit = context_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    _check(input_ids, max_new_tokens, temperature, top_k, chunk_size)
+    limit = context_length or position_limit(model)
+    reading = _Reading(model, limit, chunk_size, input_ids.shape[1] + max_new_tokens)
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     with evaluating(model):
         for _ in range(max_new_tokens):
-            seen = input_ids if limit is None else input_ids[:, -limit:]
-            following = _draw(model(input_ids=seen).logits[:, -1], temperature, top_k, generator)
+            following = _draw(reading.following(input_ids), temperature, top_k, generator)
             if end_of_text is not None:
                 following = following.masked_fill(ended, end_of_text)
                 ended |= following == end_of_text
@@ -90,7 +95,31 @@ def generate_text(
     return tokenizer.decode(([] if not prompt else prefix) + continuation)
 
 
-def _check(input_ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+class _Reading:
+    """Reads a growing text: what is new of it, while all of it fits."""
+
+    def __init__(self, model: nn.Module, limit: int | None, chunk_size: int, longest: int):
+        self.model, self.limit, self.chunk_size = model, limit, chunk_size
+        self.capacity = longest if limit is None else min(longest, limit)
+        self.begin()
+
+    def begin(self) -> None:
+        self.read: Read | None = reader(self.model, self.capacity)
+        self.length = 0  # of what is read
+
+    def following(self, input_ids: Tensor) -> Tensor:
+        """Logits (B, V) of the token after `input_ids` (B, T), which goes on where the last call's ended."""
+        seen = input_ids if self.limit is None else input_ids[:, -self.limit :]
+        if self.read is None:
+            return self.model(input_ids=seen).logits[:, -1]
+        if seen.shape[1] < input_ids.shape[1]:  # it slides: every token has another position than before
+            self.begin()
+        logits = [self.read(piece)[:, -1].clone() for piece in pieces(seen[:, self.length :], self.chunk_size)]
+        self.length = seen.shape[1]
+        return logits[-1]
+
+
+def _check(input_ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None, chunk_size: int) -> None:
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise InputError(f"input_ids have the shape {tuple(input_ids.shape)}: give (batch, tokens), at least one token")
     if max_new_tokens < 0:
@@ -99,6 +128,8 @@ def _check(input_ids: Tensor, max_new_tokens: int, temperature: float, top_k: in
         raise InputError(f"temperature is {temperature}: give 0 for greedy, or more")
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k is {top_k}: give at least 1, or leave it out")
+    if chunk_size < 1:
+        raise InputError(f"chunk_size is {chunk_size}: give at least 1")
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

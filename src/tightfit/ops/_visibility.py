@@ -18,15 +18,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class Visibility:
-    """What limits sight, but for the mask: see `attention`. `groups` query heads share a key head."""
+    """What limits sight, but for the mask: see `attention`. `groups` query heads share a key head; the first query
+    stands where key `offset` does.
+    """
 
     causal: bool
     window: int | None
     document_ids: Tensor | None
     groups: int
+    offset: int = 0
 
     def keys(self, q0: int, q1: int, keys: int) -> range:
         """The keys that a query of [q0, q1) may see by its position."""
+        q0, q1 = q0 + self.offset, q1 + self.offset
         first = 0 if self.window is None else max(q0 - self.window + 1, 0)
         last = keys
         if self.causal:
@@ -65,14 +69,14 @@ class Visibility:
 
     def sees_all(self, tile: Tile) -> bool:
         """Whether positions hide nothing of a tile."""
-        ahead, behind = tile.k1 - 1 - tile.q0, tile.q1 - 1 - tile.k0
+        ahead, behind = tile.k1 - 1 - tile.q0 - self.offset, tile.q1 - 1 + self.offset - tile.k0
         if self.causal and ahead > 0:
             return False
         return self.window is None or max(ahead, behind) < self.window
 
     def out_of_reach(self, tile: Tile, device: torch.device) -> Tensor:
         """(queries, keys), True where the position hides the key."""
-        i = torch.arange(tile.q0, tile.q1, device=device)[:, None]
+        i = torch.arange(tile.q0 + self.offset, tile.q1 + self.offset, device=device)[:, None]
         j = torch.arange(tile.k0, tile.k1, device=device)
         if self.window is None:
             return j > i

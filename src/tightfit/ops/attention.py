@@ -27,6 +27,7 @@ def attention(
     window: int | None = None,
     mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    offset: int = 0,
     scale: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
@@ -38,7 +39,8 @@ def attention(
     Position i sees position j where all that is given allows it: `causal`, j <= i; `window` w, i - w < j <= i if
     causal and |i - j| < w if not; `mask`, broadcastable to (B, Hq, Tq, Tk), True where a boolean one lets through, or
     added to the scores; `document_ids` (B, T) integers, equal. A position that sees nothing gives zeros, and zero
-    gradients. `scale` is 1 / sqrt(D) by default.
+    gradients. With an `offset` the queries stand at the positions offset + i, as when the keys before them come from a
+    cache. `scale` is 1 / sqrt(D) by default.
 
     With a `chunk_size` the scores exist for that many queries and keys at a time, forward and backward: online
     softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao 2023), summed in fp32 (fp64 for fp64 inputs).
@@ -49,18 +51,20 @@ def attention(
     """
     check_tensors(q, k, v)
     check_options(q, k, window, mask, document_ids, chunk_size)
+    check_offset(offset, document_ids)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-    if window is not None and window >= max(q.shape[2], k.shape[2]):
+    if window is not None and window >= max(offset + q.shape[2], k.shape[2]):
         window = None
-    needs_own_mask = window is not None or document_ids is not None or (causal and mask is not None)
+    causal = causal and offset + 1 < k.shape[2]
+    needs_own_mask = window is not None or document_ids is not None or (causal and (mask is not None or offset > 0))
     if chunk_size is None and not needs_own_mask:
         return fused_attention(q, k, v, causal=causal, mask=mask, scale=scale)
     q, k, v = autocasted(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if chunk_size is None and mask is None and flex.serves(q, v):
+    if chunk_size is None and mask is None and offset == 0 and flex.serves(q, v):
         return flex.FlexAttention.apply(q, k, v, document_ids, causal, window, scale)
-    visibility = Visibility(causal, window, document_ids, q.shape[1] // k.shape[1])
+    visibility = Visibility(causal, window, document_ids, q.shape[1] // k.shape[1], offset)
     result: Any = ChunkedAttention.apply(q, k, v, mask, visibility, scale, chunk_size or DEFAULT_CHUNK_SIZE)
     return result
 
@@ -74,13 +78,15 @@ def plain_attention(
     window: int | None = None,
     mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    offset: int = 0,
     scale: float | None = None,
 ) -> Tensor:
     """The reference: the same attention by a softmax over all pairs of positions."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+    i = torch.arange(offset, offset + q.shape[2], device=q.device)[:, None]
+    j = torch.arange(k.shape[2], device=q.device)
     visible = torch.ones_like(scores, dtype=torch.bool)
     if causal:
         visible = visible & (j <= i)
@@ -152,6 +158,13 @@ def check_options(
             f"attention: document_ids {tuple(document_ids.shape)} for {q.shape[2]} queries and {k.shape[2]} keys: "
             f"give (B, T) = {(q.shape[0], q.shape[2])}, with as many keys as queries"
         )
+
+
+def check_offset(offset: int, document_ids: Tensor | None) -> None:
+    if offset < 0:
+        raise InputError(f"attention: offset={offset} is negative: give the position of the first query among the keys")
+    if offset and document_ids is not None:
+        raise InputError("attention: document_ids say nothing of keys before the queries: leave out offset, or the ids")
 
 
 def broadcastable(shape: torch.Size, wanted: tuple[int, ...]) -> bool:

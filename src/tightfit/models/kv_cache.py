@@ -1,0 +1,68 @@
+"""Keys and values of what a decoder has read, so that a text can go through it piece by piece."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.models.decoder_config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Keys and values (B, Hkv, T, D) that the queries of a piece look at; the first query stands at key `offset`."""
+
+    keys: Tensor
+    values: Tensor
+    offset: int
+
+
+class WholeCache:
+    """One layer's keys and values of everything read, in room for `capacity` tokens from the start.
+
+    Growing the room piece by piece would hold them twice.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self.keys = self.values = torch.empty(0)
+
+    def read(self, keys: Tensor, values: Tensor) -> Seen:
+        """Take in the keys and values of a piece; returns all that its queries may see."""
+        first, self.length = self.length, self.length + keys.shape[2]
+        if not first:
+            self.keys, self.values = (t.new_empty(*t.shape[:2], self.capacity, t.shape[3]) for t in (keys, values))
+        self.keys[:, :, first : self.length] = keys
+        self.values[:, :, first : self.length] = values
+        return Seen(self.keys[:, :, : self.length], self.values[:, :, : self.length], first)
+
+
+class WindowCache:
+    """One layer's keys and values of as many tokens as a window still reaches."""
+
+    def __init__(self, window: int):
+        self.reach = window - 1
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def read(self, keys: Tensor, values: Tensor) -> Seen:
+        """Take in the keys and values of a piece; returns all that its queries may see."""
+        before = 0 if self.held is None else self.held[0].shape[2]
+        if self.held is not None:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.held, (keys, values), strict=True))
+        cut = max(keys.shape[2] - self.reach, 0)
+        self.held = keys[:, :, cut:].clone(), values[:, :, cut:].clone()
+        return Seen(keys, values, before)
+
+
+class KVCache:
+    """What a `Decoder` has read of one batch of texts; mutable, for one reading, without gradients.
+
+    `capacity` is the most tokens that will be read; a decoder with a window needs room for the window only.
+    """
+
+    def __init__(self, config: DecoderConfig, capacity: int):
+        self.length = 0
+        window = config.attention_window
+        self.layers = [
+            WholeCache(capacity) if window is None else WindowCache(window) for _ in range(config.num_layers)
+        ]

@@ -1,0 +1,62 @@
+"""Models of `transformers`, read piece by piece."""
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit import score
+from tightfit.errors import ModelError
+from tightfit.models.generation import generate
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 90}
+LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}
+CONFIGS = {
+    "LlamaConfig": LLAMA_LIKE,
+    "Qwen3Config": {**LLAMA_LIKE, "head_dim": 8},
+    "MistralConfig": {**LLAMA_LIKE, "sliding_window": 16},
+    "Gemma2Config": {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 16, "pad_token_id": 0},
+    "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 128},
+    "MixtralConfig": {**LLAMA_LIKE, "num_local_experts": 4},
+}
+
+
+def built(name, **changes) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**CONFIGS[name], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.config.use_cache = False  # as `build_pretrained` leaves it
+    return model
+
+
+def text(length=75):
+    return torch.randint(1, 90, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_in_pieces_scores_as_in_one_pass(name):
+    model = built(name)
+    whole = score(model, text(), chunk_size=None)
+    for chunk_size in (1, 16, 31):
+        pieces = score(model, text(), chunk_size=chunk_size)
+        torch.testing.assert_close(pieces.log_likelihoods, whole.log_likelihoods, rtol=1e-5, atol=1e-5)
+    assert not model.config.use_cache
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_generated_from_a_cache_is_that_of_whole_passes(name):
+    model, ids = built(name), text(20)
+    made = generate(model, ids, max_new_tokens=8, temperature=0, chunk_size=6)
+    for _ in range(8):
+        with torch.no_grad():
+            ids = torch.cat((ids, model(input_ids=ids).logits[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(made, ids)
+
+
+def test_a_model_without_keys_and_values_is_refused_by_name_and_still_generates():
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=90, state_size=4)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ModelError, match="MambaForCausalLM keeps no cache"):
+        score(model, text())
+    assert generate(model, text(5), max_new_tokens=3, temperature=0).shape == (2, 8)
