@@ -18,7 +18,6 @@ CONFIGS = {
     "MistralConfig": {**LLAMA_LIKE, "sliding_window": 16},
     "Gemma2Config": {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 16, "pad_token_id": 0},
     "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 128},
-    "MixtralConfig": {**LLAMA_LIKE, "num_local_experts": 4},
 }
 
 
