@@ -53,6 +53,22 @@ def test_every_operator_of_a_training_step_has_a_family(precision, foreach):
     assert {name for name in names if family_of(name) is None} == set()
 
 
+def test_attention_within_a_window_is_counted_by_its_window():
+    q, k, gradient = (TensorShape.of(torch.empty(2, heads, 4096, 64, device="meta")) for heads in (8, 2, 8))
+
+    def keys(causal, window, *, backward=False):
+        name = f"tightfit.window_attention{'_backward' if backward else ''}.default"
+        inputs = [gradient, q, k, k] if backward else [q, k, k]
+        attention = work_of(name, inputs, [q], (None, causal, window, 0.125)).attention
+        assert attention[:2] == (16, 4096)
+        return attention.key_length, attention.causal
+
+    assert keys(True, 256) == keys(True, 256, backward=True) == (256, False)
+    assert keys(False, 256) == (511, False)
+    assert keys(True, None) == (4096, True)
+    assert keys(False, 4000) == (4096, False)
+
+
 def test_every_name_in_the_table_is_an_operator_of_pytorch():
     def exists(name):
         return any(hasattr(aten, form) for form in (name, f"{name}_", f"_foreach_{name}"))

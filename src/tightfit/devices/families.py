@@ -70,12 +70,11 @@ _MEMBERS = {
     Family.ATTENTION: """
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-        _scaled_dot_product_fused_attention_overrideable window_attention""",
+        _scaled_dot_product_fused_attention_overrideable""",
     Family.ATTENTION_BACKWARD: """
         _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-        _scaled_dot_product_fused_attention_overrideable_backward
-        window_attention_backward""",
+        _scaled_dot_product_fused_attention_overrideable_backward""",
     Family.FILL: """
         zero fill zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor
         arange linspace eye slice_backward select_backward _efficientzerotensor tril_indices triu_indices
@@ -126,6 +125,8 @@ _MEMBERS = {
         sort argsort topk kthvalue median mode _unique2 unique_dim unique_consecutive""",
 }
 _FAMILIES = {name: family for family, names in _MEMBERS.items() for name in names.split()}
+# Operators of our own.
+_OWN = {"window_attention": Family.ATTENTION, "window_attention_backward": Family.ATTENTION_BACKWARD}
 
 
 def base_name(name: str) -> str:
@@ -143,4 +144,6 @@ def family_of(name: str) -> Family | None:
     """The family of an operator such as `"aten.mm.default"`; None where it is not known."""
     if name.startswith("profiler."):  # the marks that optimizers leave for a profiler
         return Family.FREE
-    return _FAMILIES.get(base_name(name)) if name.startswith(("aten.", "tightfit.")) else None
+    if name.startswith("tightfit."):
+        return _OWN.get(base_name(name))
+    return _FAMILIES.get(base_name(name)) if name.startswith("aten.") else None
