@@ -44,7 +44,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 plan = tightfit.plan(model, next(batches(1)), "0.5x", loss=contrastive_loss, optimizer=optimizer)
 plan.apply(model)
 with tightfit.monitor(model, optimizer) as watch:
-    for batch in batches(5):
+    for batch in batches(20):
         loss = contrastive_loss(model, batch)
         loss.backward()
         optimizer.step()

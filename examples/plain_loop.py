@@ -42,7 +42,7 @@ print(plan)
 plan.apply(model)
 
 with tightfit.monitor(model, optimizer) as watch:  # only to see that it is true
-    for batch in batches(5):
+    for batch in batches(20):
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()

@@ -1,9 +1,11 @@
 """A loop by hand with Accelerate, within a budget."""
 
 import accelerate
+import pytest
 import torch
 from tiny_trainings import StepPeak, llama, padded, samples
 
+from tightfit.errors import CannotFit, LeverError
 from tightfit.integrations.accelerate import apply_budget
 
 
@@ -40,3 +42,29 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert len(plain) == 20
     assert plan.micro_batches == 2
     assert peak <= plan.budget_bytes == plan.plain_peak_bytes // 2
+
+
+def refused(model, error, said, budget="0.5x"):
+    """The one line with which a budget is refused; the model stays as it was."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    before = [module.__dict__.get("forward") for module in model.modules()]
+    with pytest.raises(error, match=said) as refusal:
+        apply_budget(accelerator, model, optimizer, padded(samples(8)), budget)
+    assert "\n" not in str(refusal.value)
+    assert [module.__dict__.get("forward") for module in model.modules()] == before
+
+
+def test_a_budget_below_the_least_is_one_line():
+    refused(llama(), CannotFit, "the least is", budget="1MiB")
+
+
+def test_a_model_without_repeated_blocks_is_told_so():
+    model = llama(num_hidden_layers=1)
+    model.model.layers = torch.nn.ModuleList([torch.nn.Identity()])
+    model.config.num_hidden_layers = 0
+    refused(model, CannotFit, "has no repeated block to recompute", budget="0.3x")
+
+
+def test_a_compiled_model_is_one_line():
+    refused(torch.compile(llama(), backend="eager"), LeverError, r"the model is compiled by torch\.compile")

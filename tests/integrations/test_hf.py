@@ -145,6 +145,10 @@ def test_a_compiled_or_distributed_model_is_one_line(tmp_path):
         trainer = frugal(tmp_path, "0.5x", torch.nn.parallel.DistributedDataParallel(llama()))
         with pytest.raises(LeverError, match="wrapped in DistributedDataParallel"):
             trainer.train()
+        sharded = llama()
+        torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(LeverError, match="wrapped in FSDPLlamaForCausalLM"):
+            frugal(tmp_path, "0.5x", sharded).train()
     finally:
         torch.distributed.destroy_process_group()
 

@@ -207,3 +207,11 @@ def test_a_plan_takes_over_the_modules_own_checkpointing(caplog):
 def test_without_repeated_blocks_gradient_checkpointing_is_refused():
     with pytest.raises(LeverError, match="no repeated blocks"):
         checkpoint_blocks(nn.Linear(2, 2))
+
+
+def test_a_model_without_repeated_blocks_is_told_so():
+    model = module_class(pl)()
+    model.layers = nn.ModuleList([nn.Linear(64, 64)])
+    with pytest.raises(CannotFit, match="has no repeated block to recompute"):
+        fit(pl, model, MemoryBudget("0.3x"))
+    assert model.seen == []

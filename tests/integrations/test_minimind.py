@@ -60,6 +60,17 @@ def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, 
     assert run.plan.micro_batches == 2
 
 
+@pytest.mark.parametrize("moe", [0, 1])
+def test_at_half_the_plain_peak_twenty_steps_are_identical_and_the_peak_is_within_the_budget(moe, alone, capsys):
+    arguments = ("--use_moe", str(moe), "--steps", "20", "--batch_size", "8")
+    expected = alone(PRETRAIN, *arguments)
+    run = under(PRETRAIN, *arguments, memory_budget="0.5x")
+    assert capsys.readouterr().out == expected
+    assert expected.count("\n") == 21  # the losses, and the weights
+    assert run.record.steps == 20
+    assert run.record.peak_bytes <= run.plan.budget_bytes == run.plan.plain_peak_bytes // 2
+
+
 @pytest.mark.parametrize(("script", "moe"), [(script, 0) for script in ("pretrain", "lora", "dpo")])
 def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
     """The loss is the script's, and so are the logits that it holds on to and the models beside the trained one."""
