@@ -16,7 +16,7 @@ from tightfit.monitoring.script import profile_script
 
 TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"
 PRETRAIN = TRAINER / "train_pretrain.py"
-EVERY = [(script, moe) for script in ("pretrain", "lora", "dpo", "distillation") for moe in (0, 1)]
+SCRIPTS = ("pretrain", "lora", "dpo", "distillation")
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +48,15 @@ def under(script, *arguments, **flags):
     return run
 
 
-@pytest.mark.parametrize(("script", "moe"), EVERY)
+@pytest.mark.parametrize("moe", [0, pytest.param(1, marks=pytest.mark.slow)])  # a plan for experts has five routings
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, moe, alone, capsys):
     path, arguments = TRAINER / f"train_{script}.py", ("--use_moe", str(moe), "--accumulation_steps", "2")
     expected = alone(path, *arguments)
     run = under(path, *arguments, memory_budget="0.7x")
     assert capsys.readouterr().out == expected
     assert expected.count("\n") == 5  # four losses to the last bit, and the weights
-    # How experts share the tokens is known when a step has run: a share in between may take a little more.
-    assert run.record.peak_bytes <= run.plan.budget_bytes * (1.02 if moe or script == "distillation" else 1)
+    assert run.record.peak_bytes <= run.plan.budget_bytes
     assert run.plan.micro_batches == 2
 
 

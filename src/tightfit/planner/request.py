@@ -161,14 +161,15 @@ class Tracer:
     def routed_peaks(
         self, trace: StepTrace, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
     ) -> list[int]:
-        """The peaks with all tokens at as few experts as can be; none where the traced step's peak does not depend on
-        choices, one where choices turn out to change no size.
+        """The peaks with all tokens at as few experts as can be; none where the traced step has no choices, one where
+        they turn out to change none of its levels. The peak alone would not tell: with levers on it stands elsewhere.
         """
         peaks: list[int] = []
         if trace.peak_depends_on_data:
             for routing in ONE_SIDED:
-                peaks.append(self.whole(combination, policies, joined, routing).peak_bytes)
-                if peaks == [trace.peak_bytes]:
+                routed = self.whole(combination, policies, joined, routing)
+                peaks.append(routed.peak_bytes)
+                if routed.levels == trace.levels:
                     break
         return peaks
 

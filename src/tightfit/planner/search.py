@@ -103,7 +103,7 @@ class Search:
         """The best candidate. Raises `CannotFit` with the least peak found."""
         plain = Combination(self.request.micro_batches)
         routed = self.tracer.routed_peaks(self.plain, plain, {})
-        self.routing_matters = any(peak != self.plain.peak_bytes for peak in routed)
+        self.routing_matters = len(routed) > 1
         self.consider(Candidate(plain, {}, (), self.plain, worst_bytes=max(routed, default=None)), "no lever")
         if self.best is None:
             self.forbidden()
