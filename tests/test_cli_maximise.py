@@ -82,7 +82,10 @@ def test_micro_batches_are_counted_by_the_plan(config):
         (("--maximise", "depth", "--budget", "6MB"), "'depth' is not known: choose one of sequence_length"),
         (("--maximise", "batch_size", "--budget", "0.5x"), "rises with the batch_size: give bytes"),
         (("--maximise", "batch_size"), "a plan needs a budget"),
-        (("--maximise", "batch_size", "--micro-batches", "auto", "--budget", "6MB"), "no largest value"),
+        (
+            ("--maximise", "batch_size", "--micro-batches", "auto", "--budget", "6MB"),
+            "the largest batch_size and micro_batches auto exclude",
+        ),
         (("--maximise", "hidden_size", "--multiple-of", "3", "--budget", "6MB"), "not a multiple of model.num_heads"),
         (("training.gradient_accumulation_steps=auto",), "memory.budget, which is not given"),
         (("training.gradient_accumulation_steps=automatic",), "gradient_accumulation_steps is 'automatic'"),

@@ -148,7 +148,9 @@ def test_numbers_that_do_not_go_together_are_refused():
     assert "gradient_accumulation_steps" in refused({"training": {"batch_size": 3, "gradient_accumulation_steps": 2}})
     assert "warmup_steps 9" in refused({"training": {"warmup_steps": 9, "max_steps": 5}})
     assert "data.sequence_length 5000" in refused({"data": {"sequence_length": 5000}})
-    assert "budget and recompute" in refused({"memory": {"budget": "1GB", "recompute": {}}})
+    assert "memory.budget and memory.recompute exclude each other" in refused(
+        {"memory": {"budget": "1GB", "recompute": {}}}
+    )
 
 
 def test_a_model_with_a_path_is_a_pretrained_one_and_takes_no_decoder_keys():

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from tightfit.errors import BudgetError
+from tightfit.exclusions import BUDGET_AND_RECOMPUTE, STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optimizer_names import parse_optimizer
 from tightfit.units import parse_budget, parse_bytes
@@ -157,15 +158,9 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _gradients_are_there_to_be_looked_at(self) -> Self:
         if self.step_in_backward and self.grad_clip is not None:
-            raise ValueError(
-                f"step_in_backward and grad_clip {self.grad_clip:g} exclude each other, since clipping needs all "
-                "gradients at once: set grad_clip to null, or step_in_backward to false"
-            )
+            raise ValueError(STEP_IN_BACKWARD_AND_CLIPPING.refusal(other=f"grad_clip {self.grad_clip:g}"))
         if self.step_in_backward and self.precision == "fp16":
-            raise ValueError(
-                "step_in_backward and precision fp16 exclude each other, since the gradient scaler looks at all "
-                "gradients before the step: take bf16, or set step_in_backward to false"
-            )
+            raise ValueError(STEP_IN_BACKWARD_AND_SCALER.refusal())
         return self
 
 
@@ -204,7 +199,7 @@ class MemoryConfig(Section):
     @model_validator(mode="after")
     def _one_hand_on_recompute(self) -> Self:
         if self.budget is not None and self.recompute is not None:
-            raise ValueError("budget and recompute are both set: the plan chooses what to recompute, remove one")
+            raise ValueError(BUDGET_AND_RECOMPUTE.refusal())
         return self
 
 

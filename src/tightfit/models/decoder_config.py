@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Strict
 
 from tightfit.errors import ModelError
+from tightfit.exclusions import CHUNKED_ATTENTION_AND_DROPOUT, WINDOW_AND_DROPOUT
 
 Count = Annotated[int, Strict(), Field(gt=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]
@@ -79,15 +80,9 @@ class DecoderConfig:
                 f"a head is {self.head_width} wide, but the rotary embedding turns pairs: make model.head_dim even"
             )
         if self.attention == "chunked" and self.attention_dropout:
-            raise ModelError(
-                "model.attention chunked has no dropout of attention weights: set model.attention_dropout to 0 "
-                "or model.attention to sdpa"
-            )
+            raise ModelError(CHUNKED_ATTENTION_AND_DROPOUT.refusal())
         if self.attention_window is not None and self.attention_dropout:
-            raise ModelError(
-                "model.attention_window has no dropout of attention weights: set model.attention_dropout to 0 "
-                "or leave the window out"
-            )
+            raise ModelError(WINDOW_AND_DROPOUT.refusal())
 
     @property
     def kv_heads(self) -> int:

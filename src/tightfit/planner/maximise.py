@@ -8,6 +8,7 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit, InputError
+from tightfit.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.levers.offload.lever import INPUTS_ONLY
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
@@ -165,10 +166,7 @@ def refuse_moving(budget: int | str, what: str) -> None:
 def without_micro_batches(how: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a plan, the lever `"micro_batch"` left out. Raises `InputError` where it is asked for."""
     if how.get("micro_batches") == "auto":
-        raise InputError(
-            "batch_size has no largest value with micro_batches auto: in enough micro-batches every batch fits; give "
-            "their number, or leave it out for one"
-        )
+        raise InputError(LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES.refusal())
     check_levers(how.get("levers"))
     return {**how, "levers": sorted(allowed_levers(how.get("levers")) - {"micro_batch"})}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from tightfit.errors import LeverError
+from tightfit.exclusions import SEGMENTS_AND_REENTRANT
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward
@@ -30,7 +31,7 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
     if segments is not None and not 1 <= segments <= len(paths):
         raise LeverError(f"segments={segments} is out of range: {pattern!r} matches {len(paths)} modules")
     if segments is not None and use_reentrant:
-        raise LeverError("segments cannot be joined by a reentrant recompute: leave out use_reentrant=True")
+        raise LeverError(SEGMENTS_AND_REENTRANT.refusal())
     if use_reentrant:
         return install(ReentrantForward(model.get_submodule(path), path) for path in paths)
     ends = segment_ends(len(paths), len(paths) if segments is None else segments)

@@ -1,0 +1,95 @@
+"""Which levers and settings exclude each other, and why: one table, for whoever refuses them and for the documentation.
+
+`python -m tightfit.exclusions > docs/levers.md` writes the page. No torch here.
+"""
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two settings that cannot both be in force. `one` and `other` name them as a configuration does."""
+
+    one: str
+    other: str
+    reason: str
+    remedy: str
+
+    def refusal(self, one: str | None = None, other: str | None = None) -> str:
+        """The line for the user; `one` and `other` as they were found, where that says more than their names."""
+        return f"{one or self.one} and {other or self.other} exclude each other, since {self.reason}: {self.remedy}"
+
+
+STEP_IN_BACKWARD_AND_CLIPPING = Exclusion(
+    "step_in_backward",
+    "grad_clip",
+    "clipping needs all gradients at once",
+    "set grad_clip to null, or step_in_backward to false",
+)
+STEP_IN_BACKWARD_AND_SCALER = Exclusion(
+    "step_in_backward",
+    "precision fp16",
+    "the gradient scaler looks at all gradients before the step",
+    "take bf16, or set step_in_backward to false",
+)
+BUDGET_AND_RECOMPUTE = Exclusion(
+    "memory.budget",
+    "memory.recompute",
+    "the plan for a budget chooses what to recompute",
+    "remove one",
+)
+SEGMENTS_AND_REENTRANT = Exclusion(
+    "segments",
+    "use_reentrant",
+    "PyTorch's reentrant checkpoint holds what each block is given",
+    "leave out one",
+)
+CHUNKED_ATTENTION_AND_DROPOUT = Exclusion(
+    "model.attention chunked",
+    "model.attention_dropout",
+    "the attention weights that would be dropped are never whole",
+    "set model.attention_dropout to 0 or model.attention to sdpa",
+)
+WINDOW_AND_DROPOUT = Exclusion(
+    "model.attention_window",
+    "model.attention_dropout",
+    "attention within a window has no dropout of attention weights",
+    "set model.attention_dropout to 0 or leave the window out",
+)
+LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES = Exclusion(
+    "the largest batch_size",
+    "micro_batches auto",
+    "in enough micro-batches every batch fits",
+    "give their number, or leave it out for one",
+)
+
+EXCLUSIONS = (
+    STEP_IN_BACKWARD_AND_CLIPPING,
+    STEP_IN_BACKWARD_AND_SCALER,
+    BUDGET_AND_RECOMPUTE,
+    SEGMENTS_AND_REENTRANT,
+    CHUNKED_ATTENTION_AND_DROPOUT,
+    WINDOW_AND_DROPOUT,
+    LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES,
+)
+
+_INTRODUCTION = """\
+# Levers that exclude each other
+
+Written by `python -m tightfit.exclusions` from the table that the refusals are made from: what is given together is
+refused with these words, before a step is run.
+
+| one | other | why | what to do |
+|---|---|---|---|
+"""
+
+
+def exclusions_page() -> str:
+    """The page, as Markdown."""
+    rows = (f"| `{e.one}` | `{e.other}` | {e.reason} | {e.remedy} |\n" for e in EXCLUSIONS)
+    return _INTRODUCTION + "".join(rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(exclusions_page())
