@@ -4,6 +4,8 @@ import pytest
 
 import tightfit as package
 from command_line import tightfit
+from tightfit.optimizer_names import OPTIMIZERS
+from tightfit.planner.request import LEVERS
 
 COMMANDS = ("train", "plan", "estimate", "verify", "generate", "profile", "doctor", "devices", "calibrate", "minimind")
 
@@ -31,6 +33,12 @@ def test_no_word_of_the_help_is_lost_to_markup():
     """Square brackets are markup to rich, and what stands in them vanishes."""
     for command in COMMANDS:
         assert not re.search(r"\s\.\s", tightfit(command, "--help").out)
+
+
+def test_the_help_names_every_lever_and_every_optimizer():
+    out = re.sub(r"[\s│]+", " ", tightfit("plan", "--help").out)
+    for name in (*LEVERS, *OPTIMIZERS):
+        assert re.search(rf"\b{name}[, ]", out), name
 
 
 def test_without_a_command_the_help_is_shown():

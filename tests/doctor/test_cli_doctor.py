@@ -33,6 +33,10 @@ def log(tmp_path):
     return path
 
 
+def test_options_of_a_step_without_a_model_are_not_passed_over(log):
+    assert "nothing to ask about: give a CONFIG, or --model" in tightfit("doctor", log, "--batch-size", 4).error
+
+
 def test_a_log_tells_phase_and_line_and_which_command_tells_more(log):
     outcome = tightfit("doctor", log)
     assert outcome.code == 0

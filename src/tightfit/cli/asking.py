@@ -20,18 +20,9 @@ if TYPE_CHECKING:
 NARROWEST, WIDEST = 60, 120  # columns of a table
 
 
+@options.asking(options.OF_A_STEP)
 def estimate(
-    ctx: typer.Context,
-    config: options.Config = None,
-    overrides: options.Overrides = None,
-    model: options.Model = None,
-    batch_size: options.BatchSize = None,
-    seq_len: options.SeqLen = None,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    micro_batches: options.MicroBatches = None,
-    grad_clip: options.GradClip = None,
-    device: options.Device = None,
+    question: Question,
     as_json: options.Json = False,
     html: options.Html = None,
     png: options.Png = None,
@@ -45,7 +36,6 @@ def estimate(
 
     [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
     """
-    question = Question.of(ctx.params)
     from tightfit.cli.subject import subject_of
     from tightfit.planner.describe import describe_estimate
 
@@ -56,21 +46,9 @@ def estimate(
     show(found.to_dict() if as_json else describe_estimate(found, columns()))
 
 
+@options.asking(options.OF_A_PLAN)
 def plan(
-    ctx: typer.Context,
-    config: options.Config = None,
-    overrides: options.Overrides = None,
-    model: options.Model = None,
-    batch_size: options.BatchSize = None,
-    seq_len: options.SeqLen = None,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    micro_batches: options.MicroBatches = None,
-    grad_clip: options.GradClip = None,
-    device: options.Device = None,
-    budget: options.Budget = None,
-    levers: options.Levers = None,
-    blocks: options.Blocks = None,
+    question: Question,
     maximise: options.Maximise = None,
     multiple_of: options.MultipleOf = None,
     as_json: options.Json = False,
@@ -96,7 +74,6 @@ def plan(
 
     [dim]tightfit plan --model mm26 --budget 2GB --maximise sequence_length[/]
     """
-    question = Question.of(ctx.params)
     from tightfit.cli.maximising import maximised
     from tightfit.cli.subject import subject_of
     from tightfit.planner.describe import describe_plan
@@ -118,21 +95,9 @@ def plan(
         show("\n".join([*head, describe_plan(found, columns())]))
 
 
+@options.asking(options.OF_A_PLAN)
 def verify(
-    ctx: typer.Context,
-    config: options.Config = None,
-    overrides: options.Overrides = None,
-    model: options.Model = None,
-    batch_size: options.BatchSize = None,
-    seq_len: options.SeqLen = None,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    micro_batches: options.MicroBatches = None,
-    grad_clip: options.GradClip = None,
-    device: options.Device = None,
-    budget: options.Budget = None,
-    levers: options.Levers = None,
-    blocks: options.Blocks = None,
+    question: Question,
     plan_file: Annotated[
         Path | None,
         typer.Option(
@@ -153,11 +118,10 @@ def verify(
 
     [dim]tightfit verify --model ./SmolLM2-135M --seq-len 256 --plan plan.json[/]
     """
-    question = Question.of(ctx.params)
     from tightfit.cli.subject import subject_of
     from tightfit.planner.plan import Plan
 
-    if plan_file is not None and budget is not None:
+    if plan_file is not None and question.budget is not None:
         raise InputError("--plan and --budget are both given: keep one of them")
     given = None if plan_file is None else Plan.from_json(plan_file)
     subject = subject_of(question, dry=False)

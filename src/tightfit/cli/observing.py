@@ -88,8 +88,8 @@ def leave(error: BaseException | None, script: Path) -> None:
     raise typer.Exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
 
 
+@options.asking(options.OF_A_STEP)
 def doctor(
-    ctx: typer.Context,
     file: Annotated[
         Path,
         typer.Argument(
@@ -99,16 +99,7 @@ def doctor(
             show_default=False,
         ),
     ],
-    config: options.Config = None,
-    overrides: options.Overrides = None,
-    model: options.Model = None,
-    batch_size: options.BatchSize = None,
-    seq_len: options.SeqLen = None,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    micro_batches: options.MicroBatches = None,
-    grad_clip: options.GradClip = None,
-    device: options.Device = None,
+    question: Question | None = None,
     as_json: options.Json = False,
 ) -> None:
     """Say why memory ran out, or where it goes, and what helps.
@@ -120,8 +111,6 @@ def doctor(
 
     [dim]python train.py 2>&1 | tightfit doctor -[/]
     """
-    asked = config is not None or model is not None
-    question = Question.of(ctx.params) if asked else None
     from tightfit.doctor.describe import describe_diagnosis
     from tightfit.doctor.diagnose import ASK_COMMAND, ASK_PYTHON, diagnose
     from tightfit.doctor.reading import read_subject, read_text

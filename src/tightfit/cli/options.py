@@ -1,9 +1,15 @@
-"""The arguments and options that several commands share."""
+"""The arguments and options that several commands share, and how a command gets those of a question."""
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from tightfit.cli.question import Question
+from tightfit.optimizer_names import OPTIMIZERS
 
 THE_MODEL, THE_STEP, THE_BUDGET, THE_ANSWER = "The model", "The step", "The budget", "The answer"
 
@@ -47,8 +53,7 @@ Optimizer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="adamw, adamw_fused, adamw8bit, adamw4bit, adamw_bf16, offloaded_adamw[:SHARE], adam, muon, "
-        "adafactor, sgd (else adamw).",
+        help=f"{', '.join(OPTIMIZERS)} (else adamw); offloaded_adamw:0.5 for half of the states.",
         rich_help_panel=THE_STEP,
     ),
 ]
@@ -95,7 +100,7 @@ Levers = Annotated[
     typer.Option(
         metavar="NAMES",
         help="What a plan may use: exact (bit-equal), rounding (also equal to rounding), or names with commas "
-        "between: recompute, chunked_loss, micro_batch (else CONFIG's, or exact with --model).",
+        "between: recompute, offload, chunked_loss, micro_batch (else CONFIG's, or exact with --model).",
         rich_help_panel=THE_BUDGET,
     ),
 ]
@@ -152,3 +157,51 @@ MultipleOf = Annotated[
         rich_help_panel=THE_BUDGET,
     ),
 ]
+
+# By the names that they have in a `Question`.
+OF_A_STEP: dict[str, Any] = {
+    "config": Config,
+    "overrides": Overrides,
+    "model": Model,
+    "batch_size": BatchSize,
+    "seq_len": SeqLen,
+    "precision": Precision,
+    "optimizer": Optimizer,
+    "micro_batches": MicroBatches,
+    "grad_clip": GradClip,
+    "device": Device,
+}
+OF_A_PLAN = {**OF_A_STEP, "budget": Budget, "levers": Levers, "blocks": Blocks}
+
+
+def asking(shared: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these arguments and options in the place of its parameter `question`, which is made of them.
+
+    Where that parameter has a default, the command may be given none of them.
+    """
+
+    def with_options(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function).parameters
+        is_needed = own["question"].default is inspect.Parameter.empty
+
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            given = {name: values.pop(name) for name in shared}
+            if is_needed or any(given.values()):
+                values["question"] = Question.of(given)
+            function(**values)
+
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in own.items():
+            if name == "question":
+                parameters += [_optional(option, annotation) for option, annotation in shared.items()]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        command.__dict__["__signature__"] = inspect.Signature(parameters)  # which typer reads
+        return command
+
+    return with_options
+
+
+def _optional(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
