@@ -39,6 +39,12 @@ _RANDOM_WITHOUT_TAG = frozenset(
     {"aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::rrelu_with_noise_functional"}
 )
 
+# Of another library, and known to be functions of their arguments and of nothing else: products with frozen weights of
+# 4 bits, and these weights at full width (bitsandbytes/backends).
+_REPEATABLE = frozenset(
+    {"bitsandbytes::gemm_4bit", "bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -83,7 +89,7 @@ def _inspect(operator: Any) -> Traits:
         is_random=torch.Tag.nondeterministic_seeded in operator.tags or schema.name in _RANDOM_WITHOUT_TAG,
         is_uninitialised=operator.namespace == "aten" and operator._opname in _UNINITIALISED,
         overwrites=operator.namespace == "aten" and operator._opname in _OVERWRITING,
-        is_foreign=operator.namespace not in ("aten", "prims"),
+        is_foreign=operator.namespace not in ("aten", "prims") and schema.name not in _REPEATABLE,
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from tightfit.config import ModelConfig, PretrainedModel, load_config
 from tightfit.errors import ModelError, TightfitError
+from tightfit.models.adapters import ADAPTER_CONFIG
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model
 from tightfit.models.pretrained import find
@@ -83,7 +84,9 @@ def _made(factory: Callable[[], nn.Module], dry: bool) -> nn.Module:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a folder holds a decoder that was trained here."""
+    """Whether a folder holds a decoder that was trained here, or adapters."""
+    if (path / ADAPTER_CONFIG).is_file():
+        return True
     config = path / CONFIG_FILE
     if not config.is_file():
         return False

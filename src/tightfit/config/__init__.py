@@ -2,6 +2,7 @@
 
 from tightfit.config.load import dump_config, load_config, parse_config
 from tightfit.config.schema import (
+    AdapterConfig,
     Config,
     DataConfig,
     MemoryConfig,
@@ -14,6 +15,7 @@ from tightfit.config.schema import (
 from tightfit.models.decoder_config import DecoderConfig
 
 __all__ = [
+    "AdapterConfig",
     "Config",
     "DataConfig",
     "DecoderConfig",

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from tightfit.config.aliases import ALIASES
 from tightfit.config.schema import (
+    AdapterConfig,
     DataConfig,
     MemoryConfig,
     OutputConfig,
@@ -31,6 +32,7 @@ command line, `key=value` lays a value over the file's: `training.max_steps=20`,
 _PAGES = (
     ("model", "", DecoderConfig, "The reference decoder."),
     ("model", ", with a path", PretrainedModel, "A causal language model from `transformers`."),
+    ("model.adapter", ", with a path", AdapterConfig, AdapterConfig.__doc__),
     ("data", "", DataConfig, DataConfig.__doc__),
     ("training", "", TrainingConfig, TrainingConfig.__doc__),
     ("memory", "", MemoryConfig, MemoryConfig.__doc__),

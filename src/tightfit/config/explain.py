@@ -7,12 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from tightfit.config.aliases import ALIASES
-from tightfit.config.schema import SECTIONS, RecomputeConfig, field_names
+from tightfit.config.schema import SECTIONS, AdapterConfig, RecomputeConfig, field_names
 from tightfit.config.settings import Key, Settings
 from tightfit.models.decoder_config import DecoderConfig
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _FOUND_LENGTH = 60
+_NESTED = {("memory", "recompute"): RecomputeConfig, ("model", "adapter"): AdapterConfig}
 
 
 def explain(error: ValidationError, raw: Mapping[str, Any], settings: Settings, source: str) -> str:
@@ -104,10 +105,8 @@ def _suggestion(section: Key, name: str) -> str:
     """The nearest known name: in the same section, else anywhere."""
     if section and section[0] in SECTIONS and len(section) == 1:
         here = list(SECTIONS[section[0]])
-    elif section == ("memory", "recompute"):
-        here = list(field_names(RecomputeConfig))
     else:
-        here = []
+        here = list(field_names(_NESTED[section])) if section in _NESTED else []
     prefix = "".join(f"{part}." for part in section)
     elsewhere = {key: f"{place}.{key}" for place, keys in SECTIONS.items() for key in keys}
     if near := difflib.get_close_matches(name, here, n=1):

@@ -67,6 +67,23 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+class AdapterConfig(Section):
+    """Low-rank adapters (LoRA) on linear layers, which alone are trained; the model itself is frozen. Needs weights."""
+
+    r: Count = 8
+    """Rank of the two matrices that are added to a layer."""
+    alpha: Positive = 16.0
+    """What the adapter adds is scaled by `alpha / r`."""
+    dropout: OpenShare = 0.0
+    """Probability of dropping an element of an adapter's input."""
+    target_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
+    """Names of the layers that get an adapter (`[q_proj, v_proj]`), or `all-linear`; null: what `peft` takes for the
+    architecture."""
+    base: Literal["fp32", "int8", "nf4"] = "fp32"
+    """How the frozen weights of linear layers are held, the head's aside: as they are, in 8 bits with a scale a row
+    (torchao), or in 4-bit NormalFloat with a scale for 64 weights (bitsandbytes, Dettmers et al. 2023)."""
+
+
 class PretrainedModel(Section):
     """A causal language model from `transformers`."""
 
@@ -76,6 +93,16 @@ class PretrainedModel(Section):
     """Build the model from its config with new weights instead of loading the weights."""
     gguf_file: str | None = None
     """Name of a GGUF file inside the folder that holds the weights."""
+    adapter: AdapterConfig | None = None
+    """Train low-rank adapters and nothing else, as a mapping (`{}` has the defaults); null: train the whole model."""
+
+    @model_validator(mode="after")
+    def _something_to_adapt(self) -> Self:
+        if self.adapter is not None and self.random_init:
+            raise ValueError(
+                "adapter and random_init are both set: an adapter is trained on weights that are there, remove one"
+            )
+        return self
 
 
 class DataConfig(Section):

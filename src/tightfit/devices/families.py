@@ -124,6 +124,7 @@ _MEMBERS = {
     Family.SORT: """
         sort argsort topk kthvalue median mode _unique2 unique_dim unique_consecutive""",
 }
+_OF_OTHERS = {"bitsandbytes.gemm_4bit.default": Family.PRODUCT}
 _FAMILIES = {name: family for family, names in _MEMBERS.items() for name in names.split()}
 # Operators of our own.
 _OWN = {"window_attention": Family.ATTENTION, "window_attention_backward": Family.ATTENTION_BACKWARD}
@@ -146,4 +147,4 @@ def family_of(name: str) -> Family | None:
         return Family.FREE
     if name.startswith("tightfit."):
         return _OWN.get(base_name(name))
-    return _FAMILIES.get(base_name(name)) if name.startswith("aten.") else None
+    return _FAMILIES.get(base_name(name)) if name.startswith("aten.") else _OF_OTHERS.get(name)

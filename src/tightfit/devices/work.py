@@ -190,8 +190,8 @@ def _products(
     base = base_name(name)
     if "convolution" in base:
         return _convolution(base, inputs, outputs)
-    if base in ("linear", "mkldnn_linear"):
-        (*lead, inner), columns = inputs[0].shape, inputs[1].shape[0]
+    if base in ("linear", "mkldnn_linear", "gemm_4bit"):
+        (*lead, inner), columns = inputs[0].shape, outputs[0].shape[-1]
         return (ProductShape(1, math.prod(lead), columns, inner, "nt"),)
     first = 1 if base in ("addmm", "baddbmm", "addbmm", "_addmm_activation") else 0
     a, b = inputs[first], inputs[first + 1]

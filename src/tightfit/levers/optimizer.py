@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from tightfit.errors import InputError
 from tightfit.internals import fused_kernel_devices
 from tightfit.levers.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
+from tightfit.memory.allocator import memory_of
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
@@ -117,16 +117,6 @@ def named_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, t
         for key, value in states.items():
             for leaf in tree_iter(value):
                 if isinstance(leaf, torch.Tensor):
-                    yield from ((parameter, key, tensor) for tensor in _memory_of(leaf))
+                    yield from ((parameter, key, tensor) for tensor in memory_of(leaf))
     if isinstance(optimizer, OffloadedAdamW):
         yield from ((parameter, "weight on the host", copy) for parameter, copy in optimizer.host_weights.items())
-
-
-def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold a state: itself, or the codes and scales of a quantised one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _memory_of(getattr(tensor, name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Kineto, on which the profiler rests, reads this variable when it is first used, and writes lines below this level to
 # stderr whenever a profile starts and stops, up to level 5 (USDT).
@@ -33,8 +34,26 @@ def measured_peak(step: Callable[[], Any], resident: Iterable[Tensor]) -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' storages, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [part.untyped_storage() for tensor in tensors for part in memory_of(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def memory_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold a tensor's content: itself, or the codes and scales of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from memory_of(getattr(tensor, name))
+
+
+def scales_of(parameter: Tensor) -> Iterator[Tensor]:
+    """What a weight that bitsandbytes has quantised needs besides its codes: scales and the table of values."""
+    state = getattr(parameter, "quant_state", None)
+    while state is not None:
+        yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+        state = getattr(state, "state2", None)
 
 
 def _cuda_peak(step: Callable[[], Any], device: torch.device) -> int:

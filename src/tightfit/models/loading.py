@@ -7,18 +7,21 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import ModelConfig, PretrainedModel
+from tightfit.models.adapters import add_adapter
 from tightfit.models.decoder import Decoder
 from tightfit.models.pretrained import build_pretrained
 
 
 def build_model(config: ModelConfig, *, seed: int | None = None) -> nn.Module:
-    """The model that the section `model` describes, fp32, in training mode, on the CPU.
+    """The model that the section `model` describes, fp32, in training mode, on the CPU; under adapters if it has any.
 
     `seed` makes new weights reproducible and leaves torch's own random state as it was. Raises `ModelError` where the
     model is missing or is no language model, or a package is missing.
     """
     with _seeded(seed):
         model = build_pretrained(config) if isinstance(config, PretrainedModel) else Decoder(config)
+        if isinstance(config, PretrainedModel) and config.adapter is not None:
+            model = add_adapter(model, config.adapter)
     return model.train()
 
 

@@ -1,4 +1,4 @@
-"""A trained model's folder: `model.safetensors` and `config.json`, read back by `load_model`."""
+"""A trained model's folder: `model.safetensors` and `config.json`, or the adapters alone; read back by `load_model`."""
 
 import json
 from dataclasses import asdict
@@ -11,18 +11,23 @@ from safetensors.torch import load_model as load_weights
 from safetensors.torch import save_model as save_weights
 from torch import nn
 
+from tightfit.config import load_config
 from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError, OutputError
+from tightfit.levers.low_bit_weights import freeze_in_low_bits
+from tightfit.models.adapters import ADAPTER_CONFIG, is_adapted, load_adapter, save_adapter
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.loading import build_model
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+RUN_CONFIG = "config.yaml"  # what a training writes beside the model
 MODEL_TYPE = "tightfit_decoder"
 
 
 def save_model(model: nn.Module, folder: str | Path) -> None:
-    """Writes the weights (tied ones once) and the config of a `Decoder` or a `transformers` model into `folder`.
+    """Writes the weights (tied ones once) and the config of a `Decoder` or a `transformers` model into `folder`; of a
+    model under adapters, the adapters alone, as `peft` does.
 
     Raises `OutputError` where the folder cannot be written, `ModelError` for a model without a config to read back.
     """
@@ -31,6 +36,8 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(model, Decoder):
             _save_decoder(model, folder)
+        elif is_adapted(model):
+            save_adapter(model, folder)
         elif hasattr(model, "save_pretrained"):
             model.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
         else:
@@ -42,6 +49,8 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
 def load_model(folder: str | Path) -> nn.Module:
     """The model that `save_model` wrote into `folder`, in evaluation mode on the CPU. Raises `ModelError`."""
     folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return load_adapter(_base_of(folder), folder).eval()
     raw = _read_config(folder / CONFIG_FILE)
     if raw.get("model_type") != MODEL_TYPE:
         return build_model(PretrainedModel(path=str(folder))).eval()
@@ -51,6 +60,23 @@ def load_model(folder: str | Path) -> nn.Module:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(f"{folder / WEIGHTS_FILE}: does not hold this model's weights: {error}") from error
     return model.eval()
+
+
+def _base_of(folder: Path) -> nn.Module:
+    """The model that the adapters in a folder are for: as the run's own configuration builds it, else by the name that
+    peft wrote.
+    """
+    written = folder / RUN_CONFIG
+    section = load_config(written).model if written.is_file() else None
+    if isinstance(section, PretrainedModel) and section.adapter is not None:
+        base = build_model(section.model_copy(update={"adapter": None}))
+        if section.adapter.base != "fp32":
+            freeze_in_low_bits(base, section.adapter.base)
+        return base
+    name = _read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, str):
+        raise ModelError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path does not name the model they are for")
+    return build_model(PretrainedModel(path=name))
 
 
 def _save_decoder(model: Decoder, folder: Path) -> None:

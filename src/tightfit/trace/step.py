@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 from tightfit.activity import accumulation, now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
-from tightfit.memory.allocator import collector_off
+from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.gradients import gradient_memory
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
@@ -143,8 +143,9 @@ def _dry(
 def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
     """Enter what is there before the step; `plain` are the tensors that modules hold as attributes."""
     for name, parameter in model.named_parameters():
-        known = not parameter.requires_grad and not is_hollow(parameter)
-        ledger.announce(parameter, Category.PARAMETER, known=known, name=name)
+        for held in memory_of(parameter):
+            known = not parameter.requires_grad and not is_hollow(held)
+            ledger.announce(held, Category.PARAMETER, known=known, name=name)
     for name, tensor in model.named_buffers():
         ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor), name=name)
     for tensor in plain:
@@ -154,16 +155,11 @@ def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], pl
 
 
 def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, in containers too."""
+    """Tensors that modules hold as plain attributes, in containers too, and the scales of quantised weights."""
     skipped = ("_parameters", "_buffers", "_modules")
-    return [
-        leaf
-        for module in model.modules()
-        for name, value in module.__dict__.items()
-        if name not in skipped
-        for leaf in tree_iter(value)
-        if isinstance(leaf, torch.Tensor)
-    ]
+    values = [v for module in model.modules() for name, v in module.__dict__.items() if name not in skipped]
+    scales = [leaf for parameter in model.parameters() for leaf in scales_of(parameter)]
+    return [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)] + scales
 
 
 def run_twice(

@@ -106,6 +106,18 @@ def _cpu_adamw8bit(inputs: Sequence[TensorShape]) -> int:
     return gradient.numel * 4 * (5 if weight.dtype == torch.float32 else 6)
 
 
+_GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
+
+
+def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
+    # The weight at full width, and the product's own scratch. Source: `_gemm_4bit_default_impl` in
+    # bitsandbytes/backends/default/ops.py. Measured equal: tests/models/test_adapters.py.
+    inner, columns = source.shape[-1], result.shape[-1]
+    rows = TensorShape((math.prod(source.shape[:-1]), inner), (inner, 1), source.dtype)
+    weight = TensorShape((inner, columns), (1, inner), source.dtype)
+    return weight.bytes + _cpu_product(aten.mm.default, (rows, weight))
+
+
 # Operands of 16-bit products beyond this size are not run for real; their scratch memory, of a few MiB at most, is
 # small beside them.
 LARGEST_PRODUCT = 64 * 2**20
@@ -133,5 +145,7 @@ def cpu_workspace(
         return convolution_scratch(name, inputs, arguments)
     if name in REDUCED_LOSSES:
         return unreduced_loss(inputs, outputs)
+    if name == _GEMM_4BIT:
+        return _cpu_gemm_4bit(inputs[0], outputs[0])
     formula = _CPU.get(name)
     return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)

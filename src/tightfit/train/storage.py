@@ -14,9 +14,10 @@ from torch import nn
 
 from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from tightfit.errors import OutputError
-from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
+from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tightfit.models.saving import CONFIG_FILE, RUN_CONFIG, WEIGHTS_FILE, save_model
 
-CONFIG, PLAN, METRICS, RESULT = "config.yaml", "plan.json", "metrics.jsonl", "result.json"
+CONFIG, PLAN, METRICS, RESULT = RUN_CONFIG, "plan.json", "metrics.jsonl", "result.json"
 PICTURE, PAGE = "memory.png", "report.html"
 RUN_FILES = (
     CONFIG,
@@ -28,6 +29,8 @@ RUN_FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
     WEIGHTS_FILE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     "generation_config.json",
 )
 _WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index

@@ -1,0 +1,107 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) through `peft`: put on a model, written, and read back, in its own format."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import nn
+
+from tightfit.config.schema import AdapterConfig
+from tightfit.errors import ModelError
+from tightfit.levers.low_bit_weights import freeze_in_low_bits
+
+INSTALL_HINT = "pip install 'tightfit[hf]'"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
+    """The model under a `peft.PeftModel` whose adapters alone are trained; the weights below are frozen, and in few
+    bits where the configuration says so.
+
+    What an adapter adds is zero at first. Raises `ModelError` where the model has none of the layers that are named,
+    or a package is missing.
+    """
+    peft = _peft()
+    if config.base != "fp32":
+        freeze_in_low_bits(model, config.base)
+    targets = config.target_modules
+    is_seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    lora = peft.LoraConfig(
+        task_type="SEQ_2_SEQ_LM" if is_seq2seq else "CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(targets) if isinstance(targets, tuple) else targets,
+    )
+    try:
+        with _no_idle_warnings():
+            return peft.get_peft_model(model, lora)
+    except ValueError as error:
+        raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is one that `peft` made."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapters alone, as `peft` does, for `PeftModel.from_pretrained(base, folder)`. Its page about the model
+    is left out: it would be a form to fill in.
+    """
+    state = _peft().get_peft_model_state_dict(model, save_embedding_layers=False)
+    save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / ADAPTER_WEIGHTS)
+    config = model.peft_config[model.active_adapter]
+    trains = config.inference_mode
+    config.inference_mode = True
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.inference_mode = trains
+
+
+def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
+    """A base model with the adapters in `folder`, which can be trained on. Raises `ModelError`."""
+    peft = _peft()
+    try:
+        with _no_idle_warnings():
+            return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{folder}: does not hold adapters of this model: {' '.join(str(error).split())}") from error
+
+
+def _reason(text: str, model: nn.Module) -> str:
+    """Why peft refuses, in a line that says what to do."""
+    names = sorted({path.rpartition(".")[2] for path, m in model.named_modules() if isinstance(m, nn.Linear)})
+    if "Please specify" in text:
+        return (
+            f"peft has no layers in mind for {type(model).__name__}: name some in target_modules ({', '.join(names)})"
+        )
+    found = re.match(r"Target modules (.+?) not found", text)
+    if found:
+        return f"target_modules {found[1]} are none of the model's linear layers: they are {', '.join(names)}"
+    return " ".join(text.split())
+
+
+@contextmanager
+def _no_idle_warnings() -> Iterator[None]:
+    """Without warnings about what nobody here asked for: merging adapters into int8 weights, and the name by which peft
+    asks a model of transformers whether it recomputes.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
+
+
+def _peft() -> Any:
+    """The package, imported only where it is needed: that takes seconds."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError(f"model.adapter needs the package peft: {INSTALL_HINT}") from error
+    return peft

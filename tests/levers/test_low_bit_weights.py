@@ -1,0 +1,108 @@
+"""Frozen weights in 8 and 4 bits stand for the weights they were made of, and the layers compute with just those."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit.errors import ModelError
+from tightfit.levers.low_bit_weights import at_full_width, freeze_in_low_bits, linear_layers
+from tightfit.memory.allocator import memory_of, scales_of, storage_bytes
+from tiny import decoder
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+
+
+@pytest.fixture(params=PACKAGES)
+def kind(request):
+    pytest.importorskip(PACKAGES[request.param], reason="pip install 'tightfit[lowbit]'")
+    return request.param
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def bytes_of(model):
+    parameters = list(model.parameters())
+    return storage_bytes([*parameters, *(scale for p in parameters for scale in scales_of(p))])
+
+
+def test_codes_are_near_the_weights_and_take_the_bytes_that_they_should(kind):
+    model = Pair()
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    freeze_in_low_bits(model, kind)
+    # int8: a byte a weight and an fp32 scale a row; nf4: half a byte, an fp32 scale for 64, and a table of 16 a layer.
+    count, rows, biases = 2 * 64 * 96, 96 + 64, 96
+    expected = count + 4 * rows if kind == "int8" else count // 2 + 4 * count // 64 + 2 * 16 * 4
+    assert bytes_of(model) == pytest.approx(expected + 4 * biases, abs=2 * 4 * rows)
+    widened = dict(at_full_width(copy.deepcopy(model)).named_parameters())
+    step = 1 / 127 if kind == "int8" else 0.28  # of the largest weight: the widest gap between NF4's 16 values
+    for name, weight in full.items():
+        assert (widened[name] - weight).abs().max() <= step / 2 * 1.1 * weight.abs().max()
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_layer_computes_with_its_weight_at_full_width_and_hands_on_the_gradient(kind):
+    model, x = Pair(), torch.randn(5, 64, requires_grad=True)
+    freeze_in_low_bits(model, kind)
+    wide = at_full_width(copy.deepcopy(model))
+    outputs = [m(x) for m in (model, wide)]
+    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in outputs]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*gradients)
+
+
+def test_under_autocast_a_layer_computes_in_its_dtype(kind):
+    model = Pair()
+    freeze_in_low_bits(model, kind)
+    before = [t.clone() for p in model.parameters() for t in memory_of(p)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(3, 64)).dtype == torch.bfloat16
+    for old, new in zip(before, [t for p in model.parameters() for t in memory_of(p)], strict=True):
+        assert torch.equal(old, new)
+
+
+def test_evaluation_between_two_steps_changes_nothing(kind):
+    model, x = Pair(), torch.randn(5, 64, requires_grad=True)
+    freeze_in_low_bits(model, kind)
+    first = torch.autograd.grad(model.train()(x).sum(), x)[0]
+    with torch.no_grad():
+        model.eval()(x)
+    assert torch.equal(torch.autograd.grad(model.train()(x).sum(), x)[0], first)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_computes_the_same(kind, duplicate):
+    model, x = Pair(), torch.randn(5, 64)
+    freeze_in_low_bits(model, kind)
+    assert torch.equal(duplicate(model)(x), model(x))
+
+
+def test_the_head_keeps_its_weights():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
+    )
+    names = linear_layers(transformers.LlamaForCausalLM(config))
+    assert len(names) == 7
+    assert not any("lm_head" in name for name in names)
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with pytest.raises(ModelError, match="Embedding has no linear layers but its head"):
+        freeze_in_low_bits(nn.Embedding(3, 4), "nf4")
+
+
+def test_a_model_at_full_width_already_is_left_as_it_is():
+    model = decoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert all(torch.equal(p, before[name]) for name, p in at_full_width(model).named_parameters())

@@ -1,0 +1,172 @@
+"""Low-rank adapters on a frozen base: predicted as measured, planned bit-equal, saved as peft does."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+from tiny_adapters import adapted, needs, saved_llama
+
+from tightfit import TokenBatch, estimate, plan, recompute, verify
+from tightfit.config import AdapterConfig, PretrainedModel, parse_config
+from tightfit.errors import ConfigError, InputError, ModelError
+from tightfit.models.adapters import add_adapter
+from tightfit.models.loading import build_model
+from tightfit.models.saving import load_model, save_model
+from tightfit.step import StepSettings
+from tiny import allocator_peak, decoder
+
+BASES = ("fp32", "int8", "nf4")
+BLOCKS = "base_model.model.model.layers.*"
+IDS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("precision", "dropout"), [("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)])
+def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(folder, base, precision, dropout):
+    needs(base)
+    model, batch = adapted(folder, base=base, r=4, dropout=dropout), TokenBatch(4, 64, 600).tensors()
+    settings = StepSettings(precision)
+    made = plan(model, batch, "0.6x", precision=precision)
+    assert verify(model, batch, made).ok
+    assert made.plain_peak_bytes == pytest.approx(allocator_peak(model, batch, settings=settings), rel=1e-4)
+    with made.apply(model):
+        assert made.peak_bytes == pytest.approx(allocator_peak(model, batch, settings=settings), rel=1e-4)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_weight_that_is_widened_for_its_product_is_counted(tmp_path, base, precision):
+    needs(base)
+    model = adapted(saved_llama(tmp_path, intermediate_size=2048, num_hidden_layers=1, vocab_size=40), base=base, r=1)
+    batch = TokenBatch(1, 4, 40).tensors()
+    found = estimate(model, batch, precision=precision)
+    assert found.peak_bytes == pytest.approx(allocator_peak(model, batch, settings=StepSettings(precision)), rel=1e-3)
+
+
+def test_frozen_weights_have_neither_gradients_nor_states(folder):
+    model = adapted(folder, r=4)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    steps = sum(4 for p in model.parameters() if p.requires_grad)
+    found = estimate(model, TokenBatch(4, 64, 600))
+    assert found.by_category["optimizer states"] == 2 * trained + steps
+    assert found.footing.timeline["gradients"] and max(found.footing.timeline["gradients"]) <= trained
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen(folder, base):
+    needs(base)
+    model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600)
+    plain = estimate(model, batch).peak_bytes
+    for pattern in (BLOCKS, f"{BLOCKS}.mlp", f"{BLOCKS}.self_attn", f"{BLOCKS}.self_attn.q_proj"):
+        with recompute(model, pattern):
+            assert estimate(model, batch).peak_bytes <= plain
+    peaks = [plan(model, batch, f"{share}x").peak_bytes for share in (0.95, 0.8, 0.65)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert max(peaks) < plain
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_chunked_loss_on_adapters_is_proved(folder, base):
+    needs(base)
+    model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600).tensors()
+    made = plan(model, batch, "0.5x", levers="rounding")
+    report = verify(model, batch, made)
+    assert made.micro_batches > 1 or made.chunked_loss is not None
+    assert report.ok, str(report)
+    assert report.planned_error is not None
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_model_too_large_to_be_there_is_estimated_with_its_adapters(folder, base):
+    needs(base)
+    from tightfit.trace.build import build_dry
+
+    section = PretrainedModel(path=str(folder), adapter=AdapterConfig(base=base))
+    dry = build_dry(lambda: build_model(section.model_copy(update={"random_init": True})))
+    batch = TokenBatch(4, 64, 600)
+    assert estimate(dry, batch).peak_bytes == estimate(build_model(section), batch).peak_bytes
+
+
+def test_adapters_alone_are_saved_and_peft_reads_them(folder, tmp_path):
+    import peft
+    import transformers
+
+    model = adapted(folder).eval()
+    save_model(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name that it has changed
+        base = transformers.LlamaForCausalLM.from_pretrained(folder)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.equal(theirs(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert torch.equal(load_model(tmp_path)(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_a_saved_adapter_can_be_trained_on(folder, tmp_path):
+    save_model(adapted(folder), tmp_path)
+    model = load_model(tmp_path)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if "lora_" in name
+    }
+
+
+def test_an_adapter_of_another_model_is_refused_by_its_folder(folder, tmp_path):
+    save_model(adapted(folder), tmp_path / "run")
+    saved_llama(tmp_path / "wide", hidden_size=32)
+    config = tmp_path / "run" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(folder), str(tmp_path / "wide")))
+    with pytest.raises(ModelError, match="does not hold adapters of this model") as caught:
+        load_model(tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_the_model_does_not_have_are_answered_with_those_that_it_has(folder):
+    with pytest.raises(ModelError, match=r"target_modules .*wrong.* are none of .*down_proj.*q_proj") as caught:
+        adapted(folder, target_modules=("wrong",))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_peft_has_no_layers_in_mind_for_must_name_them():
+    with pytest.raises(ModelError, match=r"no layers in mind for Decoder: name some in target_modules .*gate_proj"):
+        add_adapter(decoder(), AdapterConfig())
+    model = add_adapter(decoder(), AdapterConfig(target_modules=("q_proj", "v_proj")))
+    assert sum(p.requires_grad for p in model.parameters()) == 3 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"adapter": {"r": 4}}, "model.adapter applies only beside model.path"),
+        ({"path": "x", "adapter": {"rank": 4}}, "unknown key model.adapter.rank"),
+        ({"path": "x", "adapter": {"target_module": "q_proj"}}, "did you mean model.adapter.target_modules?"),
+        ({"path": "x", "adapter": {"base": "int4"}}, "model.adapter.base is 'int4' (text), wanted 'fp32', 'int8'"),
+        ({"path": "x", "adapter": {}, "random_init": True}, "adapter and random_init are both set"),
+    ],
+)
+def test_a_wrong_adapter_section_is_told_in_one_line(section, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": section}, source="run.yaml")
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_override_sets_one_key_of_the_adapter():
+    config = parse_config({"model": {"path": "x", "adapter": {"r": 4}}}, ["model.adapter.target_modules=[q_proj]"])
+    assert isinstance(config.model, PretrainedModel)
+    assert config.model.adapter == AdapterConfig(r=4, target_modules=("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("package", "base", "command"),
+    [("peft", "fp32", "hf"), ("torchao.quantization", "int8", "lowbit"), ("bitsandbytes", "nf4", "lowbit")],
+)
+def test_a_missing_package_is_told_with_the_command_that_installs_it(folder, monkeypatch, package, base, command):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=rf"pip install 'tightfit\[{command}\]'"):
+        adapted(folder, base=base)

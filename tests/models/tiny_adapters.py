@@ -1,0 +1,45 @@
+"""A tiny model of transformers, saved, and what adapters make of it."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit.config import AdapterConfig, PretrainedModel
+from tightfit.models.loading import build_model
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+PACKAGES = {"int8": "torchao.quantization", "nf4": "bitsandbytes"}
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def saved_llama(folder: Path, **shape: Any) -> Path:
+    """The folder of a Llama of some 170k parameters."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **shape})).save_pretrained(folder)
+    return folder
+
+
+def adapted(folder: Path, **adapter: Any) -> nn.Module:
+    """The model in a folder under new adapters that already add something."""
+    model = build_model(PretrainedModel(path=str(folder), adapter=AdapterConfig(**adapter)), seed=1)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def needs(base: str) -> None:
+    """Skip where the package for such a base is not installed."""
+    if base in PACKAGES:
+        pytest.importorskip(PACKAGES[base].partition(".")[0], reason="pip install 'tightfit[lowbit]'")
+        importlib.import_module(PACKAGES[base])
