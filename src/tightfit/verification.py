@@ -30,8 +30,8 @@ from tightfit.trace.restore import everything_restored
 # Matrix products round otherwise at other shapes. The error of a gradient against fp64 moves by up to this factor
 # when nothing but the number of samples in a pass changes (docs/lab-notes.md, "Rounding").
 ROUNDING_SPREAD = 1.02
-# Where most weights are frozen, fewer numbers are compared, and the norm of their errors scatters by itself: by up to 10%
-# on 1152 numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"), as this factor over the root of their number allows.
+# Where most weights are frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on
+# 1152 numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"), as this factor over the root of their number allows.
 FEW_NUMBERS = 4.0
 
 

@@ -9,15 +9,14 @@ from torch import nn
 
 from tightfit.errors import ModelError
 from tightfit.levers.low_bit_weights import at_full_width, freeze_in_low_bits, linear_layers
-from tightfit.memory.allocator import memory_of, scales_of, storage_bytes
+from tightfit.memory.allocator import scales_of, storage_bytes
 from tiny import decoder
 
-PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 
-
-@pytest.fixture(params=PACKAGES)
+@pytest.fixture(params=["int8", "nf4"])
 def kind(request):
-    pytest.importorskip(PACKAGES[request.param], reason="pip install 'tightfit[lowbit]'")
+    if request.param == "nf4":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'tightfit[lowbit]'")
     return request.param
 
 
@@ -43,11 +42,11 @@ def test_codes_are_near_the_weights_and_take_the_bytes_that_they_should(kind):
     # int8: a byte a weight and an fp32 scale a row; nf4: half a byte, an fp32 scale for 64, and a table of 16 a layer.
     count, rows, biases = 2 * 64 * 96, 96 + 64, 96
     expected = count + 4 * rows if kind == "int8" else count // 2 + 4 * count // 64 + 2 * 16 * 4
-    assert bytes_of(model) == pytest.approx(expected + 4 * biases, abs=2 * 4 * rows)
-    widened = dict(at_full_width(copy.deepcopy(model)).named_parameters())
-    step = 1 / 127 if kind == "int8" else 0.28  # of the largest weight: the widest gap between NF4's 16 values
+    assert bytes_of(model) == expected + 4 * biases
+    wide = dict(at_full_width(copy.deepcopy(model)).named_parameters())
+    step = 0.5 / 127 if kind == "int8" else 0.304  # of the largest weight: half a step; NF4's widest, from -1 to -0.696
     for name, weight in full.items():
-        assert (widened[name] - weight).abs().max() <= step / 2 * 1.1 * weight.abs().max()
+        assert (wide[name] - weight).abs().max() <= 1.001 * step * weight.abs().max()
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -64,10 +63,10 @@ def test_a_layer_computes_with_its_weight_at_full_width_and_hands_on_the_gradien
 def test_under_autocast_a_layer_computes_in_its_dtype(kind):
     model = Pair()
     freeze_in_low_bits(model, kind)
-    before = [t.clone() for p in model.parameters() for t in memory_of(p)]
+    before = [p.clone() for p in model.parameters()]
     with torch.autocast("cpu", torch.bfloat16):
         assert model(torch.randn(3, 64)).dtype == torch.bfloat16
-    for old, new in zip(before, [t for p in model.parameters() for t in memory_of(p)], strict=True):
+    for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
 
 

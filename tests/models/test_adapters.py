@@ -55,7 +55,7 @@ def test_frozen_weights_have_neither_gradients_nor_states(folder):
     steps = sum(4 for p in model.parameters() if p.requires_grad)
     found = estimate(model, TokenBatch(4, 64, 600))
     assert found.by_category["optimizer states"] == 2 * trained + steps
-    assert found.footing.timeline["gradients"] and max(found.footing.timeline["gradients"]) <= trained
+    assert 0 < max(found.footing.timeline["gradients"]) <= trained
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -164,7 +164,7 @@ def test_an_override_sets_one_key_of_the_adapter():
 
 @pytest.mark.parametrize(
     ("package", "base", "command"),
-    [("peft", "fp32", "hf"), ("torchao.quantization", "int8", "lowbit"), ("bitsandbytes", "nf4", "lowbit")],
+    [("peft", "fp32", "hf"), ("bitsandbytes", "nf4", "lowbit")],
 )
 def test_a_missing_package_is_told_with_the_command_that_installs_it(folder, monkeypatch, package, base, command):
     monkeypatch.setitem(sys.modules, package, None)

@@ -80,8 +80,8 @@ class AdapterConfig(Section):
     """Names of the layers that get an adapter (`[q_proj, v_proj]`), or `all-linear`; null: what `peft` takes for the
     architecture."""
     base: Literal["fp32", "int8", "nf4"] = "fp32"
-    """How the frozen weights of linear layers are held, the head's aside: as they are, in 8 bits with a scale a row
-    (torchao), or in 4-bit NormalFloat with a scale for 64 weights (bitsandbytes, Dettmers et al. 2023)."""
+    """How the frozen weights of linear layers are held, the head's aside: as they are, in 8 bits with a scale a row,
+    or in 4-bit NormalFloat with a scale for 64 weights (bitsandbytes; Dettmers et al. 2023)."""
 
 
 class PretrainedModel(Section):

@@ -1,7 +1,6 @@
 """Frozen weights in fewer bits: the linear layers of a base model that only its adapters are trained on.
 
-Inexact: the codes are not the weights. What they cost and save is seen by every dry run, since both packages compute
-through operators of the dispatcher.
+Inexact: the codes are not the weights. What they save, and what widening them for a product takes, every dry run sees.
 """
 
 import importlib
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.errors import InputError, ModelError
+from tightfit.levers.int8_linear import Int8Linear
 
 LowBits = Literal["int8", "nf4"]
 
@@ -19,7 +19,7 @@ LowBits = Literal["int8", "nf4"]
 def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
     """Freeze a model and replace the weights of its linear layers, except the output head's, by codes.
 
-    `int8` is one byte a weight and a scale a row (torchao); `nf4` is half a byte and an fp32 scale for 64 weights
+    `int8` is one byte a weight and an fp32 scale a row; `nf4` is half a byte and an fp32 scale for 64 weights
     (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` where the package is missing, `ModelError` where
     the model has no such layer.
     """
@@ -27,11 +27,9 @@ def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
     layers = linear_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers but its head: weights in {kind} save nothing")
-    if kind == "int8":
-        _int8(model, set(layers))
-    else:
-        for path, layer in layers.items():
-            _replace(model, path, _nf4(layer))
+    packed = Int8Linear.of if kind == "int8" else _nf4
+    for path, layer in layers.items():
+        _replace(model, path, packed(layer))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -45,7 +43,9 @@ def at_full_width(model: nn.Module) -> nn.Module:
     """Replace weights in few bits by what they stand for, in fp32: for a reference in higher precision. The model."""
     for path, module in list(model.named_modules()):
         weight = module._parameters.get("weight")
-        if isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight):
+        if isinstance(module, Int8Linear):
+            _replace(model, path, _linear(module.widened(), module.bias))
+        elif isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight):
             module.weight = nn.Parameter(weight.dequantize().detach(), requires_grad=False)
         elif getattr(weight, "quant_state", None) is not None:
             state: Any = weight
@@ -54,14 +54,12 @@ def at_full_width(model: nn.Module) -> nn.Module:
     return model
 
 
-def _int8(model: nn.Module, paths: set[str]) -> None:
-    quantization = _package("int8", "torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), filter_fn=lambda _, path: path in paths)
-
-
 def _nf4(layer: nn.Linear) -> nn.Module:
     """The layer with a weight of 4 bits."""
-    _package("nf4", "bitsandbytes")
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise InputError("weights in nf4 need the package bitsandbytes: pip install 'tightfit[lowbit]'") from error
     return importlib.import_module("tightfit.levers.nf4_linear").NF4Linear.of(layer)
 
 
@@ -75,11 +73,3 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
-
-
-def _package(kind: LowBits, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise InputError(f"weights in {kind} need the package {package}: pip install 'tightfit[lowbit]'") from error

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) through `peft`: put on a model, written, and read back, in its own format."""
+"""Low-rank adapters (LoRA, Hu et al. 2021) through `peft`: put on a model, and written and read in its own format."""
 
 import re
 import warnings
@@ -29,9 +29,9 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     if config.base != "fp32":
         freeze_in_low_bits(model, config.base)
     targets = config.target_modules
-    is_seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
     lora = peft.LoraConfig(
-        task_type="SEQ_2_SEQ_LM" if is_seq2seq else "CAUSAL_LM",
+        task_type=task if hasattr(model, "prepare_inputs_for_generation") else None,
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
@@ -40,7 +40,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     try:
         with _no_idle_warnings():
             return peft.get_peft_model(model, lora)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:  # a model without a model_type is looked up all the same
         raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
 
 
@@ -77,7 +77,7 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
 def _reason(text: str, model: nn.Module) -> str:
     """Why peft refuses, in a line that says what to do."""
     names = sorted({path.rpartition(".")[2] for path, m in model.named_modules() if isinstance(m, nn.Linear)})
-    if "Please specify" in text:
+    if "Please specify" in text or "model_type" in text:
         return (
             f"peft has no layers in mind for {type(model).__name__}: name some in target_modules ({', '.join(names)})"
         )

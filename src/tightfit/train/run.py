@@ -94,8 +94,8 @@ def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     which = "" if trained == count else f" ({trained:,} trained)"
     return (
-        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {len(data.training)} samples of "
-        f"{data.training.tokens.shape[1]} tokens to train on, {len(data.validation)} held out"
+        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {len(data.training)} samples "
+        f"of {data.training.tokens.shape[1]} tokens to train on, {len(data.validation)} held out"
     )
 
 
