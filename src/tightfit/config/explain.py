@@ -13,7 +13,7 @@ from tightfit.models.decoder_config import DecoderConfig
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _FOUND_LENGTH = 60
-_NESTED = {("memory", "recompute"): RecomputeConfig, ("model", "adapter"): AdapterConfig}
+_NESTED: dict[Key, type] = {("memory", "recompute"): RecomputeConfig, ("model", "adapter"): AdapterConfig}
 
 
 def explain(error: ValidationError, raw: Mapping[str, Any], settings: Settings, source: str) -> str:

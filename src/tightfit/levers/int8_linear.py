@@ -9,11 +9,13 @@ LARGEST = 127  # of a code: symmetric, so -128 is not used
 
 
 class Int8Linear(nn.Linear):
-    """`x @ weight.T + bias`, the weight as int8 codes and an fp32 scale a row (out_features, 1), in the dtype of its input
-    or of autocast.
+    """`x @ weight.T + bias`, the weight as int8 codes with an fp32 scale a row (out_features, 1), in the dtype of its
+    input or of autocast.
 
     The weight at full width is there during a product only, forward and backward: it is not kept for backward.
     """
+
+    scale: nn.Parameter
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:

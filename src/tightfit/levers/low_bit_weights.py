@@ -46,11 +46,12 @@ def at_full_width(model: nn.Module) -> nn.Module:
         if isinstance(module, Int8Linear):
             _replace(model, path, _linear(module.widened(), module.bias))
         elif isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight):
-            module.weight = nn.Parameter(weight.dequantize().detach(), requires_grad=False)
+            held: Any = weight
+            module.weight = nn.Parameter(held.dequantize().detach(), requires_grad=False)
         elif getattr(weight, "quant_state", None) is not None:
-            state: Any = weight
-            full = importlib.import_module("bitsandbytes").functional.dequantize_4bit(state.data, state.quant_state)
-            _replace(model, path, _linear(full, module.bias))
+            held = weight
+            full = importlib.import_module("bitsandbytes").functional.dequantize_4bit(held.data, held.quant_state)
+            _replace(model, path, _linear(full, module._parameters.get("bias")))
     return model
 
 
@@ -63,10 +64,10 @@ def _nf4(layer: nn.Linear) -> nn.Module:
     return importlib.import_module("tightfit.levers.nf4_linear").NF4Linear.of(layer)
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def _linear(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    layer.bias = bias
+    layer.register_parameter("bias", bias)
     return layer
 
 
