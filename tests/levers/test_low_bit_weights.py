@@ -2,15 +2,17 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from tightfit import estimate
 from tightfit.errors import ModelError
 from tightfit.levers.low_bit_weights import at_full_width, freeze_in_low_bits, linear_layers
 from tightfit.memory.allocator import scales_of, storage_bytes
-from tiny import decoder
+from tiny import allocator_peak, decoder, token_batch
 
 
 @pytest.fixture(params=["int8", "nf4"])
@@ -105,3 +107,18 @@ def test_a_model_at_full_width_already_is_left_as_it_is():
     model = decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert all(torch.equal(p, before[name]) for name, p in at_full_width(model).named_parameters())
+
+
+def test_a_base_that_the_user_quantised_by_torchao_is_predicted_and_widened():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own import
+        quantization = pytest.importorskip("torchao.quantization", reason="pip install 'tightfit[lowbit]'")
+    model, x = decoder(), token_batch()
+    model.requires_grad_(False)
+    quantization.quantize_(model.layers, quantization.Int8WeightOnlyConfig())
+    model.norm.requires_grad_(True)
+    assert estimate(model, x).peak_bytes == pytest.approx(allocator_peak(model, x), rel=1e-4)
+    with torch.no_grad():
+        narrow = model(**x).loss
+        assert torch.allclose(at_full_width(model)(**x).loss, narrow, rtol=1e-5)
+    assert all(type(p.data) is torch.Tensor for p in model.parameters())
