@@ -7,7 +7,19 @@ from command_line import tightfit
 from tightfit.optimizer_names import OPTIMIZERS
 from tightfit.planner.request import LEVERS
 
-COMMANDS = ("train", "plan", "estimate", "verify", "generate", "profile", "doctor", "devices", "calibrate", "minimind")
+COMMANDS = (
+    "train",
+    "plan",
+    "estimate",
+    "verify",
+    "generate",
+    "score",
+    "profile",
+    "doctor",
+    "devices",
+    "calibrate",
+    "minimind",
+)
 
 
 def test_the_version_is_the_packages():

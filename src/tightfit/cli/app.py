@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 import tightfit
-from tightfit.cli import asking, generating, measuring, minimind, observing, training
+from tightfit.cli import asking, generating, measuring, minimind, observing, scoring, training
 from tightfit.errors import OutputError, TightfitError
 from tightfit.memory.disk import NO_ROOM
 
@@ -79,6 +79,7 @@ app.command()(asking.plan)
 app.command()(asking.estimate)
 app.command()(asking.verify)
 app.command()(generating.generate)
+app.command()(scoring.score)
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)
 app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)

@@ -46,7 +46,7 @@ def _read(source: str) -> Iterator[str]:
             f"data.source {source!r}: no such file or folder: give a .jsonl file, a text file, a folder of text files "
             f"or {DEFAULT_SOURCE!r}"
         )
-    return _json_lines(path) if path.suffix.lower() in _JSON_LINES_SUFFIXES else iter([_text(path)])
+    return _json_lines(path) if path.suffix.lower() in _JSON_LINES_SUFFIXES else iter([read_text(path)])
 
 
 def _standard_library() -> Iterator[str]:
@@ -72,10 +72,11 @@ def _text_folder(folder: Path) -> Iterator[str]:
     if not paths:
         suffixes = ", ".join(sorted(_TEXT_SUFFIXES))
         raise DataError(f"data.source {str(folder)!r} holds no text files: put {suffixes} files in it")
-    return map(_text, paths)
+    return map(read_text, paths)
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of one file. Raises `DataError`."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
