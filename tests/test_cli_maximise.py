@@ -87,6 +87,7 @@ def test_micro_batches_are_counted_by_the_plan(config):
             "the largest batch_size and micro_batches auto exclude",
         ),
         (("--maximise", "hidden_size", "--multiple-of", "3", "--budget", "6MB"), "not a multiple of model.num_heads"),
+        (("--multiple-of", "3", "--budget", "6MB"), "--multiple-of is for --maximise, which is not given"),
         (("training.gradient_accumulation_steps=auto",), "memory.budget, which is not given"),
         (("training.gradient_accumulation_steps=automatic",), "gradient_accumulation_steps is 'automatic'"),
     ],

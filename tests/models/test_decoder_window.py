@@ -58,6 +58,6 @@ def test_it_learns_what_lies_within_the_window():
 
 
 def test_dropout_of_attention_weights_is_refused():
-    with pytest.raises(ModelError, match="attention_window and model.attention_dropout exclude each other") as caught:
+    with pytest.raises(ModelError, match=r"attention_window and model\.attention_dropout exclude each other") as caught:
         DecoderConfig(attention_window=8, attention_dropout=0.1)
     assert "\n" not in str(caught.value)

@@ -74,6 +74,8 @@ def plan(
 
     [dim]tightfit plan --model mm26 --budget 2GB --maximise sequence_length[/]
     """
+    if multiple_of is not None and maximise is None:
+        raise InputError("--multiple-of is for --maximise, which is not given: give both, or neither")
     from tightfit.cli.maximising import maximised
     from tightfit.cli.subject import subject_of
     from tightfit.planner.describe import describe_plan

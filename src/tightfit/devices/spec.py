@@ -106,7 +106,7 @@ class DeviceSpec:
         """The inverse of `to_dict`. Raises `DeviceError` where a figure is missing, unknown or not a finite number."""
         try:
             if missing := {field.name for field in fields(cls)} - set(data):
-                raise KeyError(f"lacks {', '.join(sorted(missing))}")
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
             spec = cls(
                 **{
                     **data,
@@ -119,7 +119,7 @@ class DeviceSpec:
             )
             sound = all(math.isfinite(figure) and figure >= 0 for figure in _figures(spec))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DeviceError(f"device spec: {type(error).__name__} {error}: calibrate the device again") from error
+            raise DeviceError(f"device spec: {error}: calibrate the device again") from error
         if not sound or spec.kind not in ("cpu", "cuda"):
             raise DeviceError(
                 f"device spec of {spec.name!r}: a figure is not a finite number: calibrate the device again"
