@@ -29,6 +29,7 @@ _HOMES: dict[str, str] = {
     "plan": "tightfit.planner.api",
     "recompute": "tightfit.levers.recompute",
     "score": "tightfit.models.scoring",
+    "set_allocator": "tightfit.memory.settings",
     "train": "tightfit.train",
     "verify": "tightfit.verification",
 }

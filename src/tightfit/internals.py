@@ -43,6 +43,7 @@ __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
     "as_outside_of_kernels",
+    "allocator_settings",
     "at_end_of_backward",
     "attention_priority",
     "autocast_cache_cleared_by",
@@ -64,6 +65,7 @@ __all__ = [
     "no_torch_dispatch",
     "no_torch_function",
     "operators_with_kernel",
+    "set_allocator_settings",
     "set_version_counters",
     "tensor_without_memory",
     "without_dynamo",
@@ -73,6 +75,16 @@ __all__ = [
 def clear_cublas_workspaces() -> None:
     """Give back the scratch memory that cuBLAS keeps; only on a build with CUDA."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces")()  # noqa: B009 (builds without CUDA do not have it)
+
+
+def allocator_settings() -> str:
+    """The device allocator's settings as they were last set, in the words of `PYTORCH_ALLOC_CONF`."""
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def set_allocator_settings(words: str) -> None:
+    """Set the device allocator's settings. Raises `ValueError` or `RuntimeError` where torch does not take them."""
+    torch._C._accelerator_setAllocatorSettings(words)
 
 
 def compiled_code_off() -> Callable[[], None]:

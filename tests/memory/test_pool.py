@@ -1,6 +1,7 @@
 """A pool hands out buffers of exact size, uses them again, and stays within its bound."""
 
 import errno
+import gc
 import os
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import pytest
 
 from tightfit.errors import LeverError, OutputError
 from tightfit.memory.disk import DiskStore, Extent
-from tightfit.memory.pool import BufferPool
+from tightfit.memory.pool import BufferPool, named_pools
 
 
 @pytest.fixture
@@ -98,3 +99,16 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path):
         DiskStore(tmp_path / "file")
     with pytest.raises(LeverError, match=r"^offload: .* TiB are more than the .* GiB that are free in .*: lower"):
         DiskStore(tmp_path, budget_bytes=2**60)
+
+
+def test_pools_of_one_name_are_told_of_together_and_only_while_they_live(tmp_path):
+    pools = [BufferPool(DiskStore(tmp_path, budget_bytes=1000), "of this test") for _ in range(2)]
+    BufferPool(DiskStore(tmp_path, budget_bytes=1000)).lease(100)
+    leases = [pools[0].lease(300), pools[1].lease(200)]
+    told = named_pools()["of this test"]
+    assert (told.leased_bytes, told.misses, told.buffers) == (500, 2, 2)
+    del pools[1]
+    assert named_pools()["of this test"].high_water_bytes == 300
+    del leases, pools[0]
+    gc.collect()
+    assert "of this test" not in named_pools()

@@ -276,6 +276,20 @@ def test_a_recomputing_model_is_watched_as_it_runs():
         assert watch.peak_bytes == allocator_peak(again, token_batch())
 
 
+def test_the_pool_of_what_is_offloaded_is_in_the_record(tmp_path):
+    model = decoder()
+    with tightfit.offload(model, "layers.*", folder=tmp_path, smallest=1024) as offloaded:
+        watch = Loop(model).run()
+        assert watch.record().pools["offload to disk"] == offloaded.statistics
+    watch.to_json(tmp_path / "record.json")
+    back = Record.from_json(tmp_path / "record.json")
+    assert back.pools == watch.record().pools
+    assert back.pools["offload to disk"].hits > back.pools["offload to disk"].misses > 0
+    table = str(back).split("pool ")[1].splitlines()
+    assert table[0].split() == ["highest", "now", "in", "use", "buffers", "hits", "misses", "refused"]
+    assert table[2].startswith("offload to disk")
+
+
 def test_a_record_survives_its_json(watched, tmp_path):
     watched.to_json(tmp_path / "record.json")
     back = Record.from_json(tmp_path / "record.json")

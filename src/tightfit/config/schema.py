@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from tightfit.allocator_names import parse_allocator
 from tightfit.errors import BudgetError
 from tightfit.exclusions import BUDGET_AND_RECOMPUTE, STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
 from tightfit.models.decoder_config import DecoderConfig
@@ -45,6 +46,12 @@ def _readable_budget(budget: int | str | None) -> int | str | None:
         except BudgetError as error:
             raise ValueError(str(error)) from error
     return budget
+
+
+def _known_allocator(setting: str | None) -> str | None:
+    if setting is not None:
+        parse_allocator(setting)
+    return setting
 
 
 def _known_optimizer(name: str) -> str:
@@ -218,6 +225,9 @@ class MemoryConfig(Section):
     temporary files (`TMPDIR`)."""
     offload_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
     """The most that is offloaded at once: bytes, `4GiB`, `4GB`; null: half of what is free in the folder."""
+    allocator: Annotated[str | None, AfterValidator(_known_allocator)] = None
+    """Settings of CUDA's allocator, made before CUDA starts: `expandable_segments` (less fragmentation), or
+    `key:value` with commas between as in `PYTORCH_ALLOC_CONF`; null: as the environment says. Nothing on a CPU."""
     recompute: RecomputeConfig | None = None
     """Recompute set by hand, as a mapping; null: left to the plan."""
     verify: bool = False

@@ -7,8 +7,10 @@ nobody uses make room first; then the pool says no.
 """
 
 import threading
+import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 
@@ -39,6 +41,10 @@ class PoolStatistics:
     leased_bytes: int
     high_water_bytes: int
 
+    def __add__(self, other: "PoolStatistics") -> "PoolStatistics":
+        """Those of two pools together; the highest points are taken as if they had been at one time."""
+        return PoolStatistics(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
 
 class Lease:
     """A buffer, for as long as somebody holds this."""
@@ -56,15 +62,21 @@ class Lease:
 
 
 class BufferPool(Generic[StoreType]):
-    """Mutable: all buffers of one store, in use and free. Any thread may ask and let go."""
+    """Mutable: all buffers of one store, in use and free. Any thread may ask and let go.
 
-    def __init__(self, store: StoreType):
+    A pool with a `name` is among those that `named_pools` tells of, for as long as it lives.
+    """
+
+    def __init__(self, store: StoreType, name: str | None = None):
         self.store = store
+        self.name = name
         self._free: dict[int, list[Any]] = {}  # by size; the size used longest ago first
         self._returned: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
         self._hits = self._misses = self._refusals = 0
         self._held = self._leased = self._high_water = self._buffers = 0
+        if name is not None:
+            _NAMED.add(self)
 
     def lease(self, nbytes: int) -> Lease | None:
         """A buffer of exactly `nbytes`, or None where there is no room for it."""
@@ -125,3 +137,16 @@ class BufferPool(Generic[StoreType]):
             self._held -= nbytes
             return True
         return False
+
+
+_NAMED: "weakref.WeakSet[BufferPool[Any]]" = weakref.WeakSet()
+
+
+def named_pools() -> Mapping[str, PoolStatistics]:
+    """What the pools of this process that have a name have done so far, those of one name together."""
+    found: dict[str, PoolStatistics] = {}
+    for pool in list(_NAMED):
+        assert pool.name is not None, "only named pools are entered"
+        statistics = pool.statistics
+        found[pool.name] = found[pool.name] + statistics if pool.name in found else statistics
+    return dict(sorted(found.items()))

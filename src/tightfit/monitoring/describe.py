@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from tightfit.memory.pool import PoolStatistics
 from tightfit.monitoring.record import Failure, Record
 from tightfit.planner.describe import WIDTH, rendered, table_of
 from tightfit.planner.records import TensorGroup
@@ -27,6 +28,8 @@ def describe_record(record: Record, width: int = WIDTH) -> str:
         parts += ["", tensor_table(record.traced.top)]
     if record.phase_peaks:
         parts += ["", phase_table(record)]
+    if record.pools:
+        parts += ["", pool_table(record.pools)]
     return rendered(*parts, width=width)
 
 
@@ -109,4 +112,14 @@ def phase_table(record: Record) -> Table:
     for phase in dict.fromkeys([*record.phase_peaks, *record.rss_by_phase]):
         peak, rss = record.phase_peaks.get(phase), record.rss_by_phase.get(phase)
         table.add_row(phase, format_bytes(peak) if peak else "", format_bytes(rss) if rss else "")
+    return table
+
+
+def pool_table(pools: Mapping[str, PoolStatistics]) -> Table:
+    """Pools of buffers: what was set up at most, and how often a buffer was there, was made, or found no room."""
+    table = table_of("pool", "highest", "now", "in use", "buffers", "hits", "misses", "refused")
+    for name, pool in pools.items():
+        sizes = (pool.high_water_bytes, pool.held_bytes, pool.leased_bytes)
+        counts = (pool.buffers, pool.hits, pool.misses, pool.refusals)
+        table.add_row(name, *map(format_bytes, sizes), *(f"{count:,}" for count in counts))
     return table

@@ -8,9 +8,10 @@ from typing import Any
 
 from tightfit.errors import InputError
 from tightfit.memory.failure import OutOfMemory
+from tightfit.memory.pool import PoolStatistics
 from tightfit.planner.records import Footing
 
-FORMAT = 1
+FORMAT = 2
 KIND = "tightfit memory record"
 
 
@@ -46,7 +47,8 @@ class Record:
 
     `traced` is the one step that was watched in every operator, `traced_step` its number from 1 (0: none was); it is
     `complete` unless the training ended inside it. `peak_source` says what `peak_bytes` is: the peak of the traced
-    step, of CUDA's allocator, or of resident memory.
+    step, of CUDA's allocator, or of resident memory. `pools` are those of buffers outside of the allocators (offload),
+    by name, as they stood at the end.
     """
 
     peak_bytes: int
@@ -68,6 +70,7 @@ class Record:
     allocator: Mapping[str, int] | None
     samples: tuple[Sample, ...]
     failure: Failure | None
+    pools: Mapping[str, PoolStatistics]
     script: str = ""
 
     @property
@@ -108,6 +111,7 @@ class Record:
         fields |= {
             "traced": None if raw["traced"] is None else Footing.from_dict(raw["traced"]),
             "samples": tuple(Sample(**sample) for sample in raw["samples"]),
+            "pools": {name: PoolStatistics(**pool) for name, pool in raw["pools"].items()},
             "failure": None if raw["failure"] is None else _failure(raw["failure"]),
         }
         return cls(**fields)

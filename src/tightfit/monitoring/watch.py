@@ -16,6 +16,7 @@ from tightfit.errors import InputError
 from tightfit.internals import compiled_code_off, is_innermost
 from tightfit.memory.counters import allocator_state
 from tightfit.memory.failure import parse_out_of_memory
+from tightfit.memory.pool import named_pools
 from tightfit.monitoring.real_run import RealRun, WatchedModules, bytes_by_module
 from tightfit.monitoring.record import Failure, Record, Sample
 from tightfit.monitoring.sampler import Sampler
@@ -351,4 +352,5 @@ class Watch:
             allocator=allocator_state(self._device),
             samples=self.samples,
             failure=self.failure,
+            pools=named_pools(),
         )

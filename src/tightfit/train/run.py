@@ -17,6 +17,7 @@ from tightfit.config import Config, dump_config, load_config, parse_config
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
 from tightfit.errors import VerificationFailed
+from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.planner.plan import Plan
@@ -65,6 +66,8 @@ def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
 
 def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
     training = config.training
+    if config.memory.allocator is not None:
+        set_allocator(config.memory.allocator)  # before anything starts CUDA
     device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
     data = prepare_data(config.data, config.model)
     model = build_model(config.model, seed=training.seed)
@@ -139,13 +142,15 @@ def _steps(
 
 
 def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
-    return evaluation_loss(
-        model,
-        data.validation,
-        CausalLMLoss(),
-        micro_batch_size=config.training.batch_size // fitted.micro_batches,
-        precision=config.training.precision,
-    )
+    device = next(model.parameters()).device
+    with private_pool(device):  # its sizes are not those of a training step
+        return evaluation_loss(
+            model,
+            data.validation,
+            CausalLMLoss(),
+            micro_batch_size=config.training.batch_size // fitted.micro_batches,
+            precision=config.training.precision,
+        )
 
 
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:

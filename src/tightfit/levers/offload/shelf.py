@@ -20,6 +20,7 @@ from tightfit.memory.pool import BufferPool, Lease, PoolStatistics
 from tightfit.operators import fresh_memory
 from tightfit.units import format_bytes
 
+_NAMES = {"cpu": "offload to disk"}  # of the pools that a monitor shows
 SMALLEST_BYTES = 64 * 1024  # below, a copy's own overhead is more than what the bytes are worth
 
 
@@ -117,7 +118,7 @@ class HostShelf:
         if self._owner != os.getpid():
             self.__post_init__()  # a fork: parent and child would write into the same places of one file
         if kind not in self._pools:
-            self._pools[kind] = BufferPool(self._store(kind))
+            self._pools[kind] = BufferPool(self._store(kind), _NAMES.get(kind))
         return self._pools[kind]
 
     def _store(self, kind: str) -> Any:

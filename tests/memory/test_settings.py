@@ -1,0 +1,125 @@
+"""CUDA's allocator is set up before CUDA starts, or one line says why not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tightfit.allocator_names import KEYS, parse_allocator
+from tightfit.config import parse_config
+from tightfit.errors import ConfigError, DeviceError, InputError
+from tightfit.internals import allocator_settings, set_allocator_settings
+from tightfit.memory.settings import VARIABLES, private_pool, set_allocator
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    """Settings are the process's: each test finds none and leaves none."""
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")  # so that what a test sets is taken away again
+        monkeypatch.delenv(variable)
+    before = allocator_settings()
+    yield
+    set_allocator_settings(before)
+
+
+def test_a_setting_reaches_torch_and_the_processes_that_are_started():
+    assert set_allocator("expandable_segments") == "expandable_segments:True"
+    assert allocator_settings() == "expandable_segments:True"
+    child = "import tightfit.internals; print(tightfit.internals.allocator_settings())"
+    said = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "expandable_segments:True"
+
+
+def test_settings_in_pytorchs_words_go_through_as_they_are():
+    words = "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:8]"
+    assert set_allocator(words) == os.environ[VARIABLES[0]] == allocator_settings() == words
+
+
+def test_a_setting_that_is_none_is_one_line():
+    with pytest.raises(InputError, match=r"'expandable_segment' is no setting of CUDA's allocator: did you mean 'exp"):
+        set_allocator("expandable_segment")
+    with pytest.raises(InputError, match="'max_split_size_mb' has no value: write max_split_size_mb:VALUE"):
+        set_allocator("max_split_size_mb")
+    with pytest.raises(InputError, match="choose among backend, "):
+        set_allocator("xyz:1")
+    with pytest.raises(InputError, match="max_split_size_mb too small, must be >= 20") as caught:
+        set_allocator("max_split_size_mb:5")
+    assert "\n" not in str(caught.value)
+    assert VARIABLES[0] not in os.environ
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_an_environment_that_says_otherwise_is_not_overridden_silently(variable, monkeypatch):
+    monkeypatch.setenv(variable, "backend:native")
+    with pytest.raises(InputError, match=f"{variable} is set to 'backend:native' already: take one of them away"):
+        set_allocator("expandable_segments")
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    set_allocator("expandable_segments")
+
+
+def test_once_cuda_has_started_only_the_same_setting_is_taken(monkeypatch):
+    set_allocator("expandable_segments")
+    monkeypatch.delenv(VARIABLES[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    set_allocator("expandable_segments")
+    with pytest.raises(DeviceError, match=r"CUDA has started in this process already.*PYTORCH_ALLOC_CONF=backend:nat"):
+        set_allocator("backend:native")
+    assert allocator_settings() == "expandable_segments:True"
+
+
+def test_the_configuration_takes_it_and_refuses_what_is_none():
+    assert parse_config({"memory": {"allocator": "expandable_segments"}}).memory.allocator == "expandable_segments"
+    with pytest.raises(ConfigError, match=r"memory\.allocator: allocator 'expandable': 'expandable' is no setting"):
+        parse_config({"memory": {"allocator": "expandable"}})
+
+
+def test_what_is_allocated_in_a_private_pool_on_a_cpu_is_as_everywhere():
+    with private_pool("cpu"):
+        tensor = torch.ones(3)
+    assert tensor.tolist() == [1, 1, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_memory_of_a_private_pool_goes_back_whole():
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with private_pool("cuda"):
+        tensor = torch.ones(1 << 26, device="cuda")
+    assert torch.cuda.memory_reserved() > before
+    del tensor
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
+
+
+def test_torch_knows_the_keys_that_are_offered():
+    """In the libraries of torch, where CUDA's own keys are those of a build with CUDA."""
+    libraries = (Path(torch.__file__).parent / "lib").glob("libc10*.so")
+    content = b"".join(path.read_bytes() for path in libraries)
+    common = ("expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions")
+    assert all(key.encode() in content and key in KEYS for key in common)
+
+
+def test_brackets_hold_one_value_together():
+    assert parse_allocator("roundup_power2_divisions:[256:1,>:8], backend:native") == (
+        "roundup_power2_divisions:[256:1,>:8],backend:native"
+    )
+
+
+def test_the_benchmark_of_settings_runs_a_setting_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    from benchmarks.gpu import fragmentation
+
+    monkeypatch.setattr(fragmentation, "SETTINGS", ("expandable_segments",))
+    fragmentation.main(["--small", "--output", str(tmp_path / "small.json")])
+    found = json.loads((tmp_path / "small.json").read_text())["results"]
+    assert [row["setting"] for row in found] == ["expandable_segments"]
+    assert all(row["step_seconds"] > 0 for row in found)
+    assert "expandable_segments: " in capsys.readouterr().out
