@@ -24,9 +24,9 @@ class Activity:
     host: int = 0  # depth of code that works in host memory, whatever the device
     playing_cuda: bool = False  # a dry run in which CPU tensors stand for those of a CUDA device
     offloading: int = 0  # depth of copies to or from the place where a lever puts values
-    # In a dry run: stands for a copy of a tensor's storage outside of the memory that is counted, and gives what
-    # brings it back.
-    dry_copy: Callable[[Any], Callable[[], Any]] | None = None
+    # In a dry run: stands for the way of a tensor's storage out of the memory that is counted, and back (`Crossing` in
+    # levers/offload/transfers.py), on CUDA, where that is asked for, beside the computation.
+    dry_copy: Callable[[Any, bool], Any] | None = None
     on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
 
 

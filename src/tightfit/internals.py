@@ -60,14 +60,17 @@ __all__ = [
     "is_dense",
     "is_innermost",
     "is_profiling",
+    "is_shared",
     "kernels_replaced",
     "newest_sequence_number",
     "no_torch_dispatch",
     "no_torch_function",
     "operators_with_kernel",
+    "register_pages",
     "set_allocator_settings",
     "set_version_counters",
     "tensor_without_memory",
+    "unregister_pages",
     "without_dynamo",
 ]
 
@@ -129,6 +132,28 @@ def is_innermost(mode: TorchDispatchMode) -> bool:
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch runs; there can be one at a time."""
     return _autograd._profiler_enabled()
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anybody but this tensor holds its storage: a tensor, a graph, a view."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the storage's own Python object
+
+
+def register_pages(address: int, nbytes: int) -> bool:
+    """Pin pages of host memory for CUDA. False where there is no room for it. Raises `CudaError` for other reasons."""
+    runtime: Any = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(status) == 2:  # cudaErrorMemoryAllocation, driver_types.h
+        return False
+    torch.cuda.check_error(status)
+    return True
+
+
+def unregister_pages(address: int) -> None:
+    """Let go of pages that were pinned."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
 def counting_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.devices.families import Family
 from tightfit.devices.spec import DeviceSpec
@@ -41,6 +42,27 @@ def figures_of(spec: DeviceSpec) -> Figures:
         ),
         compute_capability=spec.compute_capability,
     )
+
+
+class CopyRates(NamedTuple):
+    """Bytes per second from the memory that computes to where values are offloaded, and back."""
+
+    away: float
+    back: float
+
+
+def copy_rates(spec: DeviceSpec) -> CopyRates | None:
+    """Rates between a CUDA device and pinned host memory; None for a CPU, and where they were not measured.
+
+    Of a published rate copies are presumed to reach the share that streams reach of the device's memory.
+    """
+    if spec.roofline is not None:
+        rate = spec.roofline.link_bytes_per_second * spec.roofline.stream_share
+        return CopyRates(rate, rate)
+    measured = spec.link_bytes_per_second
+    if "to_host/pinned" not in measured or "to_device/pinned" not in measured:
+        return None
+    return CopyRates(measured["to_host/pinned"], measured["to_device/pinned"])
 
 
 def product_rates(spec: DeviceSpec, layout: str = LAYOUT) -> dict[str, float]:

@@ -1,9 +1,12 @@
 """The way between a device and the host: pinned memory and a copy stream on CUDA; plain copies where both are one."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tightfit.activity import host_memory
+from tightfit.streams import CudaStreams
 
 HOST = torch.device("cpu")
 
@@ -13,57 +16,53 @@ class Link:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._arrivals: dict[int, torch.cuda.Event] = {}  # by address: copies that nobody has waited for yet
+        self._streams = CudaStreams(device) if device.type == "cuda" else None
+        self._lane = None if self._streams is None else self._streams.new()
+        self._arrivals: dict[int, Any] = {}  # by address: copies that nobody has waited for yet
 
     @property
     def is_concurrent(self) -> bool:
         """Whether copies go on beside what is computed."""
-        return self._stream is not None
+        return self._streams is not None
 
     def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Host memory of a tensor's shape; pinned where the device is CUDA."""
+        pinned = self.device.type == "cuda"
         with host_memory():
             return torch.empty_like(
-                like, dtype=dtype, device=HOST, pin_memory=self._is_cuda, memory_format=torch.preserve_format
+                like, dtype=dtype, device=HOST, pin_memory=pinned, memory_format=torch.preserve_format
             )
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in host memory, which `wait` must be called for before it is read."""
         target = self.empty_on_host(tensor)
-        self._copy(target, tensor, tensor)
-        if self._stream is not None:
-            self._arrivals[target.data_ptr()] = self._event()
+        event = self._copy(target, tensor, tensor)
+        if event is not None:
+            self._arrivals[target.data_ptr()] = event
         return target
 
     def wait(self, tensor: Tensor) -> None:
         """Until the copy to `tensor`, which is in host memory, is there."""
-        if self._stream is not None:
-            event = self._arrivals.pop(tensor.data_ptr(), None)
-            if event is not None:
-                event.synchronize()
+        event = self._arrivals.pop(tensor.data_ptr(), None)
+        if event is not None and self._streams is not None:
+            self._streams.finish(event)
 
-    def to_device(self, target: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        """Copy `source`, in host memory, over `target`; the event after which `source` may be written again."""
-        self._copy(target, source, target)
-        return None if self._stream is None else self._event()
+    def to_device(self, target: Tensor, source: Tensor) -> Any:
+        """Copy `source`, in host memory, over `target`; the event after which `source` may be written again, None where
+        that is now.
+        """
+        return self._copy(target, source, target)
 
     def join(self) -> None:
         """What the device computes from here on comes after all copies."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        if self._streams is not None:
+            self._streams.wait(self._streams.current(), self._streams.mark(self._lane))
 
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> None:
-        if self._stream is None:
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Any:
+        if self._streams is None:
             target.copy_(source)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        on_device.record_stream(self._stream)
+            return None
+        self._streams.wait(self._lane, self._streams.mark(self._streams.current()))
+        self._streams.copy(self._lane, target, source)
+        on_device.record_stream(self._lane)  # pyright: ignore[reportArgumentType]
+        return self._streams.mark(self._lane)

@@ -76,7 +76,8 @@ def plan(
     those of `estimate`; `micro_batches="auto"` takes the largest micro-batch that fits: the fewest equal parts of the
     batch for which there is a plan, so that the effective batch stays what it is (and the lever `"micro_batch"` is
     allowed by that). The lever `"offload"` is used only where it is named: from a CPU to a file in `offload_folder`
-    (None: the system's for temporary files) of at most `offload_budget` (None: half of what is free there). With
+    (None: the system's for temporary files), from CUDA to pinned host memory, of at most `offload_budget` (None: half
+    of what is free there). With
     `curve` the plan carries the trade-off curve too, and what the levers that were not allowed would have given.
     Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
     `LeverError` where offload is named and not available.
@@ -202,7 +203,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         device=request.device.name,
         fingerprint=fingerprint(request.model),
         assumptions=told(candidate.trace.assumptions),
-        offload=offload_tier(request.offload, candidate.trace),
+        offload=offload_tier(request, candidate.trace),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
     )
@@ -247,12 +248,16 @@ def action_of(policy: Policy) -> Action:
     return "operators" if policy.kept else "recompute"
 
 
-def offload_tier(settings: OffloadSettings, trace: StepTrace) -> OffloadTier | None:
+def offload_tier(request: Request, trace: StepTrace) -> OffloadTier | None:
     """Where a traced step offloads to, and how much at once: all that a micro-batch's forward copies away."""
     first, last = trace.repeated
     copied = sum(o.copied_bytes for o in trace.operators[first:last] if o.name == AWAY)
+    if not copied:
+        return None
+    settings = request.offload
     folder = None if settings.folder is None else str(settings.folder)
-    return OffloadTier(folder, settings.budget_bytes, settings.smallest_bytes, copied) if copied else None
+    on_host = request.device.kind == "cuda"
+    return OffloadTier(folder, settings.budget_bytes, settings.smallest_bytes, copied, on_host)
 
 
 def describe_batch(batch: Batch) -> str:

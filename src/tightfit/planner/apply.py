@@ -10,6 +10,7 @@ from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.offload import HostShelf, OffloadSettings
+from tightfit.levers.offload.shelf import DISK, HOST
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.planner.footing import fingerprint
@@ -69,11 +70,12 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
 def opened_shelf(tier: OffloadTier) -> HostShelf:
     """A shelf on which there is room for a plan."""
     shelf = HostShelf(OffloadSettings(tier.folder, tier.budget_bytes, tier.smallest_bytes))
-    store = shelf.open("cpu").store
+    store = shelf.open(HOST if tier.host else DISK).store
     if store.budget_bytes < tier.bytes:
+        where, other = ("host memory", "budget") if tier.host else (f"{store.folder}", "folder or budget")
         raise LeverError(
-            f"offload: the plan needs {format_bytes(tier.bytes)} in {store.folder}, and may take "
-            f"{format_bytes(store.budget_bytes)}: free space there, or plan again with another folder or budget"
+            f"offload: the plan needs {format_bytes(tier.bytes)} in {where}, and may take "
+            f"{format_bytes(store.budget_bytes)}: free space there, or plan again with another {other}"
         )
     return shelf
 

@@ -141,9 +141,10 @@ def used_levers(plan: Plan) -> list[str]:
     recomputing = sum(choice.action in ("recompute", "operators") for choice in plan.choices)
     offloading = sum(choice.action == "offload" for choice in plan.choices)
     if plan.offload is not None:
+        file = f"a file in {plan.offload.folder or 'the folder for temporary files'}"
+        where = "pinned host memory" if plan.offload.host else file
         lines.append(
-            f"{offloading} of {len(plan.choices)} blocks offload {format_bytes(plan.offload.bytes)} to a file in "
-            f"{plan.offload.folder or 'the folder for temporary files'}."
+            f"{offloading} of {len(plan.choices)} blocks offload {format_bytes(plan.offload.bytes)} to {where}."
         )
     if recomputing:
         lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")

@@ -53,10 +53,11 @@ def price(
     recomputes: bool = True,
     offloads: bool = False,
     replaying_seconds: float = 0.0,
+    beside: bool = False,
 ) -> Priced:
     """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's);
-    `recomputes` and `offloads` say what choices may do; `replaying_seconds` is what the executor takes, beside its
-    kernel, for an operator that it runs again.
+    `recomputes` and `offloads` say what choices may do, `beside` that copies go on beside the computation;
+    `replaying_seconds` is what the executor takes, beside its kernel, for an operator that it runs again.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
     spans = windows(plain, paths)
@@ -67,7 +68,7 @@ def price(
     kinds = {graph.kind: graph for graph in graphs.values()}
     by_kind = {kind: _choices(graph, recomputes, offloads) for kind, graph in kinds.items()}
     plain_prints = {w.path: footprint(plain, w) for w in spans}
-    measured = _measure(order, graphs, by_kind, plain_prints, trace)
+    measured = _measure(order, graphs, by_kind, plain_prints, trace, beside)
     options = tuple(
         tuple(
             Option(
@@ -106,6 +107,7 @@ def _measure(
     by_kind: Mapping[str, tuple[Choice, ...]],
     plain: Mapping[str, Footprint],
     trace: Tracer,
+    beside: bool,
 ) -> dict[str, list[Footprint]]:
     """The footprint of every option of every kind, from as few traces as blocks allow."""
     members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
@@ -119,7 +121,7 @@ def _measure(
         applied = trace(policies)
         for window in windows(applied, order):
             if window.path in tried:
-                measured[tried[window.path]].append(footprint(applied, window))
+                measured[tried[window.path]].append(footprint(applied, window, beside=beside))
     return measured
 
 

@@ -40,14 +40,16 @@ class ChunkedLoss:
 
 @dataclass(frozen=True)
 class OffloadTier:
-    """Where offloaded values go: a file in `folder` (None: the system's for temporary files) of at most `budget_bytes`
-    (None: half of what is free), storages of `smallest_bytes` and more; and how many bytes are there at once.
+    """Where offloaded values go: a file in `folder` (None: the system's for temporary files), or from a CUDA device the
+    `host`'s pinned memory; at most `budget_bytes` (None: half of what is free), storages of `smallest_bytes` and more;
+    and how many bytes are there at once.
     """
 
     folder: str | None
     budget_bytes: int | None
     smallest_bytes: int
     bytes: int
+    host: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tightfit.devices.cost import CostModel
+from tightfit.devices.figures import CopyRates, copy_rates
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DeviceError, InputError, LeverError
 from tightfit.levers.handle import Applied
@@ -30,7 +31,7 @@ from tightfit.trace.step import trace_part, trace_step
 
 EXACT_LEVERS = ("recompute",)
 ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
-LEVERS = (*ROUNDING_LEVERS, "offload")  # what takes disk space is used where it is named
+LEVERS = (*ROUNDING_LEVERS, "offload")  # what takes disk space or pinned memory is used where it is named
 
 
 def allowed_levers(levers: str | Sequence[str] | None) -> frozenset[str]:
@@ -65,10 +66,10 @@ class Request:
     offload: OffloadSettings = field(default_factory=OffloadSettings)
 
     def __post_init__(self) -> None:
-        if "offload" in self.levers and self.device.kind != "cpu":
+        if "offload" in self.levers and self.device.kind == "cuda" and copy_rates(self.device) is None:
             raise LeverError(
-                f"offload is not available on {self.device.name}: this release offloads from a CPU to disk only; leave "
-                f"it out of the levers ({', '.join(EXACT_LEVERS)} is exact too)"
+                f"offload is not available on {self.device.name}: the rate of its link to the host is not known: "
+                f"calibrate it again, or leave offload out of the levers ({', '.join(EXACT_LEVERS)} is exact too)"
             )
 
     @cached_property
@@ -76,13 +77,17 @@ class Request:
         price = CostModel(self.device).operator_seconds
         if "offload" not in self.levers:
             return price
-        rates = disk_rates(self.offload.folder)
+        rates = copy_rates(self.device)
+        if rates is None:
+            disk = disk_rates(self.offload.folder)
+            rates = CopyRates(disk.write_bytes_per_second, disk.read_bytes_per_second)
+        away, back = rates
 
         def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
             if name == AWAY:
-                return inputs[0].bytes / rates.write_bytes_per_second
+                return inputs[0].bytes / away
             if name == BACK:
-                return inputs[0].bytes / rates.read_bytes_per_second
+                return inputs[0].bytes / back
             return price(name, inputs, outputs, arguments)
 
         return priced
@@ -174,11 +179,20 @@ class Tracer:
         return peaks
 
     def part(
-        self, combination: Combination, policies: Mapping[str, Policy], plain: StepTrace, joined: Sequence[str] = ()
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        plain: StepTrace,
+        joined: Sequence[str] = (),
+        *,
+        compared: bool = False,
     ) -> StepTrace:
-        """Forward and backward of the last micro-batch, with the states and gradients of the plain step around it."""
+        """Forward and backward of the last micro-batch, with the states and gradients of the plain step around it.
+
+        Where blocks are `compared`, each is seen as if others that offload came after it.
+        """
         request = self.request
-        with self.applied(combination, policies, joined):
+        with self.applied(combination, policies, joined, compared):
             return trace_part(
                 request.model,
                 request.parts(combination.micro_batches),
@@ -193,9 +207,9 @@ class Tracer:
 
     @contextmanager
     def applied(
-        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str]
+        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool = False
     ) -> Iterator[None]:
-        shelf = HostShelf(self.request.offload) if "offload" in self.request.levers else None
+        shelf = HostShelf(self.request.offload, compared) if "offload" in self.request.levers else None
         handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined, shelf)
         with Applied(handles):
             yield

@@ -150,7 +150,7 @@ class Search:
         first = [part]
 
         def trace(policies: Mapping[str, Policy]) -> StepTrace:
-            return first.pop() if first else self.tracer.part(combination, policies, self.plain)
+            return first.pop() if first else self.tracer.part(combination, policies, self.plain, compared=True)
 
         fixed = optimizer_peak(self.plain)
         levers = self.request.levers
@@ -158,6 +158,7 @@ class Search:
             "recomputes": "recompute" in levers,
             "offloads": "offload" in levers,
             "replaying_seconds": self.request.executor.replayed,
+            "beside": self.request.device.kind == "cuda",
         }
         priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if self.paths else None
         return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightfit.trace.record import Phase, StepTrace, highest
+from tightfit.trace.record import OperatorRecord, Phase, StepTrace, highest
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,29 @@ class Footprint:
     lever_seconds: float = 0.0
 
 
-def footprint(trace: StepTrace, window: Window) -> Footprint:
-    """Bytes that the block keeps from forward to backward, and its highest points above the levels beside it."""
+def footprint(trace: StepTrace, window: Window, *, beside: bool = False) -> Footprint:
+    """Bytes that the block keeps from forward to backward, and its highest points above the levels beside it.
+
+    Copies that go on `beside` the computation cost what is left of them when the block's own forward, or backward, has
+    ended: its neighbours' time is for their own copies.
+    """
     start, end = window.forward
+    forward, backward = trace.operators[start:end], trace.operators[slice(*window.backward)]
     return Footprint(
         kept_bytes=level_at(trace, end) - level_at(trace, start),
         forward_bytes=highest(trace.levels, start, end) - level_at(trace, start),
         backward_bytes=highest(trace.levels, *window.backward) - level_at(trace, window.backward[1]),
-        lever_seconds=sum(
-            operator.seconds if operator.copied_bytes else operator.executor_seconds
-            for operator in (*trace.operators[start:end], *trace.operators[slice(*window.backward)])
-            if operator.copied_bytes or operator.phase is Phase.FORWARD
+        lever_seconds=sum(_copy_seconds(span, beside) for span in (forward, backward))
+        + sum(
+            operator.executor_seconds
+            for operator in (*forward, *backward)
+            if not operator.copied_bytes and operator.phase is Phase.FORWARD
         ),
     )
+
+
+def _copy_seconds(operators: Sequence[OperatorRecord], beside: bool) -> float:
+    copies = sum(operator.seconds for operator in operators if operator.copied_bytes)
+    if not beside:
+        return copies
+    return max(0.0, copies - sum(operator.seconds for operator in operators if not operator.copied_bytes))

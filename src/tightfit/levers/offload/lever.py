@@ -6,7 +6,7 @@ from torch import nn
 
 from tightfit.errors import BudgetError, LeverError
 from tightfit.levers.handle import Applied
-from tightfit.levers.offload.shelf import SMALLEST_BYTES, HostShelf, OffloadSettings
+from tightfit.levers.offload.shelf import DISK, HOST, SMALLEST_BYTES, HostShelf, OffloadSettings
 from tightfit.levers.recompute.lever import apply_policies, matching_modules
 from tightfit.levers.recompute.policy import OFFLOAD_ALL, Decision, Policy
 from tightfit.memory.pool import PoolStatistics
@@ -18,14 +18,14 @@ INPUTS_ONLY = Policy(default=Decision.RECOMPUTE, offloads_inputs=True)
 class AppliedOffload(Applied):
     """Offload in force on a model; `undo()` restores the model exactly."""
 
-    def __init__(self, applied: Applied, shelf: HostShelf):
+    def __init__(self, applied: Applied, shelf: HostShelf, tier: str):
         super().__init__([applied])
-        self.shelf = shelf
+        self.shelf, self.tier = shelf, tier
 
     @property
     def statistics(self) -> PoolStatistics:
         """Hits, misses and bytes of the pool of buffers."""
-        return self.shelf.statistics()
+        return self.shelf.statistics(self.tier)
 
 
 def offload(
@@ -37,14 +37,15 @@ def offload(
     budget: int | str | None = None,
     smallest: int | str = SMALLEST_BYTES,
 ) -> AppliedOffload:
-    """Offload what every module whose path matches a glob would hold for backward; on a CPU to disk.
+    """Offload what every module whose path matches a glob would hold for backward: on a CPU to disk, on CUDA to pinned
+    host memory, beside the computation.
 
     `pattern` is a glob over module paths, as for `recompute`. With `recompute=True` only what a module is given is
-    offloaded and everything inside it is recomputed. `folder` is where the file lies that a CPU's values go to (it
-    has no name, and is gone with the process); None: the system's folder for temporary files. `budget` bounds its
-    size, in bytes or as `"4GiB"`; None: half of what is free. Values for which there is no room stay in memory, with a
-    warning (`OffloadFallback`). Storages below `smallest` stay in memory too. Parameters, buffers and the model's
-    own inputs are never offloaded.
+    offloaded and everything inside it is recomputed. `folder` is where the file lies that a CPU's values go to (it has
+    no name, and is gone with the process); None: the system's folder for temporary files. `budget` bounds its size, or
+    that of host memory, in bytes or as `"4GiB"`; None: half of what is free. Values for which there is no room stay in
+    memory, with a warning (`OffloadFallback`). Storages below `smallest` stay in memory too. Parameters, buffers and
+    the model's own inputs are never offloaded.
 
     Returns a handle with the pool's `statistics`, whose `undo()` restores the model exactly. Raises `LeverError` where
     nothing matches, a match has a lever already, the model lies on a device that has no tier to offload to, or the
@@ -52,11 +53,11 @@ def offload(
     none.
     """
     paths = matching_modules(model, pattern)
-    refuse_devices(model)
+    tier = tier_of(model)
     shelf = HostShelf(OffloadSettings(folder, positive_bytes(budget), positive_bytes(smallest) or SMALLEST_BYTES))
-    shelf.open("cpu")  # a folder or a budget that is wrong is an error now
+    shelf.open(tier)  # a folder or a budget that is wrong is an error now
     policy = INPUTS_ONLY if recompute else OFFLOAD_ALL
-    return AppliedOffload(apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf), shelf)
+    return AppliedOffload(apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf), shelf, tier)
 
 
 def positive_bytes(size: int | str | None) -> int | None:
@@ -68,8 +69,14 @@ def positive_bytes(size: int | str | None) -> int | None:
     return count
 
 
-def refuse_devices(model: nn.Module) -> None:
-    """Raises `LeverError` if a parameter lies where no tier reaches."""
+def tier_of(model: nn.Module) -> str:
+    """Where a model's values go. Raises `LeverError` if a parameter lies where no tier reaches."""
+    tier = DISK
     for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise LeverError(f"offload: {name} lies on {parameter.device}, from where this release offloads nothing")
+        if parameter.device.type == HOST:
+            tier = HOST
+        elif parameter.device.type not in (DISK, "meta"):
+            raise LeverError(
+                f"offload: {name} lies on {parameter.device}, from where nothing is offloaded: it is from cpu and cuda"
+            )
+    return tier

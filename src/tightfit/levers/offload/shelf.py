@@ -1,12 +1,12 @@
-"""Where offloaded values lie: for a CPU, on disk.
+"""Where offloaded values lie: for a CPU on disk, for a CUDA device in pinned host memory.
 
 A storage is copied whole, byte by byte, so that views, strides, dtypes of any width and tensors that share it need no
 thought: geometry is laid over the copy as it was over the original.
 """
 
 import os
+import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ from typing import Any
 import torch
 
 from tightfit.activity import now, offload
+from tightfit.internals import counting_alias
+from tightfit.levers.offload.transfers import Crossing, CudaCrossing, Lanes, Transfers
 from tightfit.levers.recompute.values import Copy
 from tightfit.memory.disk import DiskStore
+from tightfit.memory.pinned import PinnedStore, host_budget
 from tightfit.memory.pool import BufferPool, Lease, PoolStatistics
 from tightfit.operators import fresh_memory
+from tightfit.streams import CudaStreams
 from tightfit.units import format_bytes
 
-_NAMES = {"cpu": "offload to disk"}  # of the pools that a monitor shows
+DISK, HOST, DRY_DISK, DRY_HOST = "cpu", "cuda", "dry cpu", "dry cuda"  # tiers, by the devices whose values they take
+_NAMES = {DISK: "offload to disk", HOST: "offload to host memory"}  # of the pools that a monitor shows
 SMALLEST_BYTES = 64 * 1024  # below, a copy's own overhead is more than what the bytes are worth
 
 
@@ -29,7 +34,8 @@ class OffloadSettings:
     """Where offloaded values go and how many.
 
     `folder` holds the file for a CPU's values, None: the system's folder for temporary files. `budget_bytes` bounds its
-    size, None: half of what is free. Storages below `smallest_bytes` stay where they are.
+    size, or for a CUDA device that of host memory; None: half of what is free. Storages below `smallest_bytes` stay
+    where they are.
     """
 
     folder: str | Path | None = None
@@ -65,14 +71,14 @@ class DiskCopy:
 class DryCopy:
     """In a dry run: room on the shelf, and what the trace makes of the rest."""
 
-    __slots__ = ("bring_back", "lease")
+    __slots__ = ("crossing", "lease")
 
-    def __init__(self, lease: Lease, bring_back: Callable[[], torch.Tensor]):
+    def __init__(self, lease: Lease, crossing: Crossing):
         self.lease = lease
-        self.bring_back = bring_back
+        self.crossing = crossing
 
     def fetch(self) -> torch.Tensor:
-        return self.bring_back()
+        return self.crossing.bring()
 
     def settle(self) -> None:
         """Nothing was copied."""
@@ -99,13 +105,18 @@ class Accounts:
 class HostShelf:
     """Mutable: the pools of one lever, made when they are first needed. A copy or a pickle has pools of its own.
 
+    `overtaken`, in dry runs that compare blocks: what a block offloads has left when the block ends, as it has when
+    other blocks that offload follow, and each copy is noted with its whole time.
     Raises `OutputError` where the folder cannot be used, `LeverError` where the budget is more than what is free.
     """
 
     settings: OffloadSettings = field(default_factory=OffloadSettings)
+    overtaken: bool = False
 
     def __post_init__(self) -> None:
         self._pools: dict[str, BufferPool[Any]] = {}
+        self._transfers: dict[Any, Transfers] = {}  # by device; in a dry run there is one
+        self._lanes: dict[torch.device, Lanes] = {}
         self._owner = os.getpid()
         self.kept_bytes = 0  # of values for which there was no room
 
@@ -113,44 +124,75 @@ class HostShelf:
     def smallest_bytes(self) -> int:
         return self.settings.smallest_bytes
 
-    def open(self, kind: str) -> BufferPool[Any]:
-        """The pool for tensors of a kind of device, `"cpu"`; for a dry run, `"dry"`."""
+    def open(self, tier: str) -> BufferPool[Any]:
+        """The pool of a tier."""
         if self._owner != os.getpid():
             self.__post_init__()  # a fork: parent and child would write into the same places of one file
-        if kind not in self._pools:
-            self._pools[kind] = BufferPool(self._store(kind), _NAMES.get(kind))
-        return self._pools[kind]
+        if tier not in self._pools:
+            self._pools[tier] = BufferPool(self._store(tier), _NAMES.get(tier))
+        return self._pools[tier]
 
-    def _store(self, kind: str) -> Any:
-        disk = DiskStore(self.settings.folder, self.settings.budget_bytes)
-        return Accounts(disk.budget_bytes) if kind == "dry" else disk
+    def _store(self, tier: str) -> Any:
+        budget = self.settings.budget_bytes
+        if tier == HOST:
+            return PinnedStore(budget)
+        if tier == DRY_HOST:
+            return Accounts(sys.maxsize if budget is None and not torch.cuda.is_available() else host_budget(budget))
+        disk = DiskStore(self.settings.folder, budget)
+        return disk if tier == DISK else Accounts(disk.budget_bytes)
+
+    def begin(self) -> None:
+        for transfers in self._transfers.values():
+            transfers.begin()
+
+    def end(self) -> None:
+        for transfers in self._transfers.values():
+            transfers.end()
 
     def put(self, tensor: torch.Tensor) -> Copy | None:
-        kind = "dry" if now.dry_copy is not None else tensor.device.type
-        if kind not in ("cpu", "dry"):
+        if now.dry_copy is not None:
+            tier = DRY_HOST if now.playing_cuda else DRY_DISK
+        elif tensor.device.type in (DISK, HOST):
+            tier = tensor.device.type
+        else:
             return None
-        pool = self.open(kind)
+        pool = self.open(tier)
         lease = pool.lease(tensor.untyped_storage().nbytes())
         if lease is None:
             return self._refuse(tensor, pool)
-        if now.dry_copy is not None:
-            return DryCopy(lease, now.dry_copy(tensor))
-        return DiskCopy(lease, pool.store, tensor)
+        if tier == DISK:
+            return DiskCopy(lease, pool.store, tensor)
+        if now.dry_copy is None:
+            crossing: Crossing = CudaCrossing(self._lanes_of(tensor.device), lease.buffer, tensor)
+        else:
+            crossing = now.dry_copy(tensor, not self.overtaken)
+        if tier == DRY_DISK:
+            return DryCopy(lease, crossing)
+        return self._transfers_of(tier, tensor.device).send(counting_alias(tensor), crossing, lease)
+
+    def _transfers_of(self, tier: str, device: torch.device) -> Transfers:
+        return self._transfers.setdefault((tier, device), Transfers(overtaken=self.overtaken))
+
+    def _lanes_of(self, device: torch.device) -> Lanes:
+        if device not in self._lanes:
+            self._lanes[device] = Lanes(CudaStreams(device))
+        return self._lanes[device]
 
     def _refuse(self, tensor: torch.Tensor, pool: Any) -> None:
         if not self.kept_bytes and now.dry_copy is None:
+            where = "host memory" if tensor.device.type == HOST else "space in its folder"
             warnings.warn(
                 f"offload: there is no room for a value of {format_bytes(tensor.untyped_storage().nbytes())} beside "
                 f"{format_bytes(pool.statistics.leased_bytes)} that are offloaded: it stays in memory, and so will "
-                "others (raise the offload budget, or free space in its folder)",
+                f"others (raise the offload budget, or free {where})",
                 OffloadFallback,
                 stacklevel=2,
             )
         self.kept_bytes += tensor.untyped_storage().nbytes()
 
-    def statistics(self, kind: str = "cpu") -> PoolStatistics:
-        """What the pool for a kind of device has done so far."""
-        return self.open(kind).statistics
+    def statistics(self, tier: str = DISK) -> PoolStatistics:
+        """What the pool of a tier has done so far."""
+        return self.open(tier).statistics
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}

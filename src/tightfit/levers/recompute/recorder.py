@@ -73,6 +73,8 @@ class Recorder(TorchDispatchMode):
         super().__enter__()
         self.exposures.__enter__()
         self.hooks.__enter__()
+        if self.shelf is not None:
+            self.shelf.begin()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -80,6 +82,8 @@ class Recorder(TorchDispatchMode):
         self.hooks.__exit__(*exception)
         self.exposures.__exit__(*exception)
         super().__exit__(*exception)
+        if self.shelf is not None:
+            self.shelf.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -148,6 +148,14 @@ class Shelf(Protocol):
         """Storages below this size stay where they are."""
         ...
 
+    def begin(self) -> None:
+        """A call of a block begins: what it puts here is wanted together."""
+        ...
+
+    def end(self) -> None:
+        """A call of a block ends: from here on nobody says `settle` before a write."""
+        ...
+
     def put(self, tensor: torch.Tensor) -> Copy | None:
         """A copy of what the tensor's storage holds now; None where there is no room for it."""
         ...
