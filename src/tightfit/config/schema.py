@@ -224,7 +224,8 @@ class MemoryConfig(Section):
     """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
     temporary files (`TMPDIR`)."""
     offload_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
-    """The most that is offloaded at once: bytes, `4GiB`, `4GB`; null: half of what is free in the folder."""
+    """The most that is offloaded at once: bytes, `4GiB`, `4GB`; null: half of what is free in the folder, or on CUDA of
+    the host's memory, to which activations go there."""
     allocator: Annotated[str | None, AfterValidator(_known_allocator)] = None
     """Settings of CUDA's allocator, made before CUDA starts: `expandable_segments` (less fragmentation), or
     `key:value` with commas between as in `PYTORCH_ALLOC_CONF`; null: as the environment says. Nothing on a CPU."""

@@ -5,7 +5,8 @@ run of the model so applied shows what each keeps and how high it reaches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 from torch import nn
 
@@ -42,6 +43,13 @@ class Priced:
         """The policies of a solution; blocks that keep everything are left alone."""
         chosen = {path: self.choices[i][choice[i]].policy for i, path in enumerate(self.paths)}
         return {path: policy for path, policy in chosen.items() if policy != KEEP_ALL}
+
+    def in_memory(self) -> "Priced":
+        """The same without the options that offload."""
+        stays = [[not choice.policy.offloads for choice in choices] for choices in self.choices]
+        choices = tuple(tuple(compress(mine, kept)) for mine, kept in zip(self.choices, stays, strict=True))
+        options = tuple(tuple(compress(mine, kept)) for mine, kept in zip(self.chain.options, stays, strict=True))
+        return replace(self, choices=choices, chain=replace(self.chain, options=options))
 
 
 def price(

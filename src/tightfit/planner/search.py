@@ -185,6 +185,7 @@ class Search:
             self.consider(self.trace_applied(combination, {}), str(combination))
             return
         self.take_solution(combination, priced)
+        self.take_solution_in_memory(combination, priced)
         self.take_least(combination, priced)
 
     def take_solution(self, combination: Combination, priced: Priced) -> None:
@@ -203,6 +204,15 @@ class Search:
                 self.consider(candidate, f"{combination}, blocks solved")
                 return
             bound = min(bound, solution.peak_bytes) - excess
+
+    def take_solution_in_memory(self, combination: Combination, priced: Priced) -> None:
+        """On CUDA copies of neighbouring blocks wait for each other, which blocks by themselves do not show: the best
+        choice without offload may be faster after all.
+        """
+        if self.request.device.kind != "cuda" or "recompute" not in self.request.levers or self.best is None:
+            return
+        if any(policy.offloads for policy in self.best.policies.values()):
+            self.take_solution(combination, priced.in_memory())
 
     def take_least(self, combination: Combination, priced: Priced) -> None:
         if self.best is None:

@@ -23,9 +23,9 @@ def keeps(choice: BlockChoice) -> str:
 
 
 def offloaded_in_words(choice: BlockChoice) -> str:
-    """What of a block is on disk meanwhile: `on disk: its input, mlp.up_proj, attention (attention)`."""
+    """What of a block lies elsewhere meanwhile: `offloaded: its input, mlp.up_proj, attention (attention)`."""
     outputs = kept_in_words([name for name, _ in choice.offloaded], choice.offloaded_modules)
-    return f"on disk: its input, {outputs}" if outputs else "on disk: its input"
+    return f"offloaded: its input, {outputs}" if outputs else "offloaded: its input"
 
 
 def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]:

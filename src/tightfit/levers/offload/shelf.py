@@ -129,10 +129,11 @@ class HostShelf:
         if self._owner != os.getpid():
             self.__post_init__()  # a fork: parent and child would write into the same places of one file
         if tier not in self._pools:
-            self._pools[tier] = BufferPool(self._store(tier), _NAMES.get(tier))
+            self._pools[tier] = BufferPool(self.store_of(tier), _NAMES.get(tier))
         return self._pools[tier]
 
-    def _store(self, tier: str) -> Any:
+    def store_of(self, tier: str) -> Any:
+        """A new store for the buffers of a tier."""
         budget = self.settings.budget_bytes
         if tier == HOST:
             return PinnedStore(budget)
@@ -149,21 +150,24 @@ class HostShelf:
         for transfers in self._transfers.values():
             transfers.end()
 
-    def put(self, tensor: torch.Tensor) -> Copy | None:
+    def tier_of(self, tensor: torch.Tensor) -> str | None:
+        """Where a tensor's value goes; None where nothing takes it."""
         if now.dry_copy is not None:
-            tier = DRY_HOST if now.playing_cuda else DRY_DISK
-        elif tensor.device.type in (DISK, HOST):
-            tier = tensor.device.type
-        else:
+            return DRY_HOST if now.playing_cuda else DRY_DISK
+        return tensor.device.type if tensor.device.type in (DISK, HOST) else None
+
+    def put(self, tensor: torch.Tensor) -> Copy | None:
+        tier = self.tier_of(tensor)
+        if tier is None:
             return None
         pool = self.open(tier)
         lease = pool.lease(tensor.untyped_storage().nbytes())
         if lease is None:
-            return self._refuse(tensor, pool)
+            return self._refuse(tensor, pool, tier)
         if tier == DISK:
             return DiskCopy(lease, pool.store, tensor)
         if now.dry_copy is None:
-            crossing: Crossing = CudaCrossing(self._lanes_of(tensor.device), lease.buffer, tensor)
+            crossing: Crossing = CudaCrossing(self.lanes_of(tensor.device), lease.buffer, tensor)
         else:
             crossing = now.dry_copy(tensor, not self.overtaken)
         if tier == DRY_DISK:
@@ -173,14 +177,15 @@ class HostShelf:
     def _transfers_of(self, tier: str, device: torch.device) -> Transfers:
         return self._transfers.setdefault((tier, device), Transfers(overtaken=self.overtaken))
 
-    def _lanes_of(self, device: torch.device) -> Lanes:
+    def lanes_of(self, device: torch.device) -> Lanes:
+        """The copy streams of a device."""
         if device not in self._lanes:
             self._lanes[device] = Lanes(CudaStreams(device))
         return self._lanes[device]
 
-    def _refuse(self, tensor: torch.Tensor, pool: Any) -> None:
+    def _refuse(self, tensor: torch.Tensor, pool: Any, tier: str) -> None:
         if not self.kept_bytes and now.dry_copy is None:
-            where = "host memory" if tensor.device.type == HOST else "space in its folder"
+            where = "host memory" if tier == HOST else "space in its folder"
             warnings.warn(
                 f"offload: there is no room for a value of {format_bytes(tensor.untyped_storage().nbytes())} beside "
                 f"{format_bytes(pool.statistics.leased_bytes)} that are offloaded: it stays in memory, and so will "

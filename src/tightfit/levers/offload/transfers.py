@@ -167,7 +167,7 @@ class Transfers:
             self._of_call += self._leaving[-1].nbytes
             self.window_bytes = max(self.window_bytes, self._of_call)
             while sum(departure.nbytes for departure in self._leaving) > self.window_bytes:
-                self._leaving.popleft().crossing.left()
+                self._let_go()
             self._sent += 1
             copy = HostCopy(self, self._sent, crossing, lease)
             self._there[copy.number] = weakref.ref(copy, lambda _, number=copy.number: self._gone(number))
@@ -200,7 +200,11 @@ class Transfers:
 
     def _drain(self) -> None:
         while self._leaving:
-            self._leaving.popleft().crossing.left()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        departure = self._leaving.popleft()
+        departure.crossing.left()  # before its memory is anybody else's
 
     def _gone(self, number: int) -> None:
         self._there.pop(number, None)
