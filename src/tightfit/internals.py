@@ -42,8 +42,8 @@ without_dynamo = _disable_dynamo  # loads dynamo when the function is first call
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
-    "as_outside_of_kernels",
     "allocator_settings",
+    "as_outside_of_kernels",
     "at_end_of_backward",
     "attention_priority",
     "autocast_cache_cleared_by",
