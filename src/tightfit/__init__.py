@@ -20,6 +20,7 @@ _HOMES: dict[str, str] = {
     "TrainResult": "tightfit.train",
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.trace.build",
+    "compile_blocks": "tightfit.levers.compiled",
     "curve": "tightfit.planner.api",
     "diagnose": "tightfit.doctor.diagnose",
     "estimate": "tightfit.planner.api",

@@ -52,11 +52,13 @@ __all__ = [
     "counting_alias",
     "cudnn_attention_is_preferred",
     "current_node",
+    "dispatch_is_watched",
     "fallthrough",
     "foreach_on_cpu",
     "fused_kernel_devices",
     "graph_is_kept",
     "has_kernel",
+    "inductor_with_budget",
     "is_dense",
     "is_innermost",
     "is_profiling",
@@ -96,6 +98,20 @@ def compiled_code_off() -> Callable[[], None]:
         return lambda: None
     stance = torch.compiler.set_stance("force_eager")
     return partial(stance.__exit__, None, None, None)
+
+
+def inductor_with_budget(share: float, graph: Any, inputs: Any) -> Any:
+    """A backend of `torch.compile`: inductor, of which the backward may keep this share of what it would like to."""
+    from torch._functorch import config  # these take seconds to import
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(activation_memory_budget=share):
+        return compile_fx(graph, inputs)
+
+
+def dispatch_is_watched() -> bool:
+    """Whether a dispatch mode is active in this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def fused_kernel_devices() -> list[str]:

@@ -2,8 +2,6 @@
 
 import functools
 import importlib
-import os
-import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,12 +9,12 @@ import torch
 
 from tightfit.activity import now
 from tightfit.errors import DeviceError, InputError
+from tightfit.levers.cpp_compiler import demand_compiler
 
 DEVICES = ("cpu", "cuda", "xpu")
 _SMALLEST = (
     4096  # elements of a parameter whose states are quantised (`_AdamBase._new_buffer` in torchao/optim/adam.py)
 )
-_COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")
 
 
 def adamw8bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -38,8 +36,8 @@ def adamw4bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """
     groups = list(groups)
     device = check_device("adamw4bit", groups, DEVICES)
-    if device == "cpu" and not now.dry and not any(map(shutil.which, _COMPILERS)):
-        raise DeviceError("optimizer adamw4bit compiles its step, for which the CPU needs a C++ compiler: install g++")
+    if device == "cpu" and not now.dry:
+        demand_compiler("optimizer adamw4bit compiles its step")
     return without_its_step(_package("adamw4bit", "torchao", "torchao.optim").AdamW4bit)(groups, **options)
 
 

@@ -58,7 +58,7 @@ def install(forwards: Iterable[FrugalForward]) -> Applied:
     for forward in forwards:
         if isinstance(forward.previous, FrugalForward):
             Applied(installed).undo()
-            raise LeverError(f"{forward.path} is already recomputed: undo that first")
+            raise LeverError(f"{forward.path} is already {forward.previous.does}: undo that first")
         forward.install()
         installed.append(forward)
     return Applied(installed)

@@ -20,6 +20,8 @@ from tightfit.levers.recompute.values import Shelf
 class FrugalForward:
     """Stands in for the `forward` of one module instance. Copies and pickles with its module."""
 
+    does = "recomputed"  # what happens to the block, in an error message
+
     def __init__(self, module: nn.Module, path: str):
         self.path = path
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
