@@ -2,7 +2,7 @@
 
 Not the model is compiled but its blocks: parameters are arguments of the compiled code, so one compilation serves all
 blocks of a kind. What a block holds for backward is then PyTorch's own choice, the smallest cut of its joint graph, and
-recomputing is a share of that: no operator of compiled code passes the dispatcher, so that neither our recompute nor a dry
+recomputing is a share of that: no operator of compiled code passes the dispatcher, so neither our recompute nor a dry
 run sees into it. Under a dry run, or where somebody else watches operators, a block runs as it was written.
 """
 
@@ -25,12 +25,12 @@ def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Appl
     """Compile every module whose path matches a glob (`"layers.*"`), each kind of them once, when they first run.
 
     Exact to rounding: fused kernels add in another order. `keep` is the share of what the compiled backward would like
-    to have kept that is kept (PyTorch's `activation_memory_budget`): 1 for the fastest, 0 to recompute the block from its
-    inputs. Evaluation without gradients runs the blocks as they were written.
+    to find kept that is kept (PyTorch's `activation_memory_budget`): 1 for the fastest, 0 to recompute a block from its
+    inputs. Without gradients the blocks run as they were written.
 
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where `keep` is
-    no share, or where another lever or another package has replaced the block's forward, `DeviceError` where the CPU has
-    no C++ compiler.
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where `keep`
+    is no share, or where another lever or package has replaced a block's forward, `DeviceError` where the CPU has no
+    C++ compiler.
     """
     if not 0 <= keep <= 1:
         raise LeverError(f"keep={keep} is not a share: give a number from 0 to 1")
