@@ -58,3 +58,14 @@ def test_without_a_gpu_the_suite_says_so(suite, tmp_path, capsys):
     with pytest.raises(SystemExit):
         suite.main(["--output", str(tmp_path / "none.json")])
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_offload_runs_at_small_size(suite, tmp_path, monkeypatch, capsys):
+    from benchmarks.gpu import offload
+
+    monkeypatch.setattr(offload, "PATTERNS", ("layers.0", "layers.*"))
+    offload.main(["--small", "--output", str(tmp_path / "small.json")])
+    first, everything = json.loads((tmp_path / "small.json").read_text())["results"]
+    assert 0 < 2 * first["share_of_activations"] < everything["share_of_activations"] < 1
+    assert everything["peak_bytes"] < first["peak_bytes"]
+    assert "layers.*: " in capsys.readouterr().out
