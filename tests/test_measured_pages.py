@@ -1,0 +1,23 @@
+"""The pages of figures say what the files of results say: none was written or left behind by hand."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = {
+    "zoo.md": ("zoo_page", "zoo.json", lambda record: (record["results"], record["environment"])),
+    "budgets.md": ("budgets", "budgets.json", lambda record: (record["results"], record["environment"])),
+    "optimizers.md": ("optimizers", "optimizers.json", lambda record: (record,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_page_says_what_the_results_file_says(name, monkeypatch):
+    module, results, arguments = CASES[name]
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    record = json.loads((ROOT / "benchmarks" / "results" / results).read_text("utf-8"))
+    page = importlib.import_module(module).page(*arguments(record))
+    assert (ROOT / "docs" / name).read_text("utf-8") == page
