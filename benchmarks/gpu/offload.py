@@ -76,7 +76,7 @@ def copy_rate(step: Callable[[], None], nbytes: int) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    spent = sum(e.device_time_total for e in profile.events() if "Memcpy" in e.name and "Pinned" in e.name)  # µs
+    spent = sum(e.device_time_total for e in profile.events() or () if "Memcpy" in e.name and "Pinned" in e.name)  # µs
     return 2 * nbytes / (spent * 1e-6)
 
 
