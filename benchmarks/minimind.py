@@ -32,11 +32,12 @@ from typing import Any
 
 import torch
 
-from accuracy_page import RESULTS
+from accuracy_page import RESULTS, rows
 from environment import environment, git
 from tightfit.integrations.minimind import MemoryFlags, run_minimind
 from tightfit.monitoring.script import profile_script
 
+OUTPUT = RESULTS / "minimind.json"
 PARTS = ("trainer", "model", "dataset")  # of a checkout
 WATCHED_STEPS = 4  # of which the second, or the second two in one, is watched
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}  # bytes: what is larger has pages of its own; see mallopt(3)
@@ -226,11 +227,22 @@ def measure(checkout: Path, name: str) -> dict[str, Any]:
         }
 
 
+def table(record: dict[str, Any]) -> str:
+    """The table of docs/guests/minimind.md, in MiB."""
+    sizes = ("plain_predicted_bytes", "plain_measured_bytes", "budget_bytes", "predicted_bytes", "measured_bytes")
+    lines = []
+    for found in record["results"]:
+        same = "the same" if found["same_output"] and found["same_saved_states"] else "NOT the same"
+        figures = " | ".join(f"{found[size] / 2**20:.2f}" for size in sizes)
+        lines.append(f"| {found['case']} | {found['steps']} | {figures} | {same} |")
+    return rows("| trainer | steps | plain, foretold | measured | budget | planned | measured | results |", lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkout", type=Path, required=True, help="a clone of MiniMind")
     parser.add_argument("--cases", help="with semicolons between; all by default")
-    parser.add_argument("--output", type=Path, default=RESULTS / "minimind.json")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     os.environ.update(GIVEN_BACK)  # for the processes that are started from here
@@ -240,8 +252,7 @@ def main() -> None:
         found = measure(checkout, name)
         shown = {key: value for key, value in found.items() if key.endswith("_bytes") or key.startswith("same")}
         print(name, shown, flush=True)
-        kept = [row for row in record["results"] if row["case"] != name]
-        rows = {row["case"]: row for row in [*kept, found]}
+        kept = {row["case"]: row for row in [*record["results"], found]}
         record = {
             "environment": environment(),
             "minimind": {
@@ -249,9 +260,10 @@ def main() -> None:
                 "modified": bool(git("status", "--porcelain", "--untracked-files=no", "--", *PARTS, folder=checkout)),
             },
             "malloc": GIVEN_BACK,
-            "results": [rows[case] for case in cases() if case in rows],
+            "results": [kept[case] for case in cases() if case in kept],
         }
         options.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record), end="")
 
 
 if __name__ == "__main__":

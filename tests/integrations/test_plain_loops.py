@@ -1,5 +1,6 @@
 """The examples for loops of one's own run, compute what they compute without a plan, and stay within its budget."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_an_example_stays_within_its_budget_and_computes_the_same(name, output, 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_fits_on_a_screen(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text("utf-8").splitlines()) < 60
+
+
+def test_the_page_on_minimind_says_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "minimind.py"))
+    record = json.loads(benchmark["OUTPUT"].read_text("utf-8"))
+    assert benchmark["table"](record) in (ROOT / "docs" / "guests" / "minimind.md").read_text("utf-8")
+    for found in record["results"]:
+        assert found["same_output"], found["case"]
+        assert found["same_saved_states"], found["case"]
+        assert found["measured_bytes"] <= found["budget_bytes"] < found["plain_measured_bytes"]
 
 
 @pytest.mark.parametrize("page", ["minimind", "plain_loops"])
