@@ -31,6 +31,7 @@ _HOMES: dict[str, str] = {
     "recompute": "tightfit.levers.recompute",
     "score": "tightfit.models.scoring",
     "set_allocator": "tightfit.memory.settings",
+    "tile": "tightfit.levers.tile",
     "train": "tightfit.train",
     "verify": "tightfit.verification",
 }

@@ -125,6 +125,13 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.config.mlp_tile is None:
+            return self._project(x)
+        from tightfit.ops import tiled
+
+        return tiled(self._project, x, self.config.mlp_tile, self.parameters())
+
+    def _project(self, x: Tensor) -> Tensor:
         return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class DecoderConfig:
     """Positions that a query sees, its own included (sliding-window attention); null: all up to its own."""
     mlp: Literal["plain", "low_memory"] = "plain"
     """`low_memory` recomputes the gate's activation in backward instead of keeping it."""
+    mlp_tile: Count | None = None
+    """Tokens of the sequence that the MLP treats at a time, forward and backward, keeping its input only; null: all."""
 
     def __post_init__(self):
         if self.head_dim is None and self.hidden_size % self.num_heads:

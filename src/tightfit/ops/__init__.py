@@ -3,5 +3,6 @@
 from tightfit.ops.attention import attention
 from tightfit.ops.cross_entropy import linear_cross_entropy
 from tightfit.ops.gated import geglu, swiglu
+from tightfit.ops.tiled import tiled
 
-__all__ = ["attention", "geglu", "linear_cross_entropy", "swiglu"]
+__all__ = ["attention", "geglu", "linear_cross_entropy", "swiglu", "tiled"]

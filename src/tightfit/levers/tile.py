@@ -1,0 +1,75 @@
+"""The lever by hand: `tile(model, "layers.*.mlp", 1024)`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.activity import now
+from tightfit.errors import LeverError
+from tightfit.levers.handle import Applied
+from tightfit.levers.recompute.lever import matching_modules
+from tightfit.levers.recompute.region import FrugalForward
+from tightfit.ops.tiled import tiled
+
+__all__ = ["tile"]
+
+PROBE_TOKENS = 4  # in each half of what a module is tried on
+
+
+def tile(model: nn.Module, pattern: str, tokens: int) -> Applied:
+    """Run every module whose path matches a glob over `tokens` tokens of the sequence at a time.
+
+    For modules that treat each token by itself, such as the feed-forward of a block (`"layers.*.mlp"`): one tensor
+    (B, T, n) in, one (B, T, m) out. Results are equal to rounding. Where gradients are recorded the module's forward
+    runs twice. A module that mixes tokens, or draws random numbers, is found out when it first runs, on a few tokens.
+
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
+    module's forward is already replaced, where `tokens` is less than 1, and, in the first forward, where a module
+    cannot be tiled.
+    """
+    if tokens < 1:
+        raise LeverError(f"tile: tokens={tokens} is less than 1: give the tokens of one tile")
+    paths = matching_modules(model, pattern)
+    for path in paths:
+        if "forward" in model.get_submodule(path).__dict__:
+            raise LeverError(f"tile: the forward of {path} is already replaced: undo that first")
+    forwards = [TiledForward(model.get_submodule(path), path, tokens) for path in paths]
+    for forward in forwards:
+        forward.install()
+    return Applied(forwards)
+
+
+class TiledForward(FrugalForward):
+    """Stands in for the forward of a module that treats each token by itself."""
+
+    def __init__(self, module: nn.Module, path: str, tokens: int):
+        super().__init__(module, path)
+        self.tokens = tokens
+        self.tried = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() != 3:
+            raise LeverError(f"tile: {self.path} is not given one tensor (B, T, n): leave it out of the pattern")
+        (x,) = args
+        if not self.tried and not now.dry:
+            self.try_out(x)
+            self.tried = True
+        return tiled(self.original, x, self.tokens, self.module.parameters())
+
+    @torch.no_grad()
+    def try_out(self, x: Tensor) -> None:
+        """Raise `LeverError` unless two halves of a few tokens give what both give together."""
+        few = x[:, : 2 * PROBE_TOKENS]
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            together = self.original(few)
+            if not isinstance(together, Tensor) or together.dim() != 3 or together.shape[:2] != few.shape[:2]:
+                raise LeverError(f"tile: {self.path} does not return one tensor (B, T, m): leave it out of the pattern")
+            apart = torch.cat([self.original(part) for part in few.split(PROBE_TOKENS, dim=1)], dim=1)
+        if not torch.allclose(
+            together.float(), apart.float(), rtol=1e-2, atol=1e-2 * together.float().abs().max().item()
+        ):
+            raise LeverError(
+                f"tile: {self.path} mixes tokens or draws random numbers (dropout), so that tiles would compute "
+                "something else: leave it out of the pattern"
+            )

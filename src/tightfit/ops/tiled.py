@@ -1,0 +1,94 @@
+"""A function of each token by itself, run over the sequence tile by tile.
+
+Forward keeps the input only; backward runs each tile once more, with a graph, from the random numbers that forward
+began with, and adds up the gradients of the weights (as Bekman et al. 2025, "Arctic Long Sequence Training", tile
+feed-forwards). What the function holds and works with exists for one tile at a time.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.errors import InputError
+from tightfit.ops._once import differentiable_once
+
+__all__ = ["tiled"]
+
+
+def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, weights: Iterable[nn.Parameter]) -> Tensor:
+    """function(x) over `tokens` tokens of x (B, T, n) at a time: (B, T, m), equal to rounding.
+
+    `function` treats each token by itself, reads the `weights` and nothing else that wants a gradient. Runs forward a
+    second time in backward. Raises `InputError` where x has not three dimensions or `tokens` is less than 1. Cannot be
+    differentiated twice where there is more than one tile.
+    """
+    if x.dim() != 3:
+        raise InputError(f"tiled: x {tuple(x.shape)} has not three dimensions: give (B, T, n)")
+    if tokens < 1:
+        raise InputError(f"tiled: tokens={tokens} is less than 1: give the tokens of one tile")
+    if x.shape[1] <= tokens:
+        return function(x)
+    result: Any = Tiled.apply(function, tokens, x, *(weight for weight in weights if weight.requires_grad))
+    return result
+
+
+class Tiled(torch.autograd.Function):
+    """See `tiled`. Saves x and the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], tokens: int, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.how = function, tokens
+        before = random_state(x.device)
+        ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        out = torch.cat([function(part) for part in x.split(tokens, dim=1)], dim=1)
+        ctx.random = None if torch.equal(before, random_state(x.device)) else before
+        return out
+
+    @staticmethod
+    @differentiable_once("tiled")
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_x = torch.empty_like(x) if ctx.needs_input_grad[2] else None
+        sums: list[Tensor | None] = [None] * len(weights)
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            if ctx.random is not None:
+                set_random_state(x.device, ctx.random)
+            for first in range(0, x.shape[1], ctx.how[1]):
+                rows = slice(first, first + ctx.how[1])
+                of_part, *made = gradients_of_tile(ctx, x[:, rows], weights, gradients[0][:, rows])
+                if of_x is not None:
+                    of_x[:, rows] = 0 if of_part is None else of_part
+                sums = [grown(total, more) for total, more in zip(sums, made, strict=True)]
+                del of_part, made
+        return (None, None, of_x, *sums)
+
+
+def random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def gradients_of_tile(ctx: Any, part: Tensor, weights: list[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a tile's input and of the weights, from that of its output."""
+    enabled, dtype = ctx.autocast
+    part = part.detach().requires_grad_()
+    # autocast would remember casts that forward made without a graph
+    with torch.enable_grad(), torch.autocast(part.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        out = ctx.how[0](part)
+    return torch.autograd.grad(out, [part, *weights], gradient, allow_unused=True)
+
+
+def grown(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """The sum, written over `total`, which is nobody else's: autograd gives one tensor to two that are added."""
+    if more is None:
+        return total
+    return more.clone() if total is None else total.add_(more)
