@@ -95,20 +95,19 @@ class Attention(nn.Module):
 
     def _attend_behind(self, cache: WholeCache | WindowCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The queries see what was read before them, too."""
+        seen = cache.read(k, v)
+        return self._attend_in_chunks(q, seen.keys, seen.values, seen.offset)
+
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0) -> Tensor:
         from tightfit.ops import attention
 
-        seen = cache.read(k, v)
-        return attention(
-            q, seen.keys, seen.values, causal=True, window=self.config.attention_window, offset=seen.offset
-        )
+        window = self.config.attention_window
+        chunk_size = self.config.attention_chunk_size if self.config.attention == "chunked" else None
+        return attention(q, k, v, causal=True, window=window, offset=offset, chunk_size=chunk_size)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = self.config.attention_window
-        if self.config.attention == "chunked" or window is not None:
-            from tightfit.ops import attention
-
-            chunk_size = self.config.attention_chunk_size if self.config.attention == "chunked" else None
-            return attention(q, k, v, causal=True, window=window, chunk_size=chunk_size)
+        if self.config.attention == "chunked" or self.config.attention_window is not None:
+            return self._attend_in_chunks(q, k, v)
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.config.kv_heads != self.config.num_heads
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
