@@ -30,6 +30,8 @@ TOGETHER = {
         "training.step_in_backward=true", "training.grad_clip=null", "training.precision=fp16"
     ),
     table.BUDGET_AND_RECOMPUTE: configured("memory.budget=1GiB", "memory.recompute.segments=2"),
+    table.BUDGET_AND_COMPILED_BLOCKS: configured("memory.budget=1GiB", "memory.compile_blocks=true"),
+    table.RECOMPUTE_AND_COMPILED_BLOCKS: configured("memory.recompute={}", "memory.compile_blocks=true"),
     table.SEGMENTS_AND_REENTRANT: lambda: recompute(decoder(), "layers.*", segments=2, use_reentrant=True),
     table.CHUNKED_ATTENTION_AND_DROPOUT: configured("model.attention=chunked", "model.attention_dropout=0.1"),
     table.WINDOW_AND_DROPOUT: configured("model.attention_window=16", "model.attention_dropout=0.1"),

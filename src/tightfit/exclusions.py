@@ -39,6 +39,18 @@ BUDGET_AND_RECOMPUTE = Exclusion(
     "the plan for a budget chooses what to recompute",
     "remove one",
 )
+BUDGET_AND_COMPILED_BLOCKS = Exclusion(
+    "memory.budget",
+    "memory.compile_blocks",
+    "a plan is made of operators, which compiled code does not show",
+    "remove one",
+)
+RECOMPUTE_AND_COMPILED_BLOCKS = Exclusion(
+    "memory.recompute",
+    "memory.compile_blocks",
+    "what is recomputed are operators, which compiled code does not show",
+    "remove one",
+)
 SEGMENTS_AND_REENTRANT = Exclusion(
     "segments",
     "use_reentrant",
@@ -68,6 +80,8 @@ EXCLUSIONS = (
     STEP_IN_BACKWARD_AND_CLIPPING,
     STEP_IN_BACKWARD_AND_SCALER,
     BUDGET_AND_RECOMPUTE,
+    BUDGET_AND_COMPILED_BLOCKS,
+    RECOMPUTE_AND_COMPILED_BLOCKS,
     SEGMENTS_AND_REENTRANT,
     CHUNKED_ATTENTION_AND_DROPOUT,
     WINDOW_AND_DROPOUT,

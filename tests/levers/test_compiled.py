@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tightfit
+from tightfit.config import parse_config
 from tightfit.errors import DeviceError, LeverError
 from tightfit.step import model_loss
 from tiny import allocator_peak, decoder, token_batch
@@ -105,3 +106,19 @@ def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(DeviceError, match=r"needs a C\+\+ compiler: install g\+\+"):
         tightfit.compile_blocks(decoder(), "layers.*")
+
+
+@pytest.mark.slow  # inductor compiles C++ for some ten seconds
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo itself asks it of what it is given
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+def test_a_training_with_compiled_blocks_learns_and_takes_less_than_foretold(tmp_path):
+    sections = {
+        "model": {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 300, "max_position_embeddings": 64},
+        "data": {"max_documents": 20, "sequence_length": 64, "vocab_size": 300},
+        "training": {"max_steps": 5, "learning_rate": 1e-2, "device": "cpu"},
+        "memory": {"compile_blocks": True},
+        "output": {"folder": str(tmp_path / "run")},
+    }
+    result = tightfit.train(parse_config(sections))
+    assert result.last_loss < result.first_loss
+    assert result.measured_peak_bytes < result.predicted_peak_bytes

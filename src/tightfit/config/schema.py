@@ -19,7 +19,13 @@ from pydantic import (
 
 from tightfit.allocator_names import parse_allocator
 from tightfit.errors import BudgetError
-from tightfit.exclusions import BUDGET_AND_RECOMPUTE, STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
+from tightfit.exclusions import (
+    BUDGET_AND_COMPILED_BLOCKS,
+    BUDGET_AND_RECOMPUTE,
+    RECOMPUTE_AND_COMPILED_BLOCKS,
+    STEP_IN_BACKWARD_AND_CLIPPING,
+    STEP_IN_BACKWARD_AND_SCALER,
+)
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optimizer_names import parse_optimizer
 from tightfit.units import parse_budget, parse_bytes
@@ -231,6 +237,9 @@ class MemoryConfig(Section):
     `key:value` with commas between as in `PYTORCH_ALLOC_CONF`; null: as the environment says. Nothing on a CPU."""
     recompute: RecomputeConfig | None = None
     """Recompute set by hand, as a mapping; null: left to the plan."""
+    compile_blocks: bool = False
+    """Compile each kind of repeated block once, when it first runs: exact to rounding, without budget and recompute. The
+    peak is foretold as if nothing were compiled."""
     verify: bool = False
     """Before training, prove that the plan changes no gradient."""
 
@@ -238,6 +247,10 @@ class MemoryConfig(Section):
     def _one_hand_on_recompute(self) -> Self:
         if self.budget is not None and self.recompute is not None:
             raise ValueError(BUDGET_AND_RECOMPUTE.refusal())
+        if self.compile_blocks and self.budget is not None:
+            raise ValueError(BUDGET_AND_COMPILED_BLOCKS.refusal())
+        if self.compile_blocks and self.recompute is not None:
+            raise ValueError(RECOMPUTE_AND_COMPILED_BLOCKS.refusal())
         return self
 
 

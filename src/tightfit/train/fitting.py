@@ -9,6 +9,7 @@ from torch import nn
 
 from tightfit.config.schema import Config, RecomputeConfig
 from tightfit.errors import LeverError
+from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.recompute import recompute
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
@@ -28,6 +29,7 @@ class Fit:
     micro_batches: int
     plan: Plan | None = None
     recompute: RecomputeConfig | None = None
+    compiles_blocks: bool = False
 
     @property
     def budget_bytes(self) -> int | None:
@@ -42,6 +44,8 @@ class Fit:
         """The levers, in force while the returned context is."""
         if self.plan is not None:
             return self.plan.apply(model)
+        if self.compiles_blocks:
+            return compile_by_hand(model)
         return nullcontext() if self.recompute is None else recompute_by_hand(model, self.recompute)
 
 
@@ -69,7 +73,7 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     how["micro_batches"] = accumulated
     plain = api.estimate(model, batch, **how).footing
     if memory.recompute is None:
-        return Fit(plain, plain, accumulated, accumulated)
+        return Fit(plain, plain, accumulated, accumulated, compiles_blocks=memory.compile_blocks)
     with recompute_by_hand(model, memory.recompute):
         planned = api.estimate(model, batch, **how).footing
     return Fit(plain, planned, accumulated, accumulated, recompute=memory.recompute)
@@ -77,7 +81,11 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:
     """The lever as the section `memory.recompute` sets it, in force at once. Raises `LeverError`."""
-    patterns = [settings.blocks] if settings.blocks is not None else _block_patterns(model)
+    key = "memory.recompute"
+    named = settings.blocks
+    patterns = (
+        _block_patterns(model, key, f"name modules in {key}.blocks, or remove {key}") if named is None else [named]
+    )
     with ExitStack() as handles:
         for pattern in patterns:
             handles.enter_context(
@@ -86,12 +94,17 @@ def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractCo
         return handles.pop_all()
 
 
-def _block_patterns(model: nn.Module) -> list[str]:
+def compile_by_hand(model: nn.Module) -> AbstractContextManager[Any]:
+    """The lever as `memory.compile_blocks` sets it, in force at once. Raises `LeverError` and `DeviceError`."""
+    with ExitStack() as handles:
+        for pattern in _block_patterns(model, "memory.compile_blocks", "set it to false"):
+            handles.enter_context(compile_blocks(model, pattern))
+        return handles.pop_all()
+
+
+def _block_patterns(model: nn.Module, key: str, remedy: str) -> list[str]:
     """A glob for each list of repeated blocks."""
     parents = sorted({path.rpartition(".")[0] for path in find_blocks(model)})
     if not parents:
-        raise LeverError(
-            "memory.recompute: the model has no repeated blocks: name modules in memory.recompute.blocks, or remove "
-            "memory.recompute"
-        )
+        raise LeverError(f"{key}: the model has no repeated blocks: {remedy}")
     return [f"{parent}.*" if parent else "*" for parent in parents]
