@@ -238,8 +238,8 @@ class MemoryConfig(Section):
     recompute: RecomputeConfig | None = None
     """Recompute set by hand, as a mapping; null: left to the plan."""
     compile_blocks: bool = False
-    """Compile each kind of repeated block once, when it first runs: exact to rounding, without budget and recompute. The
-    peak is foretold as if nothing were compiled."""
+    """Compile each kind of repeated block once, when it first runs: exact to rounding, without budget and recompute.
+    The peak is foretold as if nothing were compiled."""
     verify: bool = False
     """Before training, prove that the plan changes no gradient."""
 
