@@ -1,0 +1,69 @@
+"""The benchmarks of single levers run at small size, and their figures are what they say."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def figures(name, *arguments):
+        path = tmp_path / "results" / f"{name}.json"
+        importlib.import_module(name).main(["--small", "--rounds", "1", "--output", str(path), *arguments])
+        found = json.loads(path.read_text())
+        assert json.loads(capsys.readouterr().out) == found
+        assert found["environment"]["versions"]["torch"]
+        return found
+
+    return figures
+
+
+def test_the_chunked_loss_head_takes_a_fraction_of_the_memory_and_is_as_exact(run):
+    found = run("loss_head")
+    sides = found["sides"]
+    assert found["extra_of_plain"] < 0.1
+    assert sides["chunked"]["gradient_error"] <= 2 * sides["plain"]["gradient_error"]
+
+
+def test_offloaded_blocks_hold_less(run):
+    sides = run("offload_step")["sides"]
+    assert sides["all blocks"]["activations_of_plain"] < sides["one block"]["activations_of_plain"] < 1
+    assert sides["one block"]["copied_bytes"] * 4 < sides["all blocks"]["copied_bytes"]
+
+
+def test_optimizers_are_compared_by_bytes_and_by_time_and_what_is_not_installed_is_named(run):
+    found = run("optimizer_step")
+    sides = found["sides"]
+    assert sides["adamw"]["bytes_per_parameter"] == pytest.approx(16, rel=0.2)
+    low_bit = sides.get("adamw8bit, step in backward")
+    if low_bit is None:
+        assert found["left_out"] == ["adamw8bit, step in backward: bitsandbytes is not installed"]
+    else:
+        assert low_bit["bytes_per_parameter"] < 8
+
+
+def test_the_trainer_is_timed_against_a_loop_by_hand(run):
+    found = run("no_lever")
+    assert found["ratio"] == pytest.approx(found["trainer_seconds"] / found["by_hand_seconds"])
+
+
+def test_the_longest_sequence_is_run_and_stays_within_its_budget(run):
+    found = run("longest_sequence")
+    assert found["within_budget"]
+    assert found["measured_bytes"] == pytest.approx(found["predicted_bytes"], rel=0.001)
+    assert found["above"][1] > found["budget_bytes"]
+
+
+def test_a_device_that_is_not_here_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module("loss_head").main(["--device", "cuda"])
+    assert caught.value.code == 2
+    assert "finds no CUDA device" in capsys.readouterr().err
