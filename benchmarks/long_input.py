@@ -25,7 +25,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.units import format_bytes
 
-SHAPE = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 6400}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 6400}
 
 
 def text(tokens: int) -> Tensor:
