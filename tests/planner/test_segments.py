@@ -33,9 +33,9 @@ def test_blocks_are_joined_only_where_that_can_lower_the_peak(optimizer, batch, 
     tried = []
     part = Tracer.part
 
-    def noted(self, combination, policies, plain, joined=()):
+    def noted(self, combination, policies, plain, joined=(), **how):
         tried.append(joined)
-        return part(self, combination, policies, plain, joined)
+        return part(self, combination, policies, plain, joined, **how)
 
     monkeypatch.setattr(Tracer, "part", noted)
     with pytest.raises(CannotFit):
