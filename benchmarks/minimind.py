@@ -92,7 +92,7 @@ def cases() -> dict[str, Case]:
             f"full_sft, {kind}": Case("train_full_sft.py", size, flags, conversation),
             f"lora, {kind}": Case("train_lora.py", size, flags, conversation),
             f"dpo, {kind}": Case("train_dpo.py", size // 2, flags, preference, budget="0.6x"),
-            f"distillation, {kind}": Case("train_distillation.py", size, students, conversation, budget="0.6x"),
+            f"distillation, {kind}": Case("train_distillation.py", size, students, conversation, budget="0.75x"),
         }
     return found
 

@@ -74,6 +74,9 @@ class CannotFit(TightfitError):
         super().__init__(message)
         self.least_bytes = least_bytes
 
+    def __reduce__(self) -> tuple[type["CannotFit"], tuple[str, int]]:
+        return type(self), (str(self), self.least_bytes)  # it crosses to another process whole
+
 
 class VerificationFailed(TightfitError):
     """A plan changed what the step computes."""

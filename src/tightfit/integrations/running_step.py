@@ -5,7 +5,7 @@ import copy
 import gc
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ import tightfit
 from tightfit.devices.present import lookup
 from tightfit.errors import ModelError
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
+from tightfit.internals import set_version_counters
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.step import Batch, Part, StepSettings
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.step import plain_tensors
 
 _NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent, Path(contextlib.__file__))
+IGNORED = -100  # as a label: what PyTorch's losses leave out by default
 _CLIPPED = 1.0  # a norm to clip at: which one makes no difference to memory or time
 
 
@@ -70,8 +72,9 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
     """What to ask of the planner for the step in which `model` is being called, on this thread.
 
     The loss are the lines of the loop from the call to `backward()`, the optimizer is the one that holds parameters of
-    the model. Inside, the loop's other models may be run dry as well; afterwards all is as it was. Only bit-exact
-    levers are allowed. Raises `ModelError` where the step cannot be found.
+    the model. Inside, the loop's other models may be run dry as well, and no position of the batch is masked, so that
+    the plan holds for later batches of its shape; afterwards all is as it was. Only bit-exact levers are allowed.
+    Raises `ModelError` where the step cannot be found.
     """
     step = find_step(loop_frames())
     variables = {**step.frame.f_globals, **step.frame.f_locals}
@@ -97,6 +100,7 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
         resident=tuple(inside + held),
     )
     with ExitStack() as stack:
+        stack.enter_context(fullest([*batch.values()]))
         for other in others:
             stack.enter_context(everything_restored(other))
         if step.reenters:  # the lines enter autocast themselves
@@ -105,6 +109,29 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         stack.callback(forget_locals, step.frame)
         yield request
+
+
+@contextmanager
+def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, masks (what holds zeros and ones only) are true everywhere and no label is ignored; then as before.
+
+    A loop may drop what is masked before it computes: how much that is differs from batch to batch.
+    """
+    masked = [(tensor, tensor.clone()) for tensor in tensors if not tensor.requires_grad and _is_masked(tensor)]
+    versions = [tensor._version for tensor, _ in masked]
+    for tensor, _ in masked:
+        tensor.masked_fill_(tensor == IGNORED, 0) if (tensor == IGNORED).any() else tensor.fill_(1)
+    try:
+        yield
+    finally:
+        for tensor, content in masked:
+            tensor.copy_(content)
+        set_version_counters([tensor for tensor, _ in masked], versions)
+
+
+def _is_masked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a mask, or labels of which some are ignored."""
+    return tensor.numel() > 1 and bool((tensor == IGNORED).any() or ((tensor == 0) | (tensor == 1)).all())
 
 
 def loop_frames() -> Iterator[FrameType]:
