@@ -55,7 +55,6 @@ def test_options_beside_a_config_stand_for_its_keys(config):
 
 
 def test_a_model_larger_than_any_memory_here_can_be_asked_about(tmp_path):
-    pytest.importorskip("transformers")
     path = tmp_path / "llama-8b.json"
     path.write_text(json.dumps(LLAMA))
     outcome = tightfit("estimate", "--model", path, "--seq-len", 2048, "--precision", "bf16", "--json")

@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import transformers
 from torch import nn
 
 from tightfit.config import AdapterConfig, PretrainedModel
 from tightfit.models.loading import build_model
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -34,9 +31,3 @@ def adapted(folder: Path, **adapter: Any) -> nn.Module:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     return model
-
-
-def needs(base: str) -> None:
-    """Skip where the package for such a base is not installed."""
-    if base == "nf4":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'tightfit[lowbit]'")

@@ -6,14 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 
 ROOT = Path(__file__).resolve().parents[2]
 GUESTS = ("transformers", "accelerate", "peft", "trl", "lightning", "pytorch_lightning")
-EXAMPLES = {
-    "huggingface.py": ("transformers", "accelerate"),
-    "lightning_module.py": ("pytorch_lightning",),
-    "accelerate_loop.py": ("transformers", "accelerate"),
-}
+EXAMPLES = ("huggingface.py", "lightning_module.py", "accelerate_loop.py")
 
 
 def fresh(*arguments):
@@ -22,8 +19,6 @@ def fresh(*arguments):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_shows_its_plan(name):
-    for package in EXAMPLES[name]:
-        pytest.importorskip(package)
     path = ROOT / "examples" / name
     assert len(path.read_text("utf-8").splitlines()) < 60
     done = fresh(path)
@@ -60,8 +55,6 @@ def blocks(page):
 
 
 def test_the_python_of_the_page_on_hugging_face_runs(tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
     from tiny_trainings import arguments, llama, padded, samples
 
     names = {"model": llama(), "args": arguments(tmp_path, max_steps=1), "dataset": samples(16), "collator": padded}
@@ -73,7 +66,6 @@ def test_the_python_of_the_page_on_hugging_face_runs(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*number of training batches.*")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")
 def test_the_python_of_the_page_on_lightning_runs():
-    pl = pytest.importorskip("pytorch_lightning")
     from test_lightning import batches, module_class
 
     def quiet_trainer(**settings):

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from tightfit import estimate
@@ -17,8 +18,6 @@ from tiny import allocator_peak, decoder, token_batch
 
 @pytest.fixture(params=["int8", "nf4"])
 def kind(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'tightfit[lowbit]'")
     return request.param
 
 
@@ -89,7 +88,6 @@ def test_a_copy_computes_the_same(kind, duplicate):
 
 
 def test_the_head_keeps_its_weights():
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
     )
@@ -112,7 +110,7 @@ def test_a_model_at_full_width_already_is_left_as_it_is():
 def test_a_base_that_the_user_quantised_by_torchao_is_predicted_and_widened():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own import
-        quantization = pytest.importorskip("torchao.quantization", reason="pip install 'tightfit[lowbit]'")
+        from torchao import quantization
     model, x = decoder(), token_batch()
     model.requires_grad_(False)
     quantization.quantize_(model.layers, quantization.Int8WeightOnlyConfig())

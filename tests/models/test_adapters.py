@@ -14,7 +14,7 @@ from tightfit.models.loading import build_model
 from tightfit.models.saving import load_model, save_model
 from tightfit.step import StepSettings
 from tiny import allocator_peak, decoder
-from tiny_adapters import adapted, needs, saved_llama
+from tiny_adapters import adapted, saved_llama
 
 BASES = ("fp32", "int8", "nf4")
 BLOCKS = "base_model.model.model.layers.*"
@@ -29,7 +29,6 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("precision", "dropout", "budget"), [("fp32", 0.1, "0.6x"), ("bf16", 0.0, "0.8x")])
 def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(folder, base, precision, dropout, budget):
-    needs(base)
     model, batch = adapted(folder, base=base, r=4, dropout=dropout), TokenBatch(4, 64, 600).tensors()
     settings = StepSettings(precision)
     made = plan(model, batch, budget, precision=precision)
@@ -42,7 +41,6 @@ def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(fold
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_weight_that_is_widened_for_its_product_is_counted(tmp_path, base, precision):
-    needs(base)
     model = adapted(saved_llama(tmp_path, intermediate_size=2048, num_hidden_layers=1, vocab_size=40), base=base, r=1)
     batch = TokenBatch(1, 4, 40).tensors()
     found = estimate(model, batch, precision=precision)
@@ -60,7 +58,6 @@ def test_frozen_weights_have_neither_gradients_nor_states(folder):
 
 @pytest.mark.parametrize("base", BASES)
 def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen(folder, base):
-    needs(base)
     model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600)
     plain = estimate(model, batch).peak_bytes
     for pattern in (BLOCKS, f"{BLOCKS}.mlp", f"{BLOCKS}.self_attn", f"{BLOCKS}.self_attn.q_proj"):
@@ -73,7 +70,6 @@ def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen
 
 @pytest.mark.parametrize("base", ["fp32", "nf4"])
 def test_a_chunked_loss_on_adapters_is_proved(folder, base):
-    needs(base)
     model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600).tensors()
     made = plan(model, batch, "0.5x", levers="rounding")
     report = verify(model, batch, made)
@@ -84,7 +80,6 @@ def test_a_chunked_loss_on_adapters_is_proved(folder, base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_model_too_large_to_be_there_is_estimated_with_its_adapters(folder, base):
-    needs(base)
     from tightfit.trace.build import build_dry
 
     section = PretrainedModel(path=str(folder), adapter=AdapterConfig(base=base))

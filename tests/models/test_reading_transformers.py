@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from tightfit import score
 from tightfit.errors import ModelError
 from tightfit.models.generation import generate
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 90}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}

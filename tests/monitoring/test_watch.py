@@ -298,7 +298,6 @@ def test_a_record_survives_its_json(watched, tmp_path):
 
 
 def test_the_picture_is_a_png(watched, tmp_path):
-    pytest.importorskip("matplotlib")
     watched.to_png(tmp_path / "record.png")
     assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
 

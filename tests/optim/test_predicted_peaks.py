@@ -42,9 +42,9 @@ def test_sixteen_bit_weights_are_predicted_too(optimizer):
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("optimizer", "package"), [("adamw8bit", "bitsandbytes"), ("adamw4bit", "torchao")])
-def test_low_bit_states_are_predicted_too(optimizer, package):
-    pytest.importorskip(package)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler, which 4-bit states step with
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit"])
+def test_low_bit_states_are_predicted_too(optimizer):
     model, batch = decoder(num_layers=2), token_batch(2, 16)
     predicted = traced(model, batch, optimizer).peak_bytes
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)

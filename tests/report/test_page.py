@@ -14,7 +14,6 @@ from tightfit.report import tables
 from tightfit.units import format_bytes
 from tiny import decoder, token_batch
 
-pytest.importorskip("plotly")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 

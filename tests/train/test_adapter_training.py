@@ -8,12 +8,11 @@ from tightfit.data.tokenizer import load_tokenizer
 from tightfit.models.generation import generate_text
 from tightfit.models.saving import load_model
 from tightfit.train import train
-from tiny_adapters import needs, saved_llama
+from tiny_adapters import saved_llama
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_adapters_are_trained_within_the_budget_and_the_run_continues_a_text(tmp_path, base):
-    needs(base)
     folder = saved_llama(tmp_path / "base")
     sections = settings(tmp_path, training={"max_steps": 6}, memory={"budget": "0.7x"}).model_dump(mode="json")
     sections["model"] = {"path": str(folder), "adapter": {"r": 4, "base": base}}

@@ -32,7 +32,7 @@ class Int8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        result: Tensor = _Product.apply(x, self.weight, self.scale)  # pyright: ignore[reportAssignmentType]
+        result: Any = _Product.apply(x, self.weight, self.scale)
         return result if self.bias is None else result + self.bias.to(x.dtype)
 
     def widened(self) -> Tensor:

@@ -57,7 +57,7 @@ class FrugalOptimizer(StrictStateOptimizer):
 
     def update(self) -> None:
         """Update every parameter that has a gradient. Without autograd."""
-        raise NotImplementedError
+        raise NotImplementedError  # each optimizer has its own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

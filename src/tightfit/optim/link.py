@@ -64,5 +64,5 @@ class Link:
             return None
         self._streams.wait(self._lane, self._streams.mark(self._streams.current()))
         self._streams.copy(self._lane, target, source)
-        on_device.record_stream(self._lane)  # pyright: ignore[reportArgumentType]
+        on_device.record_stream(self._lane)  # pyright: ignore[reportArgumentType] (the stub wants the generic stream)
         return self._streams.mark(self._lane)
