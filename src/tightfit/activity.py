@@ -27,6 +27,8 @@ class Activity:
     # In a dry run: stands for the way of a tensor's storage out of the memory that is counted, and back (`Crossing` in
     # levers/offload/transfers.py), on CUDA, where that is asked for, beside the computation.
     dry_copy: Callable[[Any, bool], Any] | None = None
+    # In a dry run: runs the compiled code of a block with kernels that compute nothing (`trace/compiled_code.py`).
+    dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
 
 

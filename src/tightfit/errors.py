@@ -9,7 +9,8 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   ├── BudgetError              a budget that cannot be read
 │   └── OutputError              a folder that cannot be written
 ├── LeverError                   a lever that cannot be applied here
-│   └── RecomputeError           a block whose recompute would not be exact, by name
+│   ├── RecomputeError           a block whose recompute would not be exact, by name
+│   └── CompileError             a block that PyTorch's compiler does not take as a whole
 ├── TraceError                   a training step that cannot be run dry
 ├── CannotFit                    exit code 3: no plan fits the budget; carries the least that does
 └── VerificationFailed           exit code 4: a plan changed what the step computes
@@ -56,6 +57,10 @@ class LeverError(TightfitError):
 
 class RecomputeError(LeverError):
     """Recomputing this block would not be exact; the message names the operator or state."""
+
+
+class CompileError(LeverError):
+    """PyTorch's compiler does not take this block as a whole; the message has its reason."""
 
 
 class TraceError(TightfitError):

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tightfit.errors import CompileError
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
 
@@ -65,6 +67,7 @@ __all__ = [
     "is_shared",
     "kernels_replaced",
     "newest_sequence_number",
+    "no_modes",
     "no_torch_dispatch",
     "no_torch_function",
     "operators_with_kernel",
@@ -100,13 +103,63 @@ def compiled_code_off() -> Callable[[], None]:
     return partial(stance.__exit__, None, None, None)
 
 
-def inductor_with_budget(share: float, graph: Any, inputs: Any) -> Any:
-    """A backend of `torch.compile`: inductor, of which the backward may keep this share of what it would like to."""
-    from torch._functorch import config  # these take seconds to import
-    from torch._inductor.compile_fx import compile_fx
+def inductor_with_budget(share: float, graph: Any, inputs: Any, build: Callable[[str], Any] | None = None) -> Any:
+    """A backend of `torch.compile`: inductor, of which the backward may keep this share of what it would like to, and
+    which draws the random numbers that eager code draws.
 
-    with config.patch(activation_memory_budget=share):
-        return compile_fx(graph, inputs)
+    With `build` what inductor writes is handed to that, which returns the module that stands for it: no kernel is
+    built, and nothing of it is left where a real compilation would find it.
+    """
+    from torch._functorch import config as functorch  # these take seconds to import
+    from torch._inductor import config as inductor
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    unseen: dict[str, Any] = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}  # it would leave out the check
+    settings: dict[str, Any] = {"fallback_random": True}
+    settings |= {} if build is None else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+    def inner(graph: Any, *args: Any, **kwargs: Any) -> Any:  # for backward called once more, while the step runs
+        if kwargs.get("is_backward") and any(map(_draws_random_numbers, graph.graph.nodes)):
+            raise CompileError(
+                "recomputed within compiled code, random numbers (dropout) are drawn anew by PyTorch's compiler, and "
+                "gradients would be wrong: keep=1, or no dropout"
+            )
+        with no_modes(), inductor.patch(settings), nullcontext() if build is None else _written_only(build):
+            return compile_fx_inner(graph, *args, **kwargs)
+
+    with functorch.patch(activation_memory_budget=share, **unseen), inductor.patch(settings):
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+
+def _draws_random_numbers(node: Any) -> bool:
+    """Whether a node of a graph is a random operator, bare or under one that sets the generator's state."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return "rng_state" in str(node.target)
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    return dict(zip(names, node.args, strict=False)).get("dropout_p", 0) != 0  # attention draws only what it drops
+
+
+@contextmanager
+def _written_only(build: Callable[[str], Any]) -> Iterator[None]:
+    """Inside, inductor hands over what it has written instead of loading it."""
+    from torch._inductor.graph import GraphLowering
+
+    name = "_compile_to_module_lines"
+    loading = getattr(GraphLowering, name)
+    setattr(GraphLowering, name, lambda self, code: build(code.value))
+    try:
+        yield
+    finally:
+        setattr(GraphLowering, name, loading)
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Inside, no dispatch mode is active."""
+    with _disable_current_modes():
+        yield
 
 
 def dispatch_is_watched() -> bool:

@@ -2,18 +2,21 @@
 
 Not the model is compiled but its blocks: parameters are arguments of the compiled code, so one compilation serves all
 blocks of a kind. What a block holds for backward is then PyTorch's own choice, the smallest cut of its joint graph, and
-recomputing is a share of that: no operator of compiled code passes the dispatcher, so neither our recompute nor a dry
-run sees into it. Under a dry run, or where somebody else watches operators, a block runs as it was written.
+recomputing is a share of that: no operator of compiled code passes the dispatcher, so our recompute does not see into
+it. A dry run on a CPU runs the code that the compiler writes (`trace/compiled_code.py`); where somebody else watches
+operators, and in a dry run that plays a CUDA device, a block runs as it was written.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from tightfit.errors import LeverError
+from tightfit.activity import now
+from tightfit.errors import CompileError, LeverError
 from tightfit.internals import dispatch_is_watched, inductor_with_budget
 from tightfit.levers.cpp_compiler import demand_compiler
 from tightfit.levers.handle import Applied
@@ -34,15 +37,21 @@ def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Appl
     """
     if not 0 <= keep <= 1:
         raise LeverError(f"keep={keep} is not a share: give a number from 0 to 1")
-    paths = matching_modules(model, pattern)
+    return compile_paths(model, dict.fromkeys(matching_modules(model, pattern), keep), whole=False)
+
+
+def compile_paths(model: nn.Module, shares: Mapping[str, float], *, whole: bool = True) -> Applied:
+    """Compile the modules at these paths, each with its share kept; `whole` refuses a module of which only parts can be
+    compiled, when it first runs.
+    """
     first = next(model.parameters(), None)
-    if first is None or first.device.type == "cpu":
+    if shares and (first is None or first.device.type == "cpu"):
         demand_compiler("compile_blocks compiles blocks")
-    for path in paths:
+    for path in shares:
         replaced = model.get_submodule(path).__dict__.get("forward")
         if replaced is not None and not isinstance(replaced, FrugalForward):
             raise LeverError(f"{path}: its forward was replaced on this instance, so it shares no code with its kind")
-    return install(CompiledForward(model.get_submodule(path), path, keep) for path in paths)
+    return install(CompiledForward(model.get_submodule(path), path, keep, whole) for path, keep in shares.items())
 
 
 class CompiledForward(FrugalForward):
@@ -50,19 +59,46 @@ class CompiledForward(FrugalForward):
 
     does = "compiled"
 
-    def __init__(self, module: nn.Module, path: str, keep: float):
+    def __init__(self, module: nn.Module, path: str, keep: float, whole: bool = False):
         super().__init__(module, path)
         self.keep = keep
+        self.whole = whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or dispatch_is_watched():
+        if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        return compiled_forward(type(self.module), self.keep)(self.module, *args, **kwargs)
+        if now.dry_compiled is not None and not now.playing_cuda:
+            return self.written(now.dry_compiled, args, kwargs)
+        if dispatch_is_watched():
+            return self.original(*args, **kwargs)
+        return compiled_forward(type(self.module), self.keep, self.whole)(self.module, *args, **kwargs)
+
+    def written(self, played: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """In a dry run: as the compiler would write it, else, where parts will do, as it stands."""
+        try:
+            return played(self.module, self.keep, args, kwargs)
+        except CompileError:
+            if self.whole:
+                raise
+            return self.original(*args, **kwargs)
 
 
 @functools.cache
-def compiled_forward(kind: type[nn.Module], keep: float) -> Callable[..., Any]:
-    """The `forward` of a class of modules, compiled with one share kept: a backend of its own, so that code compiled
-    with another share is not taken.
+def compiled_forward(kind: type[nn.Module], keep: float, whole: bool) -> Callable[..., Any]:
+    """The `forward` of a class of modules, compiled with one share kept."""
+    backend = functools.partial(inductor_with_budget, keep)
+    return torch.compile(own_forward(kind, f"keep_{keep:g}"), backend=backend, fullgraph=whole)
+
+
+def own_forward(kind: type[nn.Module], suffix: str) -> Callable[..., Any]:
+    """A copy of a class' `forward` with code of its own: what is compiled hangs on the code, which classes may share.
+
+    Raises `CompileError` where `forward` is no Python function.
     """
-    return torch.compile(kind.forward, backend=functools.partial(inductor_with_budget, keep))
+    forward = kind.forward
+    if not isinstance(forward, FunctionType):
+        raise CompileError(f"the forward of {kind.__name__} is no Python function, which is what can be compiled")
+    code = forward.__code__.replace(co_name=f"{kind.__name__}_{suffix}")
+    twin = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__, forward.__closure__)
+    twin.__kwdefaults__ = forward.__kwdefaults__
+    return twin

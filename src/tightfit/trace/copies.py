@@ -14,7 +14,7 @@ import torch
 from tightfit.activity import now, offload
 from tightfit.operators import fresh_memory
 from tightfit.trace.dry_run import DryRun
-from tightfit.trace.record import OperatorRecord, Phase
+from tightfit.trace.record import OperatorRecord
 from tightfit.trace.shapes import TensorShape, is_hollow
 
 AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
@@ -101,11 +101,5 @@ class PlayedCrossing:
 
     def _note(self, name: str, seconds: float) -> None:
         """As an operator of the step, which takes no memory."""
-        dry = self._dry
-        dry.begin([])
-        phase = Phase.RECOMPUTE if now.recomputing else dry.phase
-        module = dry.modules.attribute(phase)
-        dry.levels.append(dry.ledger.live_bytes)
-        dry.operators.append(
-            OperatorRecord(name, phase, module, seconds, 0, None, -1, (), (), False, copied_bytes=self._nbytes)
-        )
+        self._dry.begin([])
+        self._dry.note(name, seconds, copied_bytes=self._nbytes)

@@ -266,6 +266,23 @@ class DryRun(TorchDispatchMode):
         )  # fmt: skip
         self.note_sum(traits, inputs)
 
+    def note(
+        self,
+        name: str,
+        seconds: float,
+        *,
+        reads: tuple[int, ...] = (),
+        makes: tuple[int, ...] = (),
+        copied_bytes: int = 0,
+    ) -> None:
+        """Enter something that is no operator of PyTorch's and makes no storage, after `begin`."""
+        phase = Phase.RECOMPUTE if now.recomputing else self.phase
+        module = self.modules.attribute(phase)
+        self.levels.append(self.ledger.live_bytes)
+        self.operators.append(
+            OperatorRecord(name, phase, module, seconds, 0, None, -1, reads, makes, False, copied_bytes=copied_bytes)
+        )
+
     def priced(
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
     ) -> tuple[float, int]:

@@ -2,6 +2,8 @@
 operator.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,6 +32,15 @@ class ModuleTracker:
     def __exit__(self, *exception: Any) -> None:
         for handle in self.handles:
             handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, modules are not followed: what runs belongs to the one that is running."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.stack.append(self.paths.get(id(module), type(module).__name__))

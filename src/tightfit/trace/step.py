@@ -14,6 +14,7 @@ from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.gradients import gradient_memory
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.trace.compiled_code import compiled_code_played
 from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
@@ -132,7 +133,7 @@ def _dry(
         try:
             announce(ledger, model, batch, plain)
             playing = nullcontext() if role is None else role.playing()
-            with playing, dry, _filling_off(), _watching_saves(ledger), copies_played(dry):
+            with playing, dry, _filling_off(), _watching_saves(ledger), copies_played(dry), compiled_code_played(dry):
                 yield dry
         finally:
             now.dry = False

@@ -86,6 +86,10 @@ def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorS
     return _measured_product(operator, tuple(inputs))
 
 
+def _cpu_product_into(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
+    return _cpu_product(operator, inputs[:-1])  # compiled code gives the memory of the result, last
+
+
 @cache
 def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...]) -> int:
     """Scratch memory of a 16-bit product, which oneDNN chooses by shape and instruction set: it is run once for
@@ -122,13 +126,17 @@ def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
 # small beside them.
 LARGEST_PRODUCT = 64 * 2**20
 
+_PRODUCTS = {
+    "mm": aten.mm.default,
+    "addmm": aten.addmm.default,
+    "bmm": aten.bmm.default,
+    "baddbmm": aten.baddbmm.default,
+}
 _CPU: dict[str, Callable[[Sequence[TensorShape]], int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _cpu_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _cpu_attention_backward,
-    "aten.mm.default": partial(_cpu_product, aten.mm.default),
-    "aten.addmm.default": partial(_cpu_product, aten.addmm.default),
-    "aten.bmm.default": partial(_cpu_product, aten.bmm.default),
-    "aten.baddbmm.default": partial(_cpu_product, aten.baddbmm.default),
+    **{f"aten.{name}.default": partial(_cpu_product, operator) for name, operator in _PRODUCTS.items()},
+    **{f"aten.{name}.out": partial(_cpu_product_into, operator) for name, operator in _PRODUCTS.items()},
     "bitsandbytes.optimizer_update_8bit_blockwise.default": _cpu_adamw8bit,
 }
 
