@@ -42,8 +42,8 @@ BUDGET_AND_RECOMPUTE = Exclusion(
 BUDGET_AND_COMPILED_BLOCKS = Exclusion(
     "memory.budget",
     "memory.compile_blocks",
-    "a plan is made of operators, which compiled code does not show",
-    "remove one",
+    "the plan for a budget chooses what is compiled",
+    "remove it, and name the lever compile in memory.levers",
 )
 RECOMPUTE_AND_COMPILED_BLOCKS = Exclusion(
     "memory.recompute",

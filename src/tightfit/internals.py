@@ -114,7 +114,8 @@ def inductor_with_budget(share: float, graph: Any, inputs: Any, build: Callable[
     from torch._inductor import config as inductor
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    unseen: dict[str, Any] = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}  # it would leave out the check
+    # The cache of whole autograd functions would leave out the check below.
+    unseen: dict[str, Any] = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
     settings: dict[str, Any] = {"fallback_random": True}
     settings |= {} if build is None else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 

@@ -1,16 +1,52 @@
-"""Compiled blocks: once for a kind, gradients as exact as the plain ones, less held; and where they are refused."""
+"""Compiled blocks: once for a kind, gradients as exact as the plain ones, foretold; and where they are refused."""
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import tightfit
+from tightfit.activity import now
 from tightfit.config import parse_config
-from tightfit.errors import DeviceError, LeverError
-from tightfit.step import model_loss
-from tiny import allocator_peak, decoder, token_batch
+from tightfit.errors import CompileError, DeviceError, LeverError
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.step import StepSettings, model_loss
+from tightfit.trace.compiled_code import KERNEL
+from tightfit.trace.record import Phase
+from tightfit.trace.step import trace_step
+from tiny import VOCABULARY, allocator_peak, decoder, token_batch
+
+GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
+DEPRECATED = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+
+
+def by_the_compiler(test):
+    """A test in which PyTorch's compiler says more than our tests let pass."""
+    return GRAD(DEPRECATED(test))
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
+    return LlamaForCausalLM(config), "model.layers.*"
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    plain = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**SIZE, **plain, n_embd=128, n_layer=3, n_head=4)), "transformer.h.*"
+
+
+SIZE = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
+OTHERS = {"llama": llama, "gpt2": gpt2}
+
+
+def sum_of_squares(model, batch):
+    return model(*batch).square().sum()
 
 
 def gradients(model, batch):
@@ -29,8 +65,7 @@ def forwards(model):
 
 
 @pytest.mark.slow  # inductor compiles C++ for some ten seconds
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo itself asks it of what it is given
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+@by_the_compiler
 @pytest.mark.parametrize("keep", [1.0, 0.0])
 def test_one_compilation_serves_all_blocks_and_the_peak_falls_below_the_eager_one(keep):
     from torch._dynamo.utils import counters
@@ -53,15 +88,128 @@ def test_one_compilation_serves_all_blocks_and_the_peak_falls_below_the_eager_on
         assert peak < 1.25 * recomputed_peak
 
 
-def test_a_dry_run_and_evaluation_see_the_blocks_as_they_were_written():
+@pytest.mark.parametrize(
+    "keep",
+    [
+        0.5,
+        pytest.param(1.0, marks=pytest.mark.slow),  # each compiles C++ for some ten seconds
+        pytest.param(0.0, marks=pytest.mark.slow),
+    ],
+)
+@by_the_compiler
+def test_what_compiled_blocks_take_is_foretold_before_anything_is_built(keep):
+    model, batch = decoder(num_layers=4, hidden_size=128), token_batch(8)
+    plain = tightfit.estimate(model, batch).peak_bytes
+    with tightfit.compile_blocks(model, "layers.*", keep=keep):
+        foretold = tightfit.estimate(model, batch).peak_bytes
+        assert foretold == allocator_peak(model, batch)
+    assert foretold < 0.9 * plain
+
+
+@pytest.mark.slow  # compiles C++ for some ten seconds each time
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@by_the_compiler
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_compiled_blocks_of_other_models_take_is_foretold(name, keep, precision):
+    model, pattern = OTHERS[name]()
+    batch = token_batch(4)
+    with tightfit.compile_blocks(model, pattern, keep=keep):
+        foretold = tightfit.estimate(model, batch, precision=precision).peak_bytes
+        assert foretold == allocator_peak(model, batch, settings=StepSettings(precision))
+
+
+@by_the_compiler
+def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
+    def refuse(*arguments, **settings):
+        raise AssertionError("a kernel is built")
+
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", refuse)
+    model, batch = decoder(num_layers=2), token_batch(2)
+    with tightfit.compile_blocks(model, "layers.*"):
+        tightfit.estimate(model, batch)
+        assert now.dry_compiled is None
+        with pytest.raises(Exception, match="a kernel is built"):
+            model_loss(model, batch)
+
+
+@by_the_compiler
+def test_the_seconds_of_kernels_are_foretold_too():
+    model, batch = decoder(num_layers=2), token_batch(2)
+    with tightfit.compile_blocks(model, "layers.*"):
+        parts = as_parts(split_batch(batch, 1), model_loss)
+        trace = trace_step(model, parts, model_loss, cost=lambda name, inputs, outputs, arguments: len(inputs) + 1.0)
+    kernels = [operator for operator in trace.operators if operator.name == KERNEL]
+    assert {operator.phase for operator in kernels} == {Phase.FORWARD, Phase.BACKWARD}
+    assert {operator.module for operator in kernels} == {"layers.0", "layers.1"}
+    assert all(operator.seconds > 1 for operator in kernels), "each reads something"
+
+
+def test_evaluation_sees_the_blocks_as_they_were_written():
     model, batch = decoder(), token_batch(2)
-    plain = tightfit.estimate(model, batch)
     with torch.no_grad():
         logits = model(batch["input_ids"]).logits
-    with tightfit.compile_blocks(model, "layers.*"):
-        assert tightfit.estimate(model, batch).peak_bytes == plain.peak_bytes
-        with torch.no_grad():
+        with tightfit.compile_blocks(model, "layers.*"):
             assert torch.equal(model(batch["input_ids"]).logits, logits)
+
+
+def test_on_a_card_that_is_played_the_blocks_stand_as_they_were_written():
+    model, batch = decoder(), token_batch(2)
+    plain = tightfit.estimate(model, batch, device="rtx4090").peak_bytes
+    with tightfit.compile_blocks(model, "layers.*", keep=0.0):
+        assert tightfit.estimate(model, batch, device="rtx4090").peak_bytes == plain
+
+
+class Broken(torch.nn.Module):
+    """A block of which the compiler takes only parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x.tanh() + x
+
+
+def broken():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Broken() for _ in range(3))), (torch.randn(8, 16),)
+
+
+@by_the_compiler
+def test_a_block_that_is_compiled_in_parts_is_foretold_as_it_was_written():
+    model, batch = broken()
+    plain = tightfit.estimate(model, batch, loss=sum_of_squares).peak_bytes
+    with tightfit.compile_blocks(model, "*"):
+        assert tightfit.estimate(model, batch, loss=sum_of_squares).peak_bytes == plain
+
+
+@by_the_compiler
+def test_random_numbers_that_would_be_drawn_anew_are_refused():
+    model, batch = decoder(dropout=0.1), token_batch(2)
+    model.train()
+    with tightfit.compile_blocks(model, "layers.*", keep=0.0):
+        with pytest.raises(CompileError, match=r"random numbers \(dropout\) are drawn anew.*keep=1, or no dropout"):
+            tightfit.estimate(model, batch)
+        with pytest.raises(CompileError, match="gradients would be wrong"):
+            model_loss(model, batch).backward()
+
+
+@by_the_compiler
+def test_dropout_in_compiled_blocks_drops_what_the_plain_run_drops():
+    model, batch = decoder(num_layers=2, dropout=0.1), token_batch(2)
+    model.train()
+    outcomes = []
+    for applied in (nullcontext(), tightfit.compile_blocks(model, "layers.*")):
+        with applied:
+            torch.manual_seed(5)
+            outcomes.append((gradients(model, batch), torch.get_rng_state()))
+    (plain, before), (compiled, after) = outcomes
+    assert torch.equal(before, after)
+    assert error(compiled, plain) < 1e-5
 
 
 def test_undo_restores_every_forward_and_copies_stay_compiled():
@@ -109,9 +257,8 @@ def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
 
 
 @pytest.mark.slow  # inductor compiles C++ for some ten seconds
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo itself asks it of what it is given
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
-def test_a_training_with_compiled_blocks_learns_and_takes_less_than_foretold(tmp_path):
+@by_the_compiler
+def test_a_training_with_compiled_blocks_learns_and_takes_what_was_foretold(tmp_path):
     sections = {
         "model": {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 300, "max_position_embeddings": 64},
         "data": {"max_documents": 20, "sequence_length": 64, "vocab_size": 300},
@@ -121,4 +268,4 @@ def test_a_training_with_compiled_blocks_learns_and_takes_less_than_foretold(tmp
     }
     result = tightfit.train(parse_config(sections))
     assert result.last_loss < result.first_loss
-    assert result.measured_peak_bytes < result.predicted_peak_bytes
+    assert result.measured_peak_bytes == pytest.approx(result.predicted_peak_bytes, abs=8)

@@ -35,7 +35,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch", "offload"]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch", "offload", "compile"]
 
 
 class Section(BaseModel):
@@ -225,7 +225,7 @@ class MemoryConfig(Section):
         "rounding"
     )
     """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch, offload (used only where it is named)."""
+    recompute, chunked_loss, micro_batch, and offload and compile, which are used only where they are named."""
     offload_folder: str | None = None
     """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
     temporary files (`TMPDIR`)."""
@@ -239,7 +239,7 @@ class MemoryConfig(Section):
     """Recompute set by hand, as a mapping; null: left to the plan."""
     compile_blocks: bool = False
     """Compile each kind of repeated block once, when it first runs: exact to rounding, without budget and recompute.
-    The peak is foretold as if nothing were compiled."""
+    On CUDA the peak is foretold as if nothing were compiled."""
     verify: bool = False
     """Before training, prove that the plan changes no gradient."""
 

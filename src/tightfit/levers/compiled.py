@@ -80,7 +80,7 @@ class CompiledForward(FrugalForward):
         except CompileError:
             if self.whole:
                 raise
-            return self.original(*args, **kwargs)
+        return self.original(*args, **kwargs)  # out here, where no exception holds what was made meanwhile
 
 
 @functools.cache

@@ -77,7 +77,7 @@ def plan(
     batch for which there is a plan, so that the effective batch stays what it is (and the lever `"micro_batch"` is
     allowed by that). The lever `"offload"` is used only where it is named: from a CPU to a file in `offload_folder`
     (None: the system's for temporary files), from CUDA to pinned host memory, of at most `offload_budget` (None: half
-    of what is free there). With
+    of what is free there). So is `"compile"`, on a CPU: blocks as `torch.compile` makes them. With
     `curve` the plan carries the trade-off curve too, and what the levers that were not allowed would have given.
     Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
     `LeverError` where offload is named and not available.
@@ -217,6 +217,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
         modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
+    compiled = candidate.combination.compiled
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
         option = options.get(path)
@@ -224,7 +225,8 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         choices.append(
             BlockChoice(
                 path=path,
-                action=action_of(policy),
+                action=action_of(policy) if compiled is None else "compile",
+                share=None if compiled is None else compiled.share,
                 kept=tuple((key.name, key.occurrence) for key in kept),
                 kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,

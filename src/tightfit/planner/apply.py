@@ -1,11 +1,12 @@
 """Puts a plan on a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from tightfit.errors import LeverError
+from tightfit.levers.compiled import compile_paths
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
@@ -44,7 +45,7 @@ class AppliedPlan(Applied):
 
 def policy_of(choice: BlockChoice) -> Policy:
     """What a block's choice means to the executor."""
-    if choice.action == "keep":
+    if choice.action in ("keep", "compile"):
         return KEEP_ALL
     kept = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.kept)
     offloaded = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.offloaded)
@@ -62,9 +63,11 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
             "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): "
             "plan again"
         )
-    policies = {choice.path: policy_of(choice) for choice in plan.choices if choice.action != "keep"}
+    policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
+    compiled = {choice.path: choice.share for choice in plan.choices if choice.share is not None}
     shelf = None if plan.offload is None else opened_shelf(plan.offload)
-    return AppliedPlan(plan, model, apply_levers(model, policies, plan.chunked_loss, joined_paths(plan), shelf))
+    handles = apply_levers(model, policies, plan.chunked_loss, joined_paths(plan), shelf, compiled)
+    return AppliedPlan(plan, model, handles)
 
 
 def opened_shelf(tier: OffloadTier) -> HostShelf:
@@ -90,9 +93,14 @@ def apply_levers(
     chunked_loss: ChunkedLoss | None,
     joined: Sequence[str] = (),
     shelf: HostShelf | None = None,
+    compiled: Mapping[str, float] | None = None,
 ) -> list[Removable]:
-    """The levers of a plan, or of a candidate for one. Returns their handles."""
+    """The levers of a plan, or of a candidate for one; `compiled` are blocks with the share that each keeps. Returns
+    their handles.
+    """
     handles: list[Removable] = [apply_policies(model, policies, joined=joined, shelf=shelf)]
+    if compiled:
+        handles.append(compile_paths(model, compiled))
     if chunked_loss is not None:
         handles.append(apply_chunked_loss(model, chunked_loss.head, chunked_loss.chunk_size))
     return handles

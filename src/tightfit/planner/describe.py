@@ -146,6 +146,9 @@ def used_levers(plan: Plan) -> list[str]:
         lines.append(
             f"{offloading} of {len(plan.choices)} blocks offload {format_bytes(plan.offload.bytes)} to {where}."
         )
+    compiled = [choice for choice in plan.choices if choice.action == "compile"]
+    if compiled:
+        lines.append(f"{len(compiled)} of {len(plan.choices)} blocks run as compiled code; each kind compiles once.")
     if recomputing:
         lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")
     return lines
@@ -177,7 +180,9 @@ def block_table(choices: Sequence[BlockChoice]) -> Table:
     table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
     for name, same in alike(choices):
         kept, seconds = sum(c.kept_bytes for c in same), sum(c.recompute_seconds for c in same)
-        table.add_row(name, keeps(same[0]), format_bytes(kept), format_seconds(seconds) if seconds else "")
+        known = same[0].action != "compile"  # how much compiled code keeps, the trace does not tell
+        shown = format_bytes(kept) if known else ""
+        table.add_row(name, keeps(same[0]), shown, format_seconds(seconds) if seconds else "")
     return table
 
 

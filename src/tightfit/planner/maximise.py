@@ -142,8 +142,11 @@ def rough_least(search: Search) -> int:
     plain = search.plain.peak_bytes
     if plain + UNSEEN_BYTES <= search.budget_bytes:
         return plain + UNSEEN_BYTES
+    frugal = search.combinations()[-1]
     policies = dict.fromkeys(search.paths, frugal_policy(search.request.levers))
-    part = search.tracer.part(search.combinations()[-1], policies, search.plain)
+    if compiled := [] if search.request.levers & {"recompute", "offload"} else search.compiled(frugal):
+        frugal, policies = compiled[-1], {}
+    part = search.tracer.part(frugal, policies, search.plain)
     return max(part.peak_bytes, optimizer_peak(search.plain)) + UNSEEN_BYTES
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tightfit.planner.apply import AppliedPlan
     from tightfit.step import Precision
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

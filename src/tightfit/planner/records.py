@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-Action = Literal["keep", "recompute", "operators", "offload"]
+Action = Literal["keep", "recompute", "operators", "offload", "compile"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class BlockChoice:
     block, and `kept_modules` the module inside the block that each runs in, empty for the block itself. `joined` tells
     that the block's output is not held for the next one: both belong to one segment. `offloaded` and
     `offloaded_modules` name likewise the operator calls whose outputs are offloaded; with `offloads_inputs` what the
-    block is given is offloaded too.
+    block is given is offloaded too. A compiled block keeps `share` of what the compiler would like to keep.
     """
 
     path: str
@@ -28,6 +28,7 @@ class BlockChoice:
     offloaded: tuple[tuple[str, int], ...] = ()
     offloaded_modules: tuple[str, ...] = ()
     offloads_inputs: bool = False
+    share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tightfit.trace.step import trace_part, trace_step
 
 EXACT_LEVERS = ("recompute",)
 ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
-LEVERS = (*ROUNDING_LEVERS, "offload")  # what takes disk space or pinned memory is used where it is named
+LEVERS = (*ROUNDING_LEVERS, "offload", "compile")  # what takes disk space, pinned memory or a compiler: where named
 
 
 def allowed_levers(levers: str | Sequence[str] | None) -> frozenset[str]:
@@ -66,6 +66,11 @@ class Request:
     offload: OffloadSettings = field(default_factory=OffloadSettings)
 
     def __post_init__(self) -> None:
+        if "compile" in self.levers and self.device.kind != "cpu":
+            raise LeverError(
+                f"compile is not available in a plan for {self.device.name}: what the compiler writes is known for a "
+                f"CPU only: leave it out of the levers, or call compile_blocks without a plan"
+            )
         if "offload" in self.levers and self.device.kind == "cuda" and copy_rates(self.device) is None:
             raise LeverError(
                 f"offload is not available on {self.device.name}: the rate of its link to the host is not known: "
@@ -120,11 +125,23 @@ class Request:
 
 
 @dataclass(frozen=True)
+class CompiledBlocks:
+    """Blocks that run as compiled code, which keeps `share` of what the compiler would like to keep."""
+
+    paths: tuple[str, ...]
+    share: float
+
+    def __str__(self) -> str:
+        return "all blocks compiled" + (f", keeping {self.share:.0%}" if self.share < 1 else "")
+
+
+@dataclass(frozen=True)
 class Combination:
-    """The choices that concern the whole step: micro-batches, and how the loss is computed."""
+    """The choices that concern the whole step: micro-batches, how the loss is computed, and what is compiled."""
 
     micro_batches: int = 1
     chunked_loss: ChunkedLoss | None = None
+    compiled: CompiledBlocks | None = None
 
     def __str__(self) -> str:
         parts = []
@@ -132,6 +149,8 @@ class Combination:
             parts.append(f"{self.micro_batches} micro-batches")
         if self.chunked_loss is not None:
             parts.append("chunked loss")
+        if self.compiled is not None:
+            parts.append(str(self.compiled))
         return " + ".join(parts) or "plain"
 
 
@@ -210,7 +229,9 @@ class Tracer:
         self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool = False
     ) -> Iterator[None]:
         shelf = HostShelf(self.request.offload, compared) if "offload" in self.request.levers else None
-        handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined, shelf)
+        blocks = combination.compiled
+        compiled = None if blocks is None else dict.fromkeys(blocks.paths, blocks.share)
+        handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined, shelf, compiled)
         with Applied(handles):
             yield
 

@@ -9,17 +9,17 @@ that is over the budget, the bound is tightened by the excess and solved again.
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tightfit.errors import CannotFit
+from tightfit.errors import CannotFit, CompileError
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.head import find_head
 from tightfit.planner.pricing import Priced, price
 from tightfit.planner.records import ChunkedLoss, Rejected
-from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
+from tightfit.planner.request import Combination, CompiledBlocks, Request, Tracer, optimizer_peak
 from tightfit.planner.solve import Chain, least_peak, solve
 from tightfit.trace.cuda.replay import fits_device
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
@@ -29,6 +29,7 @@ from tightfit.units import format_bytes, parse_budget
 # Numbers that Python wraps in a tensor, and the like, take a few bytes each that no dispatch mode sees (at most 4 were
 # seen over the models of docs/accuracy.md): so much is left free below the budget.
 UNSEEN_BYTES = 1024
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what compiled blocks would like to keep, the fastest first
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
 
@@ -86,7 +87,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
-        in_blocks = self.request.levers & {"recompute", "offload"}
+        in_blocks = self.request.levers & {"recompute", "offload", "compile"}
         self.paths = find_blocks(self.request.model, self.request.blocks) if in_blocks else []
 
     @cached_property
@@ -133,7 +134,28 @@ class Search:
         for _, alike in itertools.groupby(self.combinations(), key=lambda combination: combination.micro_batches):
             for combination in alike:
                 self.solve_blocks(combination)
+                self.try_compiled(combination)
             if self.request.fewest_micro_batches and self.best is not None:
+                return
+
+    def compiled(self, combination: Combination) -> list[Combination]:
+        """The combination with its blocks compiled, the fastest first; none where that is not allowed."""
+        if "compile" not in self.request.levers or not self.paths:
+            return []
+        return [replace(combination, compiled=CompiledBlocks(tuple(self.paths), share)) for share in SHARES]
+
+    def try_compiled(self, combination: Combination) -> None:
+        """The largest share of what compiled blocks would like to keep that fits, each of them traced as applied: the
+        peak need not fall with the share.
+        """
+        for compiled in self.compiled(combination):
+            try:
+                candidate = self.trace_applied(compiled, {})
+            except CompileError as error:
+                self.rejected.append(Rejected(str(compiled), str(error)))
+                return
+            self.consider(candidate, str(compiled))
+            if self.excess(candidate) <= 0:
                 return
 
     def prospects(self) -> list[Prospect]:
@@ -160,7 +182,8 @@ class Search:
             "replaying_seconds": self.request.executor.replayed,
             "beside": self.request.device.kind == "cuda",
         }
-        priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if self.paths else None
+        solved = self.paths and levers & {"recompute", "offload"}
+        priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if solved else None
         return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 
     def part(self, combination: Combination) -> StepTrace:
@@ -230,7 +253,7 @@ class Search:
             return
         if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return
-        combination = self.least.combination
+        combination = replace(self.least.combination, compiled=None)
         policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
         for segments in segment_counts(len(self.paths)):
             ends = segment_ends(len(self.paths), segments)
@@ -302,8 +325,9 @@ class Search:
         for lever in ("recompute", "chunked_loss", "micro_batch"):
             if lever not in self.request.levers:
                 self.rejected.append(Rejected(lever.replace("_", " "), "not among the levers that were allowed"))
-        if "recompute" in self.request.levers and not self.paths:
-            self.rejected.append(Rejected("recompute", "the model has no repeated blocks"))
+        for lever in ("recompute", "compile"):
+            if lever in self.request.levers and not self.paths:
+                self.rejected.append(Rejected(lever, "the model has no repeated blocks"))
         if "chunked_loss" in self.request.levers and find_head(self.plain, self.request.model) is None:
             self.rejected.append(Rejected("chunked loss", "no linear head that feeds a cross-entropy was found"))
 

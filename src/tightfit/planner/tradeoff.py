@@ -8,6 +8,7 @@ optimizer's phase, which no choice moves, is that of the plain step. The curve i
 import math
 from collections.abc import Mapping, Sequence
 
+from tightfit.errors import CompileError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.curve import Curve, frontier
@@ -48,6 +49,8 @@ class Tradeoff:
         for prospect in prospects:
             levers = describe_levers(prospect.combination, {}, len(self.search.paths))
             self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
+        for combination in self.search.combinations():
+            self.compile(combination)
         if not solvable:
             return
         lowest = min(((p, least_peak(p.chain)) for p in solvable), key=lambda choice: choice[1].peak_bytes)
@@ -86,6 +89,14 @@ class Tradeoff:
         for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
             ends = segment_ends(len(paths), segments)
             self.apply(prospect.combination, policies, tuple(p for i, p in enumerate(paths) if i not in ends))
+
+    def compile(self, combination: Combination) -> None:
+        """The blocks compiled, each share that they may keep; nothing where that is not allowed or not possible."""
+        try:
+            for compiled in self.search.compiled(combination):
+                self.apply(compiled, {})
+        except CompileError:
+            return  # the plan says why
 
     def apply(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> None:
         levers = describe_levers(combination, policies, len(self.search.paths), len(joined))

@@ -17,6 +17,7 @@ def keeps(choice: BlockChoice) -> str:
         "recompute": "only its input",
         "operators": kept_in_words([name for name, _ in choice.kept], choice.kept_modules),
         "offload": offloaded_in_words(choice),
+        "compile": f"{choice.share or 0:.0%} of what compiled code would keep",
     }
     kept = words[choice.action]
     return f"{kept}, not even its output" if choice.joined else kept
@@ -32,7 +33,7 @@ def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]
     """Neighbouring blocks that do the same, under one name: `layers.0 … layers.4`."""
     runs = [
         list(run)
-        for _, run in groupby(choices, key=lambda c: (c.action, c.kept, c.kept_modules, c.joined, c.offloaded))
+        for _, run in groupby(choices, key=lambda c: (c.action, c.share, c.kept, c.kept_modules, c.joined, c.offloaded))
     ]
     return [(run[0].path if len(run) == 1 else f"{run[0].path} … {run[-1].path}", run) for run in runs]
 

@@ -6,6 +6,7 @@ the same saved tensors that autograd keeps in a real step. Only its kernels are 
 """
 
 import functools
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -53,8 +54,9 @@ class Played:
                 return forward(module, *args, **kwargs)
         except (exc.TorchDynamoException, InductorError) as error:
             reason = str(error).strip().splitlines()[0]
-            where = self.dry.modules.current or type(module).__name__
-            raise CompileError(f"{where} cannot be compiled as a whole: {reason}") from error
+            traceback.clear_frames(error.__traceback__)  # they hold the block's input, and each other
+        where = self.dry.modules.current or type(module).__name__
+        raise CompileError(f"{where} cannot be compiled as a whole: {reason}")
 
     def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """The code written for forward or backward, its operators seen by the dry run."""

@@ -72,11 +72,11 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     assert accumulated != "auto", "without a budget the configuration has a number"
     how["micro_batches"] = accumulated
     plain = api.estimate(model, batch, **how).footing
-    if memory.recompute is None:
-        return Fit(plain, plain, accumulated, accumulated, compiles_blocks=memory.compile_blocks)
-    with recompute_by_hand(model, memory.recompute):
-        planned = api.estimate(model, batch, **how).footing
-    return Fit(plain, planned, accumulated, accumulated, recompute=memory.recompute)
+    by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks)
+    if memory.recompute is None and not memory.compile_blocks:
+        return by_hand
+    with by_hand.apply(model):
+        return replace(by_hand, planned=api.estimate(model, batch, **how).footing)
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

@@ -1,0 +1,145 @@
+"""A plan may compile blocks where that is named; what it says of bytes is what the allocator records."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import tightfit
+from command_line import tightfit as command
+from tightfit import Plan
+from tightfit.errors import CannotFit, LeverError
+from tightfit.planner.maximise import maximise
+from tiny import allocator_peak, decoder, token_batch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo asks it of what it is given
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within PyTorch's compiler
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder(num_layers=4, hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return token_batch(8)
+
+
+@pytest.fixture(scope="module")
+def made(model, batch):
+    return tightfit.plan(model, batch, "0.6x", levers=["compile"])
+
+
+def shares(plan):
+    return {choice.share for choice in plan.choices if choice.action == "compile"}
+
+
+@pytest.mark.slow  # compiles C++ for some ten seconds
+def test_the_measured_peak_is_the_planned_one_and_gradients_are_as_exact(model, batch, made):
+    with made.apply(model):
+        assert made.peak_bytes == allocator_peak(model, batch) <= made.budget_bytes
+    report = tightfit.verify(model, batch, made)
+    assert report.ok, str(report)
+    assert report.worst is None
+    assert report.planned_error is not None
+
+
+def test_it_takes_the_largest_share_that_fits(batch, made):
+    assert {choice.action for choice in made.choices} == {"compile"}
+    (share,) = shares(made)
+    assert 0 < share < 1
+    larger = [r for r in made.rejected if "compiled" in r.levers]
+    assert larger
+    assert all(r.peak_bytes > made.budget_bytes and "over the budget" in r.reason for r in larger)
+
+
+def test_below_the_least_it_says_so_and_at_the_least_there_is_a_plan(model, batch):
+    with pytest.raises(CannotFit) as caught:
+        tightfit.plan(model, batch, "0.05x", levers=["compile"])
+    least = caught.value.least_bytes
+    assert "all blocks compiled" in str(caught.value)
+    found = tightfit.plan(model, batch, least, levers=["compile"])
+    assert found.peak_bytes <= least
+
+
+def test_it_is_one_of_several_levers_and_the_faster_one_is_taken(model, batch):
+    found = tightfit.plan(model, batch, "0.6x", levers=["recompute", "compile"])
+    (slower,) = [rejected for rejected in found.rejected if rejected.reason == "fits, but is slower"]
+    assert slower.step_seconds >= found.step_seconds
+    assert ("compiled" in slower.levers) != bool(shares(found))
+
+
+def test_it_is_used_only_where_it_is_named(model, batch):
+    assert not shares(tightfit.plan(model, batch, "0.6x", levers="rounding"))
+
+
+def test_a_plan_survives_its_file_and_reads_well(made, tmp_path):
+    made.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == made
+    (share,) = shares(made)
+    text = str(made)
+    assert "4 of 4 blocks run as compiled code; each kind compiles once." in text
+    assert f"{share:.0%} of what compiled code would keep" in text
+    assert json.loads((tmp_path / "plan.json").read_text())["choices"][0]["share"] == share
+
+
+def test_the_curve_has_its_points(model, batch):
+    curve = tightfit.curve(model, batch, levers=["compile"], points=1)
+    assert any("compiled" in point.levers for point in curve.points)
+    assert curve.points[-1].peak_bytes < curve.points[0].peak_bytes
+
+
+@pytest.mark.slow  # each batch is compiled for: half a minute
+def test_the_largest_batch_is_asked_for_with_it_too(model):
+    def case(size):
+        return model, token_batch(size)
+
+    budget = tightfit.estimate(model, token_batch(4)).peak_bytes
+    found = maximise(case, budget, levers=["compile"], at_most=16)
+    assert found.value > 4
+
+
+class InParts(nn.Module):
+    """A block that the compiler does not take as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.linear(x).tanh() + x
+
+
+def test_a_block_that_cannot_be_compiled_as_a_whole_is_told_and_not_taken():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(InParts() for _ in range(4))), (torch.randn(64, 16),)
+    found = tightfit.plan(
+        model, batch, "0.97x", levers=["compile", "recompute"], loss=lambda m, b: m(*b).square().sum()
+    )
+    assert not shares(found)
+    assert any("cannot be compiled as a whole" in rejected.reason for rejected in found.rejected)
+
+
+def test_random_numbers_that_would_be_drawn_anew_are_told_and_not_taken():
+    model, batch = decoder(num_layers=2, dropout=0.1), token_batch(8)
+    model.train()
+    found = tightfit.plan(model, batch, "0.65x", levers=["compile", "recompute"])
+    assert found.peak_bytes <= found.budget_bytes
+    assert any("random numbers (dropout) are drawn anew" in rejected.reason for rejected in found.rejected)
+
+
+def test_on_a_card_it_is_refused_by_name(model, batch):
+    with pytest.raises(LeverError, match=r"^compile is not available in a plan for RTX 4090: .* leave it out"):
+        tightfit.plan(model, batch, "0.6x", levers=["compile"], device="rtx4090")
+
+
+def test_the_command_line_takes_it():
+    sizes = ("model.num_layers=2", "model.hidden_size=64", "training.batch_size=16", "data.max_documents=20")
+    outcome = command("plan", "examples/quickstart.yaml", "memory.budget=0.95x", "memory.levers=[compile]", *sizes)
+    assert outcome.code == 0, outcome.err
+    assert "blocks run as compiled code" in outcome.out
