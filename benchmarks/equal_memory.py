@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from environment import environment
-from tightfit import estimate, plan, recompute
+from tightfit import compile_blocks, estimate, plan, recompute
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
@@ -31,6 +32,13 @@ from tightfit.train.measure import resident_tensors
 CASES = {
     "CPU26": (DecoderConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, vocab_size=6400), (4, 256)),
     "CPU8": (DecoderConfig(hidden_size=256, num_layers=8, num_heads=8, vocab_size=6400), (8, 256)),
+}
+
+
+LEVERS = {
+    "exact": "exact",
+    "rounding": "rounding",
+    "compile": ["recompute", "chunked_loss", "micro_batch", "compile"],
 }
 
 
@@ -79,17 +87,18 @@ def compare(case: str, rounds: int) -> dict:
     predicted = estimate(model, batch)
     estimate_seconds = time.perf_counter() - started
     plans = {}
-    for levers in ("exact", "rounding"):
+    for name, levers in LEVERS.items():
         started = time.perf_counter()
-        plans[levers] = plan(model, batch, budget, levers=levers)
-        plans[levers, "seconds"] = time.perf_counter() - started
+        plans[name] = plan(model, batch, budget, levers=levers)
+        plans[name, "seconds"] = time.perf_counter() - started
     variants: dict[str, tuple[Callable[[], AbstractContextManager], int]] = {
         "plain": (nullcontext, 1),
         "pytorch checkpoint": (lambda: pytorch_checkpoint(model), 1),
         "recompute whole blocks": (lambda: recompute(model, "layers.*"), 1),
-        "plan exact": (lambda: plans["exact"].apply(model), plans["exact"].micro_batches),
-        "plan rounding": (lambda: plans["rounding"].apply(model), plans["rounding"].micro_batches),
+        "compiled blocks": (lambda: compile_blocks(model, "layers.*"), 1),
+        "compiled blocks, keep=0": (lambda: compile_blocks(model, "layers.*", keep=0.0), 1),
     }
+    variants |= {f"plan {name}": (partial(plans[name].apply, model), plans[name].micro_batches) for name in LEVERS}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     peaks = {}
     for name, (applied, micro_batches) in variants.items():
@@ -105,9 +114,9 @@ def compare(case: str, rounds: int) -> dict:
         "case": case,
         "budget_bytes": budget,
         "estimate_seconds": estimate_seconds,
-        "plan_seconds": {levers: plans[levers, "seconds"] for levers in ("exact", "rounding")},
+        "plan_seconds": {levers: plans[levers, "seconds"] for levers in LEVERS},
         "plain_predicted_bytes": predicted.peak_bytes,
-        "plans": {levers: describe(plans[levers]) for levers in ("exact", "rounding")},
+        "plans": {levers: describe(plans[levers]) for levers in LEVERS},
         "variants": {
             name: {
                 "peak_bytes": peaks[name],
@@ -127,6 +136,7 @@ def describe(made) -> dict:
         "predicted_plain_seconds": made.plain.step_seconds,
         "micro_batches": made.micro_batches,
         "chunked_loss": made.chunked_loss is not None,
+        "compiled_shares": [choice.share for choice in made.choices],
         "recompute_seconds": sum(choice.recompute_seconds for choice in made.choices),
     }
 

@@ -226,7 +226,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
             BlockChoice(
                 path=path,
                 action=action_of(policy) if compiled is None else "compile",
-                share=None if compiled is None else compiled.share,
+                share=None if compiled is None else compiled.shares[path],
                 kept=tuple((key.name, key.occurrence) for key in kept),
                 kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,

@@ -148,7 +148,7 @@ def used_levers(plan: Plan) -> list[str]:
         )
     compiled = [choice for choice in plan.choices if choice.action == "compile"]
     if compiled:
-        lines.append(f"{len(compiled)} of {len(plan.choices)} blocks run as compiled code; each kind compiles once.")
+        lines.append(f"{len(compiled)} of {len(plan.choices)} blocks run as compiled code.")
     if recomputing:
         lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")
     return lines

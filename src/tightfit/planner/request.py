@@ -1,5 +1,6 @@
 """What is asked of the planner, with everything the user left open filled in; and the ways to trace it."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,13 +127,18 @@ class Request:
 
 @dataclass(frozen=True)
 class CompiledBlocks:
-    """Blocks that run as compiled code, which keeps `share` of what the compiler would like to keep."""
+    """Blocks that run as compiled code, each with the share that it keeps of what the compiler would like to keep."""
 
-    paths: tuple[str, ...]
-    share: float
+    shares: Mapping[str, float]
 
     def __str__(self) -> str:
-        return "all blocks compiled" + (f", keeping {self.share:.0%}" if self.share < 1 else "")
+        counts = Counter(self.shares.values())
+        if len(counts) > 1:
+            return "blocks compiled: " + ", ".join(f"{n} keeping {share:.0%}" for share, n in counts.items())
+        return "all blocks compiled" + "".join(f", keeping {share:.0%}" for share in counts if share < 1)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.shares.items()))
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class Tracer:
     ) -> Iterator[None]:
         shelf = HostShelf(self.request.offload, compared) if "offload" in self.request.levers else None
         blocks = combination.compiled
-        compiled = None if blocks is None else dict.fromkeys(blocks.paths, blocks.share)
+        compiled = None if blocks is None else blocks.shares
         handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined, shelf, compiled)
         with Applied(handles):
             yield

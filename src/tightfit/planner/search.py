@@ -139,24 +139,52 @@ class Search:
                 return
 
     def compiled(self, combination: Combination) -> list[Combination]:
-        """The combination with its blocks compiled, the fastest first; none where that is not allowed."""
+        """The combination with its blocks compiled alike, the fastest first; none where that is not allowed."""
         if "compile" not in self.request.levers or not self.paths:
             return []
-        return [replace(combination, compiled=CompiledBlocks(tuple(self.paths), share)) for share in SHARES]
+        return [self.with_shares(combination, share, share, 0) for share in SHARES]
+
+    def with_shares(self, combination: Combination, low: float, high: float, last: int) -> Combination:
+        """The combination with its blocks compiled: the `last` ones, whose backward comes first, keep the higher
+        share.
+        """
+        first = len(self.paths) - last
+        shares = {path: low if i < first else high for i, path in enumerate(self.paths)}
+        return replace(combination, compiled=CompiledBlocks(shares))
 
     def try_compiled(self, combination: Combination) -> None:
-        """The largest share of what compiled blocks would like to keep that fits, each of them traced as applied: the
-        peak need not fall with the share.
+        """The largest share of what compiled blocks would like to keep that fits, in as many blocks as it does; each
+        choice is traced as applied, for the peak need not fall with the share.
         """
-        for compiled in self.compiled(combination):
+        over: list[float] = []
+        for share, alike in zip(SHARES, self.compiled(combination), strict=False):
             try:
-                candidate = self.trace_applied(compiled, {})
+                candidate = self.trace_applied(alike, {})
             except CompileError as error:
-                self.rejected.append(Rejected(str(compiled), str(error)))
+                self.rejected.append(Rejected(str(alike), str(error)))
                 return
-            self.consider(candidate, str(compiled))
+            self.consider(candidate, str(alike))
             if self.excess(candidate) <= 0:
+                for higher in dict.fromkeys(over[-1:] + over[:1]):
+                    self.mix_shares(combination, share, higher)
                 return
+            if self.best is not None and candidate.seconds >= self.best.seconds:
+                return  # and lower shares take longer
+            over.append(share)
+
+    def mix_shares(self, combination: Combination, low: float, high: float) -> None:
+        """As many blocks as fit keep the higher share, which in all of them is too much."""
+        found: Candidate | None = None
+        fits, over = 0, len(self.paths)
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            candidate = self.trace_applied(self.with_shares(combination, low, high, middle), {})
+            if self.excess(candidate) <= 0:
+                found, fits = candidate, middle
+            else:
+                over = middle
+        if found is not None:
+            self.consider(found, str(found.combination))
 
     def prospects(self) -> list[Prospect]:
         """All combinations, priced."""
