@@ -1,9 +1,9 @@
 """Proves on the user's own model and batch that a plan changes nothing: the plain run against the planned run.
 
 What a plan recomputes must be bit-equal: loss, every gradient, every buffer and the states of the random generators
-afterwards. What is exact to rounding only (chunked loss, micro-batches, compiled blocks) is judged against a run in
-fp64, with dropout off so that both precisions compute the same function: the planned error may be at most the plain
-one's, but for the spread that products of other shapes and fused kernels have by themselves (`ROUNDING_SPREAD`).
+afterwards. What is exact to rounding only (chunked loss, micro-batches, tiles, compiled blocks) is judged against a
+run in fp64, with dropout off so that both precisions compute the same function: the planned error may be at most the
+plain one's, but for the spread that products of other shapes and fused kernels have by themselves (`ROUNDING_SPREAD`).
 Where something differs, the plan is taken apart until the lever and the module are found.
 """
 
@@ -112,7 +112,7 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     loss = loss or model_loss
     batch = as_tensors(batch)
     not_compiled = tuple(choice for choice in plan.choices if choice.action != "compile")
-    exact = replace(plan, micro_batches=1, chunked_loss=None, choices=not_compiled)
+    exact = replace(plan, micro_batches=1, chunked_loss=None, tiled=None, choices=not_compiled)
     plain = run(model, batch, loss, without_levers(plan))
     again = plain.worst_difference(run(model, batch, loss, without_levers(plan)))
     if again is not None:
@@ -140,7 +140,7 @@ def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
 
 def without_levers(plan: Plan) -> Plan:
     """The plain step, as a plan."""
-    return replace(plan, choices=(), micro_batches=1, chunked_loss=None)
+    return replace(plan, choices=(), micro_batches=1, chunked_loss=None, tiled=None)
 
 
 def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:

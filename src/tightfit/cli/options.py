@@ -100,7 +100,7 @@ Levers = Annotated[
     typer.Option(
         metavar="NAMES",
         help="What a plan may use: exact (bit-equal), rounding (also equal to rounding), or names with commas "
-        "between: recompute, offload, compile, chunked_loss, micro_batch (else CONFIG's, or exact with --model).",
+        "between: recompute, offload, compile, chunked_loss, micro_batch, tile (else CONFIG's, or exact with --model).",
         rich_help_panel=THE_BUDGET,
     ),
 ]

@@ -35,7 +35,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch", "offload", "compile"]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch", "tile", "offload", "compile"]
 
 
 class Section(BaseModel):
@@ -225,7 +225,7 @@ class MemoryConfig(Section):
         "rounding"
     )
     """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch, and offload and compile, which are used only where they are named."""
+    recompute, chunked_loss, micro_batch, tile, and offload and compile, which are used only where they are named."""
     offload_folder: str | None = None
     """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
     temporary files (`TMPDIR`)."""

@@ -1,5 +1,6 @@
 """The lever by hand: `tile(model, "layers.*.mlp", 1024)`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ def tile(model: nn.Module, pattern: str, tokens: int) -> Applied:
     """
     if tokens < 1:
         raise LeverError(f"tile: tokens={tokens} is less than 1: give the tokens of one tile")
-    paths = matching_modules(model, pattern)
+    return tile_paths(model, matching_modules(model, pattern), tokens)
+
+
+def tile_paths(model: nn.Module, paths: Sequence[str], tokens: int) -> Applied:
+    """The modules at these paths, tiled. Raises `LeverError` where a module's forward is already replaced."""
     for path in paths:
         if "forward" in model.get_submodule(path).__dict__:
             raise LeverError(f"tile: the forward of {path} is already replaced: undo that first")

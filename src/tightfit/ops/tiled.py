@@ -5,7 +5,8 @@ began with, and adds up the gradients of the weights (as Bekman et al. 2025, "Ar
 feed-forwards). What the function holds and works with exists for one tile at a time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Tiled(torch.autograd.Function):
         before = random_state(x.device)
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         out = torch.cat([function(part) for part in x.split(tokens, dim=1)], dim=1)
-        ctx.random = None if torch.equal(before, random_state(x.device)) else before
+        ctx.random = None if before == random_state(x.device) else before
         return out
 
     @staticmethod
@@ -53,9 +54,7 @@ class Tiled(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         of_x = torch.empty_like(x) if ctx.needs_input_grad[2] else None
         sums: list[Tensor | None] = [None] * len(weights)
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            if ctx.random is not None:
-                set_random_state(x.device, ctx.random)
+        with nullcontext() if ctx.random is None else random_numbers_from(ctx.random, x.device):
             for first in range(0, x.shape[1], ctx.how[1]):
                 rows = slice(first, first + ctx.how[1])
                 of_part, *made = gradients_of_tile(ctx, x[:, rows], weights, gradients[0][:, rows])
@@ -66,15 +65,22 @@ class Tiled(torch.autograd.Function):
         return (None, None, of_x, *sums)
 
 
-def random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def random_state(device: torch.device) -> bytes:
+    """The state of the device's generator, in memory that is not the allocator's."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.numpy().tobytes()
 
 
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+@contextmanager
+def random_numbers_from(state: bytes, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are drawn from this state; afterwards as if none had been drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        told = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(told, device)
+        else:
+            torch.set_rng_state(told)
+        yield
 
 
 def gradients_of_tile(ctx: Any, part: Tensor, weights: list[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:

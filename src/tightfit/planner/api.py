@@ -203,6 +203,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         device=request.device.name,
         fingerprint=fingerprint(request.model),
         assumptions=told(candidate.trace.assumptions),
+        tiled=candidate.combination.tiled,
         offload=offload_tier(request, candidate.trace),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),

@@ -14,9 +14,10 @@ from tightfit.levers.offload import HostShelf, OffloadSettings
 from tightfit.levers.offload.shelf import DISK, HOST
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
+from tightfit.levers.tile import tile_paths
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import Plan
-from tightfit.planner.records import BlockChoice, ChunkedLoss, OffloadTier
+from tightfit.planner.records import BlockChoice, ChunkedLoss, OffloadTier, TiledModules
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 from tightfit.units import format_bytes
 
@@ -66,7 +67,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
     policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
     compiled = {choice.path: choice.share for choice in plan.choices if choice.share is not None}
     shelf = None if plan.offload is None else opened_shelf(plan.offload)
-    handles = apply_levers(model, policies, plan.chunked_loss, joined_paths(plan), shelf, compiled)
+    handles = apply_levers(model, policies, plan.chunked_loss, joined_paths(plan), shelf, compiled, plan.tiled)
     return AppliedPlan(plan, model, handles)
 
 
@@ -94,11 +95,14 @@ def apply_levers(
     joined: Sequence[str] = (),
     shelf: HostShelf | None = None,
     compiled: Mapping[str, float] | None = None,
+    tiled: TiledModules | None = None,
 ) -> list[Removable]:
     """The levers of a plan, or of a candidate for one; `compiled` are blocks with the share that each keeps. Returns
     their handles.
     """
     handles: list[Removable] = [apply_policies(model, policies, joined=joined, shelf=shelf)]
+    if tiled is not None:
+        handles.append(tile_paths(model, tiled.paths, tiled.tokens))
     if compiled:
         handles.append(compile_paths(model, compiled))
     if chunked_loss is not None:

@@ -138,6 +138,9 @@ def used_levers(plan: Plan) -> list[str]:
         lines.append(f"The batch runs in {plan.micro_batches} micro-batches, weighted by their valid tokens.")
     if plan.chunked_loss is not None:
         lines.append(f"The loss and its head ({plan.chunked_loss.head}) run in chunks; the logits are never whole.")
+    if plan.tiled is not None:
+        count, tokens = len(plan.tiled.paths), plan.tiled.tokens
+        lines.append(f"{count} feed-forwards ({plan.tiled.paths[0]}, ...) run over {tokens} tokens at a time.")
     recomputing = sum(choice.action in ("recompute", "operators") for choice in plan.choices)
     offloading = sum(choice.action == "offload" for choice in plan.choices)
     if plan.offload is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.planner.curve import Curve
-from tightfit.planner.records import BlockChoice, ChunkedLoss, Footing, OffloadTier, Rejected
+from tightfit.planner.records import BlockChoice, ChunkedLoss, Footing, OffloadTier, Rejected, TiledModules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +42,7 @@ class Plan:
     batch: str = ""
     curve: Curve | None = None
     offload: OffloadTier | None = None
+    tiled: TiledModules | None = None
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
 
     @property
@@ -140,6 +141,7 @@ class Plan:
             "choices": choices,
             "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
             "offload": None if raw["offload"] is None else OffloadTier(**raw["offload"]),
+            "tiled": None if raw["tiled"] is None else TiledModules.from_dict(raw["tiled"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),

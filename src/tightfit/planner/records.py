@@ -40,6 +40,19 @@ class ChunkedLoss:
 
 
 @dataclass(frozen=True)
+class TiledModules:
+    """Modules that treat each token by itself, run over so many tokens of the sequence at a time."""
+
+    paths: tuple[str, ...]
+    tokens: int
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """From the JSON of its fields."""
+        return cls(tuple(raw["paths"]), raw["tokens"])
+
+
+@dataclass(frozen=True)
 class OffloadTier:
     """Where offloaded values go: a file in `folder` (None: the system's for temporary files), or from a CUDA device the
     `host`'s pinned memory; at most `budget_bytes` (None: half of what is free), storages of `smallest_bytes` and more;

@@ -20,7 +20,7 @@ from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
 from tightfit.planner.apply import apply_levers
-from tightfit.planner.records import ChunkedLoss
+from tightfit.planner.records import ChunkedLoss, TiledModules
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.copies import AWAY, BACK
 from tightfit.trace.cuda import CudaRole
@@ -31,7 +31,7 @@ from tightfit.trace.shapes import TensorShape
 from tightfit.trace.step import trace_part, trace_step
 
 EXACT_LEVERS = ("recompute",)
-ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch")
+ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch", "tile")
 LEVERS = (*ROUNDING_LEVERS, "offload", "compile")  # what takes disk space, pinned memory or a compiler: where named
 
 
@@ -143,11 +143,12 @@ class CompiledBlocks:
 
 @dataclass(frozen=True)
 class Combination:
-    """The choices that concern the whole step: micro-batches, how the loss is computed, and what is compiled."""
+    """The choices that concern the whole step: micro-batches, how the loss is computed, what is compiled or tiled."""
 
     micro_batches: int = 1
     chunked_loss: ChunkedLoss | None = None
     compiled: CompiledBlocks | None = None
+    tiled: TiledModules | None = None
 
     def __str__(self) -> str:
         parts = []
@@ -157,6 +158,8 @@ class Combination:
             parts.append("chunked loss")
         if self.compiled is not None:
             parts.append(str(self.compiled))
+        if self.tiled is not None:
+            parts.append(f"tiles of {self.tiled.tokens} tokens")
         return " + ".join(parts) or "plain"
 
 
@@ -237,7 +240,8 @@ class Tracer:
         shelf = HostShelf(self.request.offload, compared) if "offload" in self.request.levers else None
         blocks = combination.compiled
         compiled = None if blocks is None else blocks.shares
-        handles = apply_levers(self.request.model, dict(policies), combination.chunked_loss, joined, shelf, compiled)
+        loss, tiled = combination.chunked_loss, combination.tiled
+        handles = apply_levers(self.request.model, dict(policies), loss, joined, shelf, compiled, tiled)
         with Applied(handles):
             yield
 

@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tightfit.errors import CannotFit, CompileError
+from tightfit.errors import CannotFit, CompileError, LeverError
+from tightfit.levers.micro_batch import as_tensors
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.head import find_head
 from tightfit.planner.pricing import Priced, price
-from tightfit.planner.records import ChunkedLoss, Rejected
+from tightfit.planner.records import ChunkedLoss, Rejected, TiledModules
 from tightfit.planner.request import Combination, CompiledBlocks, Request, Tracer, optimizer_peak
 from tightfit.planner.solve import Chain, least_peak, solve
+from tightfit.planner.tokenwise import find_tokenwise, longest_sequence
 from tightfit.trace.cuda.replay import fits_device
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 from tightfit.trace.record import Category, Phase, StepTrace
@@ -30,6 +32,8 @@ from tightfit.units import format_bytes, parse_budget
 # seen over the models of docs/accuracy.md): so much is left free below the budget.
 UNSEEN_BYTES = 1024
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what compiled blocks would like to keep, the fastest first
+TILES = (2, 4, 8, 16)  # in how many parts feed-forwards may go through a sequence
+LEAST_TILE = 32  # tokens
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
 
@@ -110,6 +114,8 @@ class Search:
             self.forbidden()
             self.solve_combinations()
         if self.best is None:
+            self.try_tiles()
+        if self.best is None:
             self.join_segments()
         if self.best is None:
             raise self.cannot_fit()
@@ -185,6 +191,29 @@ class Search:
                 over = middle
         if found is not None:
             self.consider(found, str(found.combination))
+
+    def tiled(self, combination: Combination) -> list[Combination]:
+        """The combination with its feed-forwards run tile by tile, the fewest tiles first; none where that is not
+        allowed.
+        """
+        if "tile" not in self.request.levers:
+            return []
+        paths = tuple(find_tokenwise(self.plain, self.request.model, self.paths))
+        length = longest_sequence(as_tensors(self.request.batch))
+        sizes = [math.ceil(length / tiles) for tiles in TILES if length >= tiles * LEAST_TILE]
+        return [replace(combination, tiled=TiledModules(paths, size)) for size in sizes if paths]
+
+    def try_tiles(self) -> None:
+        """What takes least, with feed-forwards over fewer and fewer tokens at a time: they run once more for it."""
+        assert self.least is not None, "the plain step was traced"
+        for combination in self.tiled(replace(self.least.combination, compiled=None)):
+            try:
+                self.solve_blocks(combination)
+            except LeverError as error:  # a module that is given something else than one tensor (B, T, n)
+                self.rejected.append(Rejected(str(combination), str(error)))
+                return
+            if self.best is not None:
+                return
 
     def prospects(self) -> list[Prospect]:
         """All combinations, priced."""
@@ -350,7 +379,7 @@ class Search:
         return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
 
     def forbidden(self) -> None:
-        for lever in ("recompute", "chunked_loss", "micro_batch"):
+        for lever in ("recompute", "chunked_loss", "micro_batch", "tile"):
             if lever not in self.request.levers:
                 self.rejected.append(Rejected(lever.replace("_", " "), "not among the levers that were allowed"))
         for lever in ("recompute", "compile"):

@@ -1,0 +1,54 @@
+"""Finds the modules inside blocks that treat each token by itself, such as a feed-forward, from what the step did."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from tightfit.devices.families import Family, base_name, family_of
+from tightfit.step import Batch
+from tightfit.trace.record import Phase, StepTrace
+
+_ELEMENTWISE = (Family.FREE, Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION)
+_PRODUCTS = ("mm", "addmm")  # of rows, one for each token; batched ones may be those of tokens with each other
+_CASTS = ("_to_copy", "clone")
+
+
+def find_tokenwise(trace: StepTrace, model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Paths of the outermost modules within the blocks whose operators are products with weights, at least two of
+    them, and element by element. What adds something for each position looks the same: the lever itself tries a module
+    out on a few tokens before it is used.
+    """
+    first, last = trace.repeated
+    ran: dict[str, set[str]] = {}
+    products: dict[str, int] = {}
+    for operator in trace.operators[first:last]:
+        if operator.phase is not Phase.FORWARD:
+            continue
+        for path in _with_parents(operator.module):
+            ran.setdefault(path, set()).add(operator.name)
+            products[path] = products.get(path, 0) + (base_name(operator.name) in _PRODUCTS)
+    found: list[str] = []
+    for path, _ in model.named_modules():
+        inside = any(path.startswith(f"{block}.") for block in blocks)
+        if not inside or any(path.startswith(f"{other}.") for other in found):
+            continue
+        if products.get(path, 0) >= 2 and all(map(_is_tokenwise, ran[path])):
+            found.append(path)
+    return found
+
+
+def longest_sequence(batch: Batch) -> int:
+    """The largest second dimension of the batch's tensors: tokens of a sequence; 1 where there is none."""
+    tensors = [leaf for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    return max((tensor.shape[1] for tensor in tensors), default=1)
+
+
+def _with_parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _is_tokenwise(name: str) -> bool:
+    return base_name(name) in (*_PRODUCTS, *_CASTS) or family_of(name) in _ELEMENTWISE
