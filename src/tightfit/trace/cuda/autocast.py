@@ -2,8 +2,9 @@
 
 The lists are those of ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
 `AT_FORALL_FP32_SET_OPT_DTYPE`, `AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE`, `AT_FORALL_PROMOTE`) and autocast_mode.cpp.
-They hold every name of torch 2.13; which of them the present release casts, it says itself (it registers kernels for
-AutocastCUDA even where there is no CUDA), and so the lists follow it.
+They hold every name of torch 2.11 to 2.13 but those of named tensors, which 2.13 dropped and no kernel written in
+Python takes. Which of them the present release casts, it says itself (it registers kernels for AutocastCUDA even where
+there is no CUDA), and so the lists follow it: 2.11 does not cast rms_norm.
 """
 
 from collections.abc import Callable, Iterator
