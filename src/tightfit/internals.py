@@ -237,8 +237,9 @@ def cudnn_attention_is_preferred() -> bool:
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether an operator (`"aten::mm"`) has a kernel of its own for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    """Whether there is an operator (`"aten::mm"`) in this release and it has its own kernel for a dispatch key."""
+    known = torch._C._dispatch_has_kernel(operator)  # asked about a key, torch raises for what it does not have
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def operators_with_kernel(key: str) -> list[str]:
