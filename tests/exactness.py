@@ -163,7 +163,9 @@ def allocator_record(step: Callable[[], Any]) -> tuple[int, int]:
     gc.collect()
     gc.disable()
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
             step()
     finally:
         gc.enable()

@@ -1,6 +1,6 @@
 """What we use of PyTorch that is not its public interface, all in one place: what to look at when a release moves it.
 
-Each is there in torch 2.11 and 2.13.
+Each is there in torch 2.11, 2.12 and 2.13, or what stands in for it says so.
 """
 
 import functools
@@ -39,6 +39,7 @@ _ABOVE_KERNELS = [
 ]
 no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl  # what plain tensors have
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes of tensors that dispatch themselves
+_allocator_words: list[str] = []  # what `set_allocator_settings` was last given, if anything
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
 
 __all__ = [
@@ -87,12 +88,19 @@ def clear_cublas_workspaces() -> None:
 
 def allocator_settings() -> str:
     """The device allocator's settings as they were last set, in the words of `PYTORCH_ALLOC_CONF`."""
-    return torch._C._accelerator_getAllocatorSettings()
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is not None:
+        return ask()
+    # torch 2.11 does not tell, 2.12 does: what was set here, else the variables in the order in which torch reads them.
+    if _allocator_words:
+        return _allocator_words[-1]
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
 
 
 def set_allocator_settings(words: str) -> None:
     """Set the device allocator's settings. Raises `ValueError` or `RuntimeError` where torch does not take them."""
     torch._C._accelerator_setAllocatorSettings(words)
+    _allocator_words[:] = [words]
 
 
 def compiled_code_off() -> Callable[[], None]:
@@ -283,8 +291,9 @@ def cudnn_attention_is_preferred() -> bool:
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether an operator (`"aten::mm"`) has a kernel of its own for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    """Whether there is an operator (`"aten::mm"`) in this release and it has its own kernel for a dispatch key."""
+    known = torch._C._dispatch_has_kernel(operator)  # asked about a key, torch raises for what it does not have
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def operators_with_kernel(key: str) -> list[str]:

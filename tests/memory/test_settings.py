@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tightfit import internals
 from tightfit.allocator_names import KEYS, parse_allocator
 from tightfit.config import parse_config
 from tightfit.errors import ConfigError, DeviceError, InputError
@@ -71,6 +72,20 @@ def test_once_cuda_has_started_only_the_same_setting_is_taken(monkeypatch):
     set_allocator("expandable_segments")
     with pytest.raises(DeviceError, match=r"CUDA has started in this process already.*PYTORCH_ALLOC_CONF=backend:nat"):
         set_allocator("backend:native")
+    assert allocator_settings() == "expandable_segments:True"
+
+
+def test_where_torch_does_not_tell_its_settings_they_are_remembered(monkeypatch):
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)  # as in torch 2.11
+    monkeypatch.setattr(internals, "_allocator_words", [])
+    monkeypatch.setenv(VARIABLES[0], "backend:native")
+    assert allocator_settings() == "backend:native"
+    monkeypatch.delenv(VARIABLES[0])
+    set_allocator("expandable_segments")
+    monkeypatch.delenv(VARIABLES[0])
+    assert allocator_settings() == "expandable_segments:True"
+    with pytest.raises(InputError):
+        set_allocator("max_split_size_mb:5")
     assert allocator_settings() == "expandable_segments:True"
 
 

@@ -129,9 +129,22 @@ def test_the_optimizer_is_foreach_and_its_root_of_second_moments_is_counted():
     assert names(traced(model, batch, None, "fp32"))["_foreach_sqrt"] == 0
 
 
+NOT_PLAYED = {
+    "aten::_cudnn_rnn",  # known to builds with CUDA only, where tensors of the CPU do not get there
+    # Dimensions by name, until torch 2.12: no kernel written in Python takes them.
+    "aten::cumprod.dimname",
+    "aten::cumsum.dimname",
+    "aten::log_softmax.Dimname",
+    "aten::norm.names_ScalarOpt_dim",
+    "aten::prod.dim_Dimname",
+    "aten::softmax.Dimname",
+    "aten::sum.dim_DimnameList",
+}
+
+
 def test_the_lists_hold_every_operator_that_this_release_casts_for_cuda():
     ours = {f"aten::{name}" for names in CUDA_LISTS.values() for name in names}
-    assert set(operators_with_kernel("AutocastCUDA")) <= ours
+    assert set(operators_with_kernel("AutocastCUDA")) - NOT_PLAYED <= ours
 
 
 def cast_dtype(function: Any, *inputs: torch.Tensor) -> torch.dtype:

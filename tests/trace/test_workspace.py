@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 def highest_above_results(call, results: int) -> int:
     """The highest point of the allocations of one call, its results taken off."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         held = call()
     level = top = 0
     for event in record.profiler.kineto_results.events():

@@ -2,8 +2,9 @@
 
 The lists are those of ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
 `AT_FORALL_FP32_SET_OPT_DTYPE`, `AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE`, `AT_FORALL_PROMOTE`) and autocast_mode.cpp.
-They hold every name of torch 2.13; which of them the present release casts, it says itself (it registers kernels for
-AutocastCUDA even where there is no CUDA), and so the lists follow it.
+They hold every name of torch 2.11, 2.12, 2.13 and 2.15 but those of named tensors, which 2.13 dropped and no kernel
+written in Python takes. Which of them the present release casts, it says itself (it registers kernels for AutocastCUDA
+even where there is no CUDA), and so the lists follow it: 2.11 does not cast rms_norm, 2.13 has no linalg_matrix_sqrth.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ _FP32 = """
     binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
     _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa
+    _upsample_bicubic2d_aa linalg_matrix_sqrth
 """
 _FP32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
