@@ -37,15 +37,19 @@ def test_offloaded_blocks_hold_less(run):
     assert sides["one block"]["copied_bytes"] * 4 < sides["all blocks"]["copied_bytes"]
 
 
-def test_optimizers_are_compared_by_bytes_and_by_time_and_what_is_not_installed_is_named(run):
+def test_optimizers_are_compared_by_bytes_and_by_time(run):
     found = run("optimizer_step")
     sides = found["sides"]
     assert sides["adamw"]["bytes_per_parameter"] == pytest.approx(16, rel=0.2)
-    low_bit = sides.get("adamw8bit, step in backward")
-    if low_bit is None:
-        assert found["left_out"] == ["adamw8bit, step in backward: bitsandbytes is not installed"]
-    else:
-        assert low_bit["bytes_per_parameter"] < 8
+    # 8 bytes a parameter less, and on a CPU five fp32 buffers of the largest parameter, for the step, more
+    assert sides["adamw8bit, step in backward"]["bytes_per_parameter"] < 0.65 * sides["adamw"]["bytes_per_parameter"]
+
+
+def test_an_optimizer_that_is_not_installed_is_named(run, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = run("optimizer_step")
+    assert found["left_out"] == ["adamw8bit, step in backward: bitsandbytes is not installed"]
+    assert "adamw8bit, step in backward" not in found["sides"]
 
 
 def test_the_trainer_is_timed_against_a_loop_by_hand(run):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.devices.present import lookup
-from tightfit.errors import BudgetError, CannotFit, InputError
+from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.levers.offload.lever import INPUTS_ONLY
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
@@ -138,7 +138,7 @@ class _Ladder:
 
 
 def rough_least(search: Search) -> int:
-    """About the least budget that can be met, from two dry runs; what is true, `Search.run` tells."""
+    """About the least budget that can be met, from few dry runs; what is true, `Search.run` tells."""
     plain = search.plain.peak_bytes
     if plain + UNSEEN_BYTES <= search.budget_bytes:
         return plain + UNSEEN_BYTES
@@ -146,8 +146,11 @@ def rough_least(search: Search) -> int:
     policies = dict.fromkeys(search.paths, frugal_policy(search.request.levers))
     if compiled := [] if search.request.levers & {"recompute", "offload"} else search.compiled(frugal):
         frugal, policies = compiled[-1], {}
-    part = search.tracer.part(frugal, policies, search.plain)
-    return max(part.peak_bytes, optimizer_peak(search.plain)) + UNSEEN_BYTES
+    peak = search.tracer.part(frugal, policies, search.plain).peak_bytes
+    for tiled in search.tiled(replace(frugal, compiled=None))[-1:]:
+        with suppress(LeverError):  # a module that cannot be tiled
+            peak = min(peak, search.tracer.part(tiled, policies, search.plain).peak_bytes)
+    return max(peak, optimizer_peak(search.plain)) + UNSEEN_BYTES
 
 
 def frugal_policy(levers: frozenset[str]) -> Policy:
