@@ -1,7 +1,8 @@
 """The largest batch, sequence or model for which there is a plan: the bound of what a budget can train."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
