@@ -5,8 +5,8 @@
 Each case is a model with a batch, a precision and an optimizer. It runs plain and under plans: the first five and
 SmolLM2 at 0.7x and 0.5x of their plain peak and at the least that fits, the others at one budget or two. Measured is
 the CPU allocator's own record of the second step (profiler memory events on top of what is resident). Plans of exact
-levers are verified bit-equal against the plain run; plans with a chunked loss or micro-batches by their error against
-fp64, what they recompute bit-equal. With `--case` the rows of other cases in the output are kept.
+levers are verified bit-equal against the plain run; plans with a chunked loss, micro-batches, tiles or compiled blocks
+by their error against fp64, what they recompute bit-equal. With `--case` the rows of other cases are kept.
 """
 
 import argparse
@@ -96,6 +96,17 @@ CASES: dict[str, Case] = {
     "CPU8, SGD": Case(cpu8, (8, 256), optimizer="sgd", **HALF_EXACT),
     "CPU8, Adam": Case(cpu8, (8, 256), optimizer="adam", **HALF_EXACT),
     "CPU8, Adafactor": Case(cpu8, (8, 256), optimizer="adafactor", **HALF_EXACT),
+    "CPU8, compiled": Case(cpu8, (8, 256), levers=("compile",)),
+    "Llama 20M, compiled": Case(lambda: from_transformers("Llama"), (8, 256), levers=("compile",), budgets=("0.6x",)),
+    "Qwen3 20M, compiled": Case(
+        lambda: from_transformers("Qwen3", head_dim=64), (8, 256), "bf16", levers=("compile",), budgets=("0.6x",)
+    ),
+    "GPT-2 20M, compiled": Case(
+        lambda: from_transformers("GPT2", n_inner=1216), (8, 256), levers=("compile",), budgets=("0.9x",)
+    ),
+    "CPU26, 1 x 2048": Case(
+        lambda: decoder(hidden_size=512, num_kv_heads=2), (1, 2048), levers=("rounding",), budgets=("least",)
+    ),
     "SmolLM2-135M": Case(smollm2, (2, 256), levers=("rounding",), budgets=("0.7x", "least")),
 }  # fmt: skip
 
@@ -114,7 +125,11 @@ def measure(model: nn.Module, batch: dict[str, torch.Tensor], case: Case, micro_
 
 def plans(model: nn.Module, batch: Any, case: Case, levers: str) -> Iterator[tuple[str, Plan | int]]:
     """The plan at each budget, or the least bytes where it cannot fit."""
-    asked = {"levers": levers, "precision": case.precision, "optimizer": case.optimizer}
+    asked = {
+        "levers": [levers] if levers == "compile" else levers,
+        "precision": case.precision,
+        "optimizer": case.optimizer,
+    }
     least = None
     for budget in case.budgets:
         try:
