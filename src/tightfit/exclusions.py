@@ -92,7 +92,7 @@ _INTRODUCTION = """\
 # Levers that exclude each other
 
 Written by `python -m tightfit.exclusions` from the table that the refusals are made from: what is given together is
-refused with these words, before a step is run. Thirty random combinations of levers are trained in
+refused with these words, before a step is run. Forty random combinations of levers are trained in
 `tests/train/test_combinations.py`: each is refused by this table, or has the losses of the plain training, to the last
 bit where its levers are exact.
 
