@@ -160,3 +160,8 @@ def test_a_dry_run_gives_small_and_integer_values_back_as_they_were(batch):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), Routes())
     with offload(model, "1", smallest=1):
         tightfit.estimate(model, (torch.randn(4, 8),), loss=lambda model, batch: model(*batch).sum())
+
+
+def test_a_budget_of_offload_that_is_too_small_is_named(model, batch):
+    with pytest.raises(CannotFit, match=r"; offload may take 1\.00 KiB \(offload_budget\)$"):
+        tightfit.plan(model, batch, "0.4x", levers=["offload"], offload_budget="1KiB")

@@ -400,9 +400,16 @@ class Search:
             f"{limit} cannot fit: the least is {format_bytes(least.needed_bytes)} "
             f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
             f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
-            f"by {format_bytes(holds[1])} of {holds[0]}",
+            f"by {format_bytes(holds[1])} of {holds[0]}{self.offload_bound()}",
             least.needed_bytes,
         )
+
+    def offload_bound(self) -> str:
+        """That offload may take no more than the user allowed, where that was said."""
+        allowed = self.request.offload.budget_bytes
+        if "offload" not in self.request.levers or allowed is None:
+            return ""
+        return f"; offload may take {format_bytes(allowed)} (offload_budget)"
 
 
 def segment_counts(blocks: int) -> list[int]:
