@@ -1,5 +1,5 @@
 from tightfit.planner.records import BlockChoice
-from tightfit.report.words import keeps, kept_in_words, short
+from tightfit.report.words import alike, keeps, kept_bytes, kept_in_words, short
 
 
 def test_kept_outputs_go_by_the_names_of_modules_the_costly_ones_first():
@@ -21,3 +21,14 @@ def test_a_block_that_keeps_all_or_nothing_says_so():
 def test_operators_have_short_names():
     assert short("aten._scaled_dot_product_flash_attention_for_cpu_backward.default") == "attention backward"
     assert short("aten._to_copy.default") == "_to_copy"
+
+
+def test_what_compiled_blocks_keep_is_a_share_and_its_bytes_are_not_told():
+    compiled = BlockChoice("layers.0", "compile", share=0.25)
+    assert keeps(compiled) == "25% of what compiled code would keep"
+    assert kept_bytes([compiled]) == ""
+    assert kept_bytes([BlockChoice("layers.0", "keep", kept_bytes=1024)] * 2) == "2.00 KiB"
+    assert [name for name, _ in alike([compiled, BlockChoice("layers.1", "compile", share=0.5)])] == [
+        "layers.0",
+        "layers.1",
+    ]

@@ -12,7 +12,7 @@ from rich.table import Table
 from tightfit.planner.curve import Curve
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import BlockChoice, CurvePoint, Footing
-from tightfit.report.words import alike, keeps, where, without_folders
+from tightfit.report.words import alike, keeps, kept_bytes, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -182,10 +182,8 @@ def block_table(choices: Sequence[BlockChoice]) -> Table:
     """Neighbouring blocks that do the same on one line."""
     table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
     for name, same in alike(choices):
-        kept, seconds = sum(c.kept_bytes for c in same), sum(c.recompute_seconds for c in same)
-        known = same[0].action != "compile"  # how much compiled code keeps, the trace does not tell
-        shown = format_bytes(kept) if known else ""
-        table.add_row(name, keeps(same[0]), shown, format_seconds(seconds) if seconds else "")
+        seconds = sum(choice.recompute_seconds for choice in same)
+        table.add_row(name, keeps(same[0]), kept_bytes(same), format_seconds(seconds) if seconds else "")
     return table
 
 

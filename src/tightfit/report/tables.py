@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from tightfit.planner.records import BlockChoice, CurvePoint, Footing, Rejected, TensorGroup
-from tightfit.report.words import alike, keeps, short
+from tightfit.report.words import alike, keeps, kept_bytes, short
 from tightfit.units import format_bytes, format_seconds
 
 Row = Sequence[str]
@@ -68,7 +68,7 @@ def blocks(choices: Sequence[BlockChoice]) -> str:
         (
             name,
             keeps(same[0]),
-            format_bytes(sum(choice.kept_bytes for choice in same)),
+            kept_bytes(same),
             format_seconds(sum(choice.recompute_seconds for choice in same)),
         )
         for name, same in alike(choices)

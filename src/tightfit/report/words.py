@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tightfit.planner.records import BlockChoice, Footing
+from tightfit.units import format_bytes
 
 _FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
@@ -21,6 +22,11 @@ def keeps(choice: BlockChoice) -> str:
     }
     kept = words[choice.action]
     return f"{kept}, not even its output" if choice.joined else kept
+
+
+def kept_bytes(choices: Sequence[BlockChoice]) -> str:
+    """What blocks that do the same keep until backward; empty for compiled code, of which the trace does not tell."""
+    return "" if choices[0].action == "compile" else format_bytes(sum(choice.kept_bytes for choice in choices))
 
 
 def offloaded_in_words(choice: BlockChoice) -> str:
