@@ -78,6 +78,7 @@ def cpu8(**settings: Any) -> Decoder:
 
 
 HALF_EXACT: dict[str, Any] = {"levers": ("exact",), "budgets": ("0.5x",)}
+COMPILED: dict[str, Any] = {"levers": ("compile",), "budgets": ("0.9x", "0.6x")}
 CASES: dict[str, Case] = {
     "CPU8": Case(cpu8, (8, 256)),
     "CPU8, dropout 0.1": Case(lambda: cpu8(dropout=0.1), (8, 256)),
@@ -96,13 +97,13 @@ CASES: dict[str, Case] = {
     "CPU8, SGD": Case(cpu8, (8, 256), optimizer="sgd", **HALF_EXACT),
     "CPU8, Adam": Case(cpu8, (8, 256), optimizer="adam", **HALF_EXACT),
     "CPU8, Adafactor": Case(cpu8, (8, 256), optimizer="adafactor", **HALF_EXACT),
-    "CPU8, compiled": Case(cpu8, (8, 256), levers=("compile",)),
-    "Llama 20M, compiled": Case(lambda: from_transformers("Llama"), (8, 256), levers=("compile",), budgets=("0.6x",)),
+    "CPU8, compiled": Case(cpu8, (8, 256), **COMPILED),
+    "Llama 20M, compiled": Case(lambda: from_transformers("Llama", use_cache=False), (8, 256), **COMPILED),
     "Qwen3 20M, compiled": Case(
-        lambda: from_transformers("Qwen3", head_dim=64), (8, 256), "bf16", levers=("compile",), budgets=("0.6x",)
+        lambda: from_transformers("Qwen3", head_dim=64, use_cache=False), (8, 256), "bf16", **COMPILED
     ),
     "GPT-2 20M, compiled": Case(
-        lambda: from_transformers("GPT2", n_inner=1216), (8, 256), levers=("compile",), budgets=("0.9x",)
+        lambda: from_transformers("GPT2", n_inner=1216, use_cache=False), (8, 256), **COMPILED
     ),
     "CPU26, 1 x 2048": Case(
         lambda: decoder(hidden_size=512, num_kv_heads=2), (1, 2048), levers=("rounding",), budgets=("least",)

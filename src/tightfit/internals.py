@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ _ABOVE_KERNELS = [
 no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl  # what plain tensors have
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes of tensors that dispatch themselves
 _allocator_words: list[str] = []  # what `set_allocator_settings` was last given, if anything
+SIGNATURES = 1000  # shapes, and constants such as a layer's number, that code is compiled for
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "is_profiling",
     "is_shared",
     "kernels_replaced",
+    "many_compilations",
     "newest_sequence_number",
     "no_modes",
     "no_torch_dispatch",
@@ -162,6 +164,13 @@ def _written_only(build: Callable[[str], Any]) -> Iterator[None]:
         yield
     finally:
         setattr(GraphLowering, name, loading)
+
+
+def many_compilations() -> AbstractContextManager[Any]:
+    """Inside, a block may be compiled for as many signatures as come (PyTorch gives up after 8)."""
+    from torch._dynamo import config  # takes seconds to import
+
+    return config.patch(recompile_limit=SIGNATURES, accumulated_recompile_limit=SIGNATURES)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import tightfit
 from tightfit.activity import now
 from tightfit.config import parse_config
 from tightfit.errors import CompileError, DeviceError, LeverError
+from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.step import StepSettings, model_loss
 from tightfit.trace.compiled_code import KERNEL
@@ -177,6 +178,29 @@ class Broken(torch.nn.Module):
 def broken():
     torch.manual_seed(0)
     return torch.nn.Sequential(*(Broken() for _ in range(3))), (torch.randn(8, 16),)
+
+
+class Numbered(torch.nn.Module):
+    """A block whose code knows its number, as a layer that finds its place in a cache does."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.number = torch.nn.Linear(16, 16), number
+
+    def forward(self, x):
+        return self.linear(x) * {n: n + 1 for n in range(99)}[self.number]
+
+
+@pytest.mark.slow  # nine compilations
+@by_the_compiler
+def test_more_than_eight_blocks_that_differ_in_a_constant_are_compiled_all():
+    torch.manual_seed(0)
+    model, batch = torch.nn.Sequential(*(Numbered(n) for n in range(9))), (torch.randn(8, 16),)
+    plain = sum_of_squares(model, batch)
+    with compile_paths(model, dict.fromkeys(map(str, range(9)), 1.0)):
+        foretold = tightfit.estimate(model, batch, loss=sum_of_squares, optimizer="sgd").peak_bytes
+        assert sum_of_squares(model, batch).item() == pytest.approx(plain.item(), rel=1e-5)
+    assert foretold > 0
 
 
 @by_the_compiler

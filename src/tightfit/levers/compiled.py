@@ -17,7 +17,7 @@ from torch import nn
 
 from tightfit.activity import now
 from tightfit.errors import CompileError, LeverError
-from tightfit.internals import dispatch_is_watched, inductor_with_budget
+from tightfit.internals import dispatch_is_watched, inductor_with_budget, many_compilations
 from tightfit.levers.cpp_compiler import demand_compiler
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
@@ -71,7 +71,8 @@ class CompiledForward(FrugalForward):
             return self.written(now.dry_compiled, args, kwargs)
         if dispatch_is_watched():
             return self.original(*args, **kwargs)
-        return compiled_forward(type(self.module), self.keep, self.whole)(self.module, *args, **kwargs)
+        with many_compilations():
+            return compiled_forward(type(self.module), self.keep, self.whole)(self.module, *args, **kwargs)
 
     def written(self, played: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """In a dry run: as the compiler would write it, else, where parts will do, as it stands."""

@@ -17,13 +17,12 @@ from torch import nn
 
 from tightfit.activity import now
 from tightfit.errors import CompileError
-from tightfit.internals import dispatch_is_watched, inductor_with_budget, no_modes
+from tightfit.internals import dispatch_is_watched, inductor_with_budget, many_compilations, no_modes
 from tightfit.levers.compiled import own_forward
 from tightfit.trace.dry_run import DryRun, tensors_in
 from tightfit.trace.shapes import TensorShape
 
 KERNEL = "tightfit.compiled"  # a fused kernel, as an operator of a trace
-SIGNATURES = 1000  # as many shapes may a kind of block be compiled for; PyTorch gives up after 8
 
 
 @contextmanager
@@ -44,13 +43,12 @@ class Played:
 
     def __call__(self, module: nn.Module, share: float, args: tuple, kwargs: dict) -> Any:
         """The block's forward, compiled. Raises `CompileError` where the compiler does not take all of it."""
-        from torch._dynamo import config, exc  # takes seconds to import
+        from torch._dynamo import exc  # takes seconds to import
         from torch._inductor.exc import InductorError
 
         forward = written_forward(type(module), share)
-        limits = config.patch(recompile_limit=SIGNATURES, accumulated_recompile_limit=SIGNATURES)
         try:
-            with self.dry.modules.paused(), no_modes(), limits:
+            with self.dry.modules.paused(), no_modes(), many_compilations():
                 return forward(module, *args, **kwargs)
         except (exc.TorchDynamoException, InductorError) as error:
             reason = str(error).strip().splitlines()[0]
