@@ -9,7 +9,7 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit
-from tightfit.integrations.batches import repeated
+from tightfit.integrations.batches import all_labels_counted, repeated
 from tightfit.levers.micro_batch import batch_size
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
@@ -66,9 +66,13 @@ class GuestStep:
         """The batches of one update in one, all of them like this one."""
         return repeated(batch, self.accumulated)
 
+    def fullest(self, batch: Batch) -> Batch:
+        """The batches of one update in one, with as many labels in each as any of their shape can have."""
+        return self.whole(all_labels_counted(batch))
+
     def footing(self, batch: Batch, micro_batches: int) -> Footing:
-        """The step as it stands, levers and all, in figures; all its batches are like this one."""
-        return api.estimate(self.model, self.whole(batch), micro_batches=micro_batches, **self.asked()).footing
+        """The step as it stands, levers and all, in figures; all its batches are like this one, at their fullest."""
+        return api.estimate(self.model, self.fullest(batch), micro_batches=micro_batches, **self.asked()).footing
 
     def budget_bytes(self, budget: int | str, plain: Footing) -> int:
         """Raises `BudgetError` for one that cannot be read."""
@@ -137,7 +141,7 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
             plans.append(
                 api.plan(
                     step.model,
-                    step.whole(batch),
+                    step.fullest(batch),
                     wish.budget,
                     levers=sorted(levers),
                     blocks=wish.blocks,
