@@ -1,9 +1,15 @@
 """The batches that a plan must hold for are the worst that can come."""
 
+import copy
+
+import torch
 from tiny_trainings import padded
+from torch import nn
 
 from tightfit.integrations.batches import all_labels_counted, distinct, with_padding, worst_batches
+from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
 from tightfit.levers.micro_batch import IGNORE_INDEX
+from tightfit.step import model_loss
 
 
 def rows(*lengths):
@@ -42,3 +48,30 @@ def test_a_length_that_is_named_is_tried_with_padding_too():
     batches = worst_batches(rows(3, 3, 2), 2, padded, max_length=6)
     shapes = [(tuple(batch["input_ids"].shape), bool(batch["attention_mask"].all())) for batch in batches]
     assert shapes == [((2, 3), True), ((2, 6), True), ((2, 6), False)]
+
+
+class BesideBlocks(nn.Module):
+    """Four blocks over `inside`, and something over `beside` that no block could recompute."""
+
+    def __init__(self):
+        super().__init__()
+        block = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+        self.layers = nn.ModuleList(nn.Sequential(*copy.deepcopy(block)) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inside, beside):
+        for layer in self.layers:
+            inside = inside + layer(inside)
+        return inside.square().mean() + (beside * self.scale).sin().cos().mean()
+
+
+def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it():
+    model = BesideBlocks()
+    long = {"inside": torch.ones(4, 256, 64), "beside": torch.ones(4, 1)}
+    wide = {"inside": torch.ones(4, 64, 64), "beside": torch.ones(4, 49_000)}
+    step = GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+    plan = plan_for_all(step, [wide, long], Wish("0.7x"))
+    assert plan.plain_peak_bytes == step.footing(long, 1).peak_bytes > step.footing(wide, 1).peak_bytes
+    with plan.apply(model):
+        peaks = [step.footing(batch, 1).peak_bytes for batch in (long, wide)]
+    assert plan.peak_bytes == max(peaks) == peaks[1]

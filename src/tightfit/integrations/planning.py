@@ -83,7 +83,8 @@ class GuestStep:
 def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
 
-    A batch that is shorter may still take more, where its padding makes the model build a mask.
+    A batch that is shorter may still take more, where its padding makes the model build a mask. What the plan foretells
+    is of the batch that takes most under it.
     """
     plain = [(step.footing(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
@@ -91,7 +92,8 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     budget = bound = step.budget_bytes(wish.budget, largest)
     plan = plan_one(step, batch, replace(wish, budget=bound))
     for _ in range(TIGHTENINGS):
-        peak = peak_as_planned(step, plan, [other for _, other in others])
+        planned = worst_as_planned(step, plan, [other for _, other in others])
+        peak = planned.peak_bytes
         if peak <= budget - UNSEEN_BYTES:
             break
         bound -= peak + UNSEEN_BYTES - budget
@@ -101,15 +103,16 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
             raise _not_for_all(budget, peak) from error
     else:
         raise _not_for_all(budget, peak)
-    return replace(plan, budget_bytes=budget, plain=largest)
+    return replace(plan, budget_bytes=budget, plain=largest, planned=planned)
 
 
-def peak_as_planned(step: GuestStep, plan: Plan, batches: Sequence[Batch]) -> int:
-    """The highest peak of these batches under the plan."""
-    if not batches:
-        return 0
+def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> Footing:
+    """The step under the plan with whichever takes most: the batch that was planned for, or one of the others."""
+    if not others:
+        return plan.planned
     with plan.apply(step.model):
-        return max(step.footing(batch, plan.micro_batches).peak_bytes for batch in batches)
+        footings = [step.footing(batch, plan.micro_batches) for batch in others]
+    return max(plan.planned, *footings, key=lambda footing: footing.peak_bytes)
 
 
 def plan_one(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
