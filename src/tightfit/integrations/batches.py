@@ -1,4 +1,6 @@
-"""The batches a plan must hold for: the first real one, the longest one, and the longest one with padding in it."""
+"""The batches a plan must hold for: the first real one, the longest one, and the longest one with padding in it; all of
+them with as many labels that count as a batch of their shape can have.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -6,7 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import InputError
-from tightfit.levers.micro_batch import batch_size
+from tightfit.levers.micro_batch import IGNORE_INDEX, batch_size
 from tightfit.step import Batch
 
 ARROW_ROWS = 10_000  # rows of a `datasets.Dataset` whose lengths are read at a time
@@ -22,13 +24,33 @@ def first_samples(batch: Batch, count: int) -> Batch:
     return _per_sample(batch, lambda value: value[:count])
 
 
+def all_labels_counted(batch: Batch) -> Batch:
+    """The batch with none of its labels ignored but the very last, if some are; else the batch itself.
+
+    The chunked loss drops tokens whose labels are ignored; how many those are differs from batch to batch. It takes
+    most where it is one: with none, the tokens are read where they lie instead of gathered.
+    """
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if not any(map(_ignores_labels, values)):
+        return batch
+
+    def changed(value: Any) -> Any:
+        if not _ignores_labels(value):
+            return value
+        counted = value.masked_fill(value == IGNORE_INDEX, 0)
+        counted[(-1,) * value.dim()] = IGNORE_INDEX
+        return counted
+
+    return _mapped(batch, changed)
+
+
 def stretched(batch: Batch, length: int) -> Batch:
     """The batch with sequences of another length: its tokens repeated, or cut.
 
     Sequences are the tensors (B, L) whose L is the largest second dimension among the integers.
     """
     values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
-    widths = [v.shape[1] for v in values if isinstance(v, torch.Tensor) and v.dim() == 2 and not v.is_floating_point()]
+    widths = [v.shape[1] for v in values if _is_table(v)]
     if not widths:
         raise InputError("max_length: the batch holds no tensor of token ids (batch, length) whose length could be set")
     width = max(widths)
@@ -41,18 +63,38 @@ def stretched(batch: Batch, length: int) -> Batch:
     return _mapped(batch, changed)
 
 
+def with_padding(batch: Batch) -> Batch:
+    """The batch with the last token of each sample masked, and ignored among the labels, where no token is masked yet.
+
+    Masks are the integer or boolean tensors (B, L) with "mask" in their name.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    masks = [key for key, value in batch.items() if "mask" in str(key) and _is_table(value) and bool(value.all())]
+    fills = dict.fromkeys(masks, 0)
+    if masks and _is_table(batch.get("labels")):
+        fills["labels"] = IGNORE_INDEX
+
+    def padded(key: Any, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value[:, :-1], torch.full_like(value[:, -1:], fills[key])], dim=1)
+
+    return {key: padded(key, value) if key in fills else value for key, value in batch.items()}
+
+
 def worst_batches(
     dataset: Any, size: int, collate: Callable[[list[Any]], Any], max_length: int | None = None
 ) -> list[Batch]:
     """What a data set's batches can be at most, collated as they will be: the first one, `size` times the longest
     sample, and the longest beside the shortest ones.
 
-    With `max_length` (in tokens) the samples are not searched, and batches of that length are made. Raises `InputError`
+    With `max_length` (in tokens) the samples are not searched, and batches of that length are made of the first one, as
+    it is and with padding. Raises `InputError`
     where a data set cannot be searched, and no `max_length` is given.
     """
     if max_length is not None:
         first = collate(_first(dataset, size))
-        return distinct([first, stretched(first, max_length)])
+        longest = stretched(first, max_length)
+        return distinct([first, longest, with_padding(longest)])
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InputError(
             f"how long the samples of a {type(dataset).__name__} are is not known before they come: "
@@ -82,7 +124,9 @@ def sample_lengths(dataset: Any) -> Iterator[int]:
 
 
 def distinct(batches: Iterable[Batch]) -> list[Batch]:
-    """Without those that a model cannot tell from an earlier one by shapes, nor by which tokens are masked."""
+    """Without those that a model cannot tell from an earlier one by shapes, nor by whether some tokens are masked or
+    some labels ignored.
+    """
     seen = {}
     for batch in batches:
         seen.setdefault(_likeness(batch), batch)
@@ -109,10 +153,20 @@ def _mapped(batch: Batch, change: Callable[[Any], Any]) -> Batch:
 def _likeness(batch: Batch) -> tuple:
     values: Sequence[tuple[Any, Any]] = list(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
     return tuple(
-        (key, tuple(value.shape), "mask" in str(key) and not bool(value.all()))
+        (key, tuple(value.shape), "mask" in str(key) and not bool(value.all()), _ignores_labels(value))
         for key, value in values
         if isinstance(value, torch.Tensor)
     )
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value of a batch is an integer or a truth value for each token: (B, L)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _ignores_labels(value: Any) -> bool:
+    """Whether a value of a batch holds labels of which some are ignored."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
 
 
 def _first(dataset: Any, size: int) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit
-from tightfit.integrations.batches import repeated
+from tightfit.integrations.batches import all_labels_counted, repeated
 from tightfit.levers.micro_batch import batch_size
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
@@ -66,9 +66,13 @@ class GuestStep:
         """The batches of one update in one, all of them like this one."""
         return repeated(batch, self.accumulated)
 
+    def fullest(self, batch: Batch) -> Batch:
+        """The batches of one update in one, with as many labels in each as any of their shape can have."""
+        return self.whole(all_labels_counted(batch))
+
     def footing(self, batch: Batch, micro_batches: int) -> Footing:
-        """The step as it stands, levers and all, in figures; all its batches are like this one."""
-        return api.estimate(self.model, self.whole(batch), micro_batches=micro_batches, **self.asked()).footing
+        """The step as it stands, levers and all, in figures; all its batches are like this one, at their fullest."""
+        return api.estimate(self.model, self.fullest(batch), micro_batches=micro_batches, **self.asked()).footing
 
     def budget_bytes(self, budget: int | str, plain: Footing) -> int:
         """Raises `BudgetError` for one that cannot be read."""
@@ -79,7 +83,8 @@ class GuestStep:
 def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
 
-    A batch that is shorter may still take more, where its padding makes the model build a mask.
+    A batch that is shorter may still take more, where its padding makes the model build a mask. What the plan foretells
+    is of the batch that takes most under it.
     """
     plain = [(step.footing(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
@@ -87,7 +92,8 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     budget = bound = step.budget_bytes(wish.budget, largest)
     plan = plan_one(step, batch, replace(wish, budget=bound))
     for _ in range(TIGHTENINGS):
-        peak = peak_as_planned(step, plan, [other for _, other in others])
+        planned = worst_as_planned(step, plan, [other for _, other in others])
+        peak = planned.peak_bytes
         if peak <= budget - UNSEEN_BYTES:
             break
         bound -= peak + UNSEEN_BYTES - budget
@@ -97,15 +103,16 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
             raise _not_for_all(budget, peak) from error
     else:
         raise _not_for_all(budget, peak)
-    return replace(plan, budget_bytes=budget, plain=largest)
+    return replace(plan, budget_bytes=budget, plain=largest, planned=planned)
 
 
-def peak_as_planned(step: GuestStep, plan: Plan, batches: Sequence[Batch]) -> int:
-    """The highest peak of these batches under the plan."""
-    if not batches:
-        return 0
+def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> Footing:
+    """The step under the plan with whichever takes most: the batch that was planned for, or one of the others."""
+    if not others:
+        return plan.planned
     with plan.apply(step.model):
-        return max(step.footing(batch, plan.micro_batches).peak_bytes for batch in batches)
+        footings = [step.footing(batch, plan.micro_batches) for batch in others]
+    return max(plan.planned, *footings, key=lambda footing: footing.peak_bytes)
 
 
 def plan_one(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
@@ -137,7 +144,7 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
             plans.append(
                 api.plan(
                     step.model,
-                    step.whole(batch),
+                    step.fullest(batch),
                     wish.budget,
                     levers=sorted(levers),
                     blocks=wish.blocks,

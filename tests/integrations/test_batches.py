@@ -1,0 +1,77 @@
+"""The batches that a plan must hold for are the worst that can come."""
+
+import copy
+
+import torch
+from tiny_trainings import padded
+from torch import nn
+
+from tightfit.integrations.batches import all_labels_counted, distinct, with_padding, worst_batches
+from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
+from tightfit.levers.micro_batch import IGNORE_INDEX
+from tightfit.step import model_loss
+
+
+def rows(*lengths):
+    return [{"input_ids": list(range(1, length + 1))} for length in lengths]
+
+
+def test_all_labels_count_but_one_where_some_are_ignored():
+    batch = padded(rows(5, 2))
+    counted = all_labels_counted(batch)
+    assert (counted["labels"] == IGNORE_INDEX).nonzero().tolist() == [[1, 4]]
+    assert counted["labels"][0].equal(batch["labels"][0])
+    assert (batch["labels"] == IGNORE_INDEX).sum() == 3
+    assert all(counted[name] is batch[name] for name in ("input_ids", "attention_mask"))
+
+
+def test_a_batch_of_which_every_label_counts_is_left_as_it_is():
+    batch = padded(rows(5, 5))
+    assert all_labels_counted(batch) is batch
+
+
+def test_padding_is_one_masked_token_in_each_sample_that_had_none():
+    batch = with_padding(padded(rows(4, 4)))
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0]] * 2
+    assert batch["labels"].tolist() == [[1, 2, 3, IGNORE_INDEX]] * 2
+    ragged = padded(rows(4, 2))
+    assert all(with_padding(ragged)[name].equal(value) for name, value in ragged.items())
+
+
+def test_batches_of_one_shape_are_told_apart_by_masks_and_by_ignored_labels():
+    whole, ragged = padded(rows(4, 4)), padded(rows(4, 2))
+    prompted = {**whole, "labels": ragged["labels"]}
+    assert len(distinct([whole, ragged, prompted, whole])) == 3
+
+
+def test_a_length_that_is_named_is_tried_with_padding_too():
+    batches = worst_batches(rows(3, 3, 2), 2, padded, max_length=6)
+    shapes = [(tuple(batch["input_ids"].shape), bool(batch["attention_mask"].all())) for batch in batches]
+    assert shapes == [((2, 3), True), ((2, 6), True), ((2, 6), False)]
+
+
+class BesideBlocks(nn.Module):
+    """Four blocks over `inside`, and something over `beside` that no block could recompute."""
+
+    def __init__(self):
+        super().__init__()
+        block = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+        self.layers = nn.ModuleList(nn.Sequential(*copy.deepcopy(block)) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inside, beside):
+        for layer in self.layers:
+            inside = inside + layer(inside)
+        return inside.square().mean() + (beside * self.scale).sin().cos().mean()
+
+
+def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it():
+    model = BesideBlocks()
+    long = {"inside": torch.ones(4, 256, 64), "beside": torch.ones(4, 1)}
+    wide = {"inside": torch.ones(4, 64, 64), "beside": torch.ones(4, 49_000)}
+    step = GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+    plan = plan_for_all(step, [wide, long], Wish("0.7x"))
+    assert plan.plain_peak_bytes == step.footing(long, 1).peak_bytes > step.footing(wide, 1).peak_bytes
+    with plan.apply(model):
+        peaks = [step.footing(batch, 1).peak_bytes for batch in (long, wide)]
+    assert plan.peak_bytes == max(peaks) == peaks[1]
