@@ -74,4 +74,4 @@ def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it():
     assert plan.plain_peak_bytes == step.footing(long, 1).peak_bytes > step.footing(wide, 1).peak_bytes
     with plan.apply(model):
         peaks = [step.footing(batch, 1).peak_bytes for batch in (long, wide)]
-    assert plan.peak_bytes == max(peaks) == peaks[1]
+    assert plan.peak_bytes == max(peaks)  # which of the two it is, the machine's figures decide by a few bytes

@@ -81,7 +81,7 @@ def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(model, tmp_path)
 def test_levers_that_were_not_allowed_have_figures_beside_a_curve(model):
     made = tightfit.plan(model, token_batch(8), "0.7x", curve=True)
     forbidden = {r.levers: r for r in made.rejected if "not among the levers" in r.reason}
-    assert set(forbidden) == {"chunked loss", "2 micro-batches"}
+    assert set(forbidden) == {"chunked loss", "2 micro-batches", "tiles of 48 tokens"}
     assert all(r.peak_bytes < made.plain_peak_bytes and r.step_seconds > 0 for r in forbidden.values())
 
 

@@ -148,7 +148,8 @@ def rough_least(search: Search) -> int:
     if compiled := [] if search.request.levers & {"recompute", "offload"} else search.compiled(frugal):
         frugal, policies = compiled[-1], {}
     peak = search.tracer.part(frugal, policies, search.plain).peak_bytes
-    for tiled in search.tiled(replace(frugal, compiled=None))[-1:]:
+    may_tile = "tile" in search.request.levers
+    for tiled in search.tiled(replace(frugal, compiled=None))[-1:] if may_tile else []:
         with suppress(LeverError):  # a module that cannot be tiled
             peak = min(peak, search.tracer.part(tiled, policies, search.plain).peak_bytes)
     return max(peak, optimizer_peak(search.plain)) + UNSEEN_BYTES

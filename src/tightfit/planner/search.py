@@ -193,11 +193,7 @@ class Search:
             self.consider(found, str(found.combination))
 
     def tiled(self, combination: Combination) -> list[Combination]:
-        """The combination with its feed-forwards run tile by tile, the fewest tiles first; none where that is not
-        allowed.
-        """
-        if "tile" not in self.request.levers:
-            return []
+        """The combination with its feed-forwards run tile by tile, the fewest tiles first."""
         paths = tuple(find_tokenwise(self.plain, self.request.model, self.paths))
         length = longest_sequence(as_tensors(self.request.batch))
         sizes = [math.ceil(length / tiles) for tiles in TILES if length >= tiles * LEAST_TILE]
@@ -206,6 +202,8 @@ class Search:
     def try_tiles(self) -> None:
         """What takes least, with feed-forwards over fewer and fewer tokens at a time: they run once more for it."""
         assert self.least is not None, "the plain step was traced"
+        if "tile" not in self.request.levers:
+            return
         for combination in self.tiled(replace(self.least.combination, compiled=None)):
             try:
                 self.solve_blocks(combination)

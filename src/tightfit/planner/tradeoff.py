@@ -7,8 +7,9 @@ optimizer's phase, which no choice moves, is that of the plain step. The curve i
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from tightfit.errors import CompileError
+from tightfit.errors import CompileError, LeverError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.curve import Curve, frontier
@@ -125,7 +126,7 @@ class Tradeoff:
         """Give the levers that were not allowed, which the search only names, the figures that they would have had."""
         traced = {recipe.levers: recipe for recipe in recipes}
         for index, rejected in enumerate(self.search.rejected):
-            point = traced.get(rejected.levers) or self.with_more_micro_batches(rejected)
+            point = traced.get(rejected.levers) or self.with_more_micro_batches(rejected) or self.with_tiles(rejected)
             if point is not None and rejected.peak_bytes is None:
                 self.search.rejected[index] = Rejected(
                     point.levers, rejected.reason, point.peak_bytes, point.step_seconds
@@ -138,6 +139,15 @@ class Tradeoff:
             return None
         counts = [n for n in range(request.micro_batches + 1, request.size + 1) if request.size % n == 0]
         return self.point(str(Combination(counts[0])), Combination(counts[0]), {}) if counts else None
+
+    def with_tiles(self, rejected: Rejected) -> CurvePoint | None:
+        """The plain step with the fewest tiles, where it is them that were rejected, and there can be any."""
+        if rejected.levers != "tile":
+            return None
+        for combination in self.search.tiled(Combination(self.search.request.micro_batches))[:1]:
+            with suppress(LeverError):  # a module that cannot be tiled
+                return self.point(str(combination), combination, {})
+        return None
 
     def allowed(self, recipe: CurvePoint) -> bool:
         """Whether a plan might do the same."""
