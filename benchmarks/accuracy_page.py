@@ -61,7 +61,7 @@ Peaks are bytes of the second step; measured is the CPU allocator's own record
 {sum(r.get("within", True) for r in ran)} of {len(ran)} within their budget, \
 {sum(r.get("verified", True) for r in ran)} of {len(ran)} verified.
 
-Gradients of plans with exact levers only are bit-equal to plain or not; with a chunked loss or micro-batches the
+Gradients of plans with exact levers only are bit-equal to plain or not; with levers exact to rounding the
 table gives their relative error against fp64, planned / plain (dropout off), and what is recomputed is bit-equal.
 
 """ + rows(

@@ -94,7 +94,7 @@ _INTRODUCTION = """\
 Written by `python -m tightfit.exclusions` from the table that the refusals are made from: what is given together is
 refused with these words, before a step is run. Forty random combinations of levers are trained in
 `tests/train/test_combinations.py`: each is refused by this table, or has the losses of the plain training, to the last
-bit where its levers are exact.
+bit where its levers are exact, or says that its budget cannot be met.
 
 | one | other | why | what to do |
 |---|---|---|---|

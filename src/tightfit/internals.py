@@ -113,9 +113,12 @@ def compiled_code_off() -> Callable[[], None]:
     return partial(stance.__exit__, None, None, None)
 
 
-def inductor_with_budget(share: float, graph: Any, inputs: Any, build: Callable[[str], Any] | None = None) -> Any:
+def inductor_with_budget(
+    kind: str, share: float, graph: Any, inputs: Any, build: Callable[[str], Any] | None = None
+) -> Any:
     """A backend of `torch.compile`: inductor, of which the backward may keep this share of what it would like to, and
-    which draws the random numbers that eager code draws.
+    which draws the random numbers that eager code draws. Where the backward of a block of this `kind` would draw them
+    anew, it raises `CompileError`.
 
     With `build` what inductor writes is handed to that, which returns the module that stands for it: no kernel is
     built, and nothing of it is left where a real compilation would find it.
@@ -132,8 +135,8 @@ def inductor_with_budget(share: float, graph: Any, inputs: Any, build: Callable[
     def inner(graph: Any, *args: Any, **kwargs: Any) -> Any:  # for backward called once more, while the step runs
         if kwargs.get("is_backward") and any(map(_draws_random_numbers, graph.graph.nodes)):
             raise CompileError(
-                "recomputed within compiled code, random numbers (dropout) are drawn anew by PyTorch's compiler, and "
-                "gradients would be wrong: keep=1, or no dropout"
+                f"{kind}: recomputed within compiled code, random numbers (dropout) are drawn anew by PyTorch's "
+                "compiler, and gradients would be wrong: keep=1, or no dropout"
             )
         with no_modes(), inductor.patch(settings), nullcontext() if build is None else _written_only(build):
             return compile_fx_inner(graph, *args, **kwargs)

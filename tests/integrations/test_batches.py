@@ -6,6 +6,7 @@ import torch
 from tiny_trainings import padded
 from torch import nn
 
+from round_device import round_device
 from tightfit.integrations.batches import all_labels_counted, distinct, with_padding, worst_batches
 from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
 from tightfit.levers.micro_batch import IGNORE_INDEX
@@ -65,13 +66,14 @@ class BesideBlocks(nn.Module):
         return inside.square().mean() + (beside * self.scale).sin().cos().mean()
 
 
-def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it():
+def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it(monkeypatch):
+    monkeypatch.setattr("tightfit.devices.present.present", lambda *_: round_device())  # the choice is always the same
     model = BesideBlocks()
     long = {"inside": torch.ones(4, 256, 64), "beside": torch.ones(4, 1)}
-    wide = {"inside": torch.ones(4, 64, 64), "beside": torch.ones(4, 49_000)}
+    wide = {"inside": torch.ones(4, 64, 64), "beside": torch.ones(4, 51_000)}
     step = GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
     plan = plan_for_all(step, [wide, long], Wish("0.7x"))
     assert plan.plain_peak_bytes == step.footing(long, 1).peak_bytes > step.footing(wide, 1).peak_bytes
     with plan.apply(model):
         peaks = [step.footing(batch, 1).peak_bytes for batch in (long, wide)]
-    assert plan.peak_bytes == max(peaks)  # which of the two it is, the machine's figures decide by a few bytes
+    assert plan.peak_bytes == max(peaks) == peaks[1] > peaks[0]

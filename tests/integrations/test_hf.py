@@ -9,7 +9,7 @@ from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded,
 
 from tightfit.errors import CannotFit, InputError, LeverError
 from tightfit.integrations.hf import FrugalTrainer, MemoryBudget
-from tightfit.planner.search import UNSEEN_BYTES
+from tightfit.planner.candidates import UNSEEN_BYTES
 
 ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in ARGUMENTS else "gradient_checkpointing"

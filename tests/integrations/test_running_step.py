@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tightfit import monitor
-from tightfit.integrations.running_step import IGNORED, fullest, running_request
+from tightfit.integrations.running_step import fullest, running_request
+from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.planner.api import make_estimate
 
 VOCABULARY, WIDTH, SHAPE = 512, 16, (4, 64)
@@ -29,14 +30,14 @@ class Net(nn.Module):
 def batches():
     """Hardly a label in the first, all in the second and the third."""
     ids = torch.randint(VOCABULARY, SHAPE, generator=torch.Generator().manual_seed(0))
-    yield ids, torch.where(torch.arange(SHAPE[1]) < 2, ids, IGNORED)
+    yield ids, torch.where(torch.arange(SHAPE[1]) < 2, ids, IGNORE_INDEX)
     yield ids, ids.clone()
     yield ids, ids.clone()
 
 
 def train(model, optimizer):
     for ids, labels in batches():
-        mask = (labels != IGNORED).float()
+        mask = (labels != IGNORE_INDEX).float()
         logits = model(ids)
         chosen = logits.view(-1, VOCABULARY)[mask.view(-1) == 1]
         loss = F.cross_entropy(chosen, labels.view(-1)[mask.view(-1) == 1])
@@ -57,7 +58,7 @@ def test_a_plan_from_a_batch_with_few_labels_holds_for_one_with_many():
 
 def test_masks_and_labels_are_full_inside_and_untouched_afterwards():
     ids, mask = torch.tensor([5, 7, 9]), torch.tensor([1.0, 0.0, 1.0])
-    labels, padding = torch.tensor([IGNORED, 7, IGNORED]), torch.tensor([True, False, True])
+    labels, padding = torch.tensor([IGNORE_INDEX, 7, IGNORE_INDEX]), torch.tensor([True, False, True])
     tensors = [ids, mask, labels, padding]
     before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
     with fullest(tensors):

@@ -67,17 +67,30 @@ def test_a_plan_survives_its_file_and_says_so(made, tmp_path):
     assert f"3 feed-forwards (layers.0.mlp, ...) run over {made.tiled.tokens} tokens at a time." in str(made)
 
 
+class Positioned(nn.Module):
+    """A feed-forward that adds something of its own to each of 16 positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.positions = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x):
+        return self.down(self.up(x) + self.positions)
+
+
 class Block(nn.Module):
-    """One module that mixes tokens, one that draws random numbers, one that does neither."""
+    """A module that mixes tokens, one that draws random numbers, one that knows positions, one that does none of it."""
 
     def __init__(self):
         super().__init__()
         self.mixing = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Softmax(dim=1))
         self.random = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.positioned = Positioned()
         self.each = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
     def forward(self, x):
-        return self.each(self.random(self.mixing(x)))
+        return self.each(self.positioned(self.random(self.mixing(x))))
 
 
 def test_only_modules_that_treat_each_token_by_itself_are_found():

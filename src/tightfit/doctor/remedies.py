@@ -7,10 +7,11 @@ from tightfit.doctor.diagnosis import Remedy
 from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
 from tightfit.planner.blocks import find_blocks
+from tightfit.planner.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.head import find_head
 from tightfit.planner.records import ChunkedLoss
 from tightfit.planner.request import ROUNDING_LEVERS, Combination, Request, Tracer
-from tightfit.planner.search import UNSEEN_BYTES, Candidate, Search
+from tightfit.planner.search import Search
 from tightfit.trace.record import StepTrace
 from tightfit.units import format_bytes
 

@@ -30,9 +30,9 @@ from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.memory.counters import read_counters
 from tightfit.planner.blocks import find_blocks
+from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import Plan
-from tightfit.planner.search import UNSEEN_BYTES
 from tightfit.step import Batch
 
 __all__ = ["FrugalModule", "MemoryBudget", "checkpoint_blocks"]

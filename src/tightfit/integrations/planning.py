@@ -13,10 +13,10 @@ from tightfit.integrations.batches import all_labels_counted, repeated
 from tightfit.levers.micro_batch import batch_size
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
+from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
 from tightfit.planner.request import allowed_levers
-from tightfit.planner.search import UNSEEN_BYTES
 from tightfit.step import Batch, Loss, Precision
 from tightfit.units import format_bytes, parse_budget
 

@@ -21,13 +21,13 @@ from tightfit.devices.present import lookup
 from tightfit.errors import ModelError
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.internals import set_version_counters
+from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.step import Batch, Part, StepSettings
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.step import plain_tensors
 
 _NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent, Path(contextlib.__file__))
-IGNORED = -100  # as a label: what PyTorch's losses leave out by default
 _CLIPPED = 1.0  # a norm to clip at: which one makes no difference to memory or time
 
 
@@ -120,7 +120,7 @@ def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     masked = [(tensor, tensor.clone()) for tensor in tensors if not tensor.requires_grad and _is_masked(tensor)]
     versions = [tensor._version for tensor, _ in masked]
     for tensor, _ in masked:
-        tensor.masked_fill_(tensor == IGNORED, 0) if (tensor == IGNORED).any() else tensor.fill_(1)
+        tensor.masked_fill_(tensor == IGNORE_INDEX, 0) if (tensor == IGNORE_INDEX).any() else tensor.fill_(1)
     try:
         yield
     finally:
@@ -131,7 +131,7 @@ def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _is_masked(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a mask, or labels of which some are ignored."""
-    return tensor.numel() > 1 and bool((tensor == IGNORED).any() or ((tensor == 0) | (tensor == 1)).all())
+    return tensor.numel() > 1 and bool((tensor == IGNORE_INDEX).any() or ((tensor == 0) | (tensor == 1)).all())
 
 
 def loop_frames() -> Iterator[FrameType]:

@@ -87,7 +87,7 @@ class CompiledForward(FrugalForward):
 @functools.cache
 def compiled_forward(kind: type[nn.Module], keep: float, whole: bool) -> Callable[..., Any]:
     """The `forward` of a class of modules, compiled with one share kept."""
-    backend = functools.partial(inductor_with_budget, keep)
+    backend = functools.partial(inductor_with_budget, kind.__name__, keep)
     return torch.compile(own_forward(kind, f"keep_{keep:g}"), backend=backend, fullgraph=whole)
 
 

@@ -14,13 +14,14 @@ from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.apply import policy_of
 from tightfit.planner.arguments import check_levers, check_settings, check_step
+from tightfit.planner.candidates import Candidate
 from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
 from tightfit.planner.footing import fingerprint, footing
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Action, BlockChoice, OffloadTier
 from tightfit.planner.request import Request, allowed_levers
-from tightfit.planner.search import Candidate, Search
+from tightfit.planner.search import Search
 from tightfit.planner.tradeoff import POINTS, Tradeoff
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.trace.copies import AWAY

@@ -16,9 +16,11 @@ from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.planner.api import as_plan, make_search
 from tightfit.planner.arguments import check_levers
 from tightfit.planner.bisection import UNBOUNDED, certain_bound, rough_bound
+from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.plan import Plan
 from tightfit.planner.request import allowed_levers, optimizer_peak
-from tightfit.planner.search import UNSEEN_BYTES, Search
+from tightfit.planner.search import Search
+from tightfit.planner.variants import compiled_alike, tiled
 from tightfit.step import Batch
 from tightfit.units import format_bytes
 
@@ -145,13 +147,14 @@ def rough_least(search: Search) -> int:
         return plain + UNSEEN_BYTES
     frugal = search.combinations()[-1]
     policies = dict.fromkeys(search.paths, frugal_policy(search.request.levers))
-    if compiled := [] if search.request.levers & {"recompute", "offload"} else search.compiled(frugal):
-        frugal, policies = compiled[-1], {}
+    levers = search.request.levers
+    if "compile" in levers and search.paths and not levers & {"recompute", "offload"}:
+        frugal, policies = compiled_alike(frugal, search.paths)[-1], {}
     peak = search.tracer.part(frugal, policies, search.plain).peak_bytes
-    may_tile = "tile" in search.request.levers
-    for tiled in search.tiled(replace(frugal, compiled=None))[-1:] if may_tile else []:
+    least_tiles = tiled(replace(frugal, compiled=None), search.request, search.plain, search.paths)[-1:]
+    for combination in least_tiles if "tile" in levers else []:
         with suppress(LeverError):  # a module that cannot be tiled
-            peak = min(peak, search.tracer.part(tiled, policies, search.plain).peak_bytes)
+            peak = min(peak, search.tracer.part(combination, policies, search.plain).peak_bytes)
     return max(peak, optimizer_peak(search.plain)) + UNSEEN_BYTES
 
 

@@ -13,69 +13,29 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tightfit.errors import CannotFit, CompileError, LeverError
-from tightfit.levers.micro_batch import as_tensors
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
 from tightfit.planner.blocks import find_blocks
+from tightfit.planner.candidates import (
+    UNSEEN_BYTES,
+    Candidate,
+    Prospect,
+    accumulation_seconds,
+    describe_levers,
+    loop_seconds,
+)
 from tightfit.planner.head import find_head
 from tightfit.planner.pricing import Priced, price
-from tightfit.planner.records import ChunkedLoss, Rejected, TiledModules
-from tightfit.planner.request import Combination, CompiledBlocks, Request, Tracer, optimizer_peak
-from tightfit.planner.solve import Chain, least_peak, solve
-from tightfit.planner.tokenwise import find_tokenwise, longest_sequence
+from tightfit.planner.records import ChunkedLoss, Rejected
+from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
+from tightfit.planner.solve import least_peak, solve
+from tightfit.planner.variants import SHARES, compiled, compiled_alike, tiled
 from tightfit.trace.cuda.replay import fits_device
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
-from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.record import Phase, StepTrace
 from tightfit.units import format_bytes, parse_budget
 
-# Numbers that Python wraps in a tensor, and the like, take a few bytes each that no dispatch mode sees (at most 4 were
-# seen over the models of docs/accuracy.md): so much is left free below the budget.
-UNSEEN_BYTES = 1024
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what compiled blocks would like to keep, the fastest first
-TILES = (2, 4, 8, 16)  # in how many parts feed-forwards may go through a sequence
-LEAST_TILE = 32  # tokens
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Levers that were traced as applied."""
-
-    combination: Combination
-    policies: dict[str, Policy]
-    joined: tuple[str, ...]
-    trace: StepTrace
-    priced: Priced | None = None
-    choice: tuple[int, ...] = ()
-    worst_bytes: int | None = None  # the peak with all tokens at the fewest experts, if that makes a difference
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.trace.peak_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """The smallest budget that this candidate may be given."""
-        return max(self.trace.peak_bytes, self.worst_bytes or 0) + UNSEEN_BYTES
-
-    @property
-    def seconds(self) -> float:
-        return self.trace.step_seconds
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """A combination as it stands with nothing recomputed, and its blocks with their prices; None without blocks."""
-
-    combination: Combination
-    peak_bytes: int
-    seconds: float  # of a step; no choice inside blocks is faster
-    priced: Priced | None
-
-    @property
-    def chain(self) -> Chain:
-        assert self.priced is not None, "there are blocks"
-        return self.priced.chain
 
 
 @dataclass
@@ -144,26 +104,14 @@ class Search:
             if self.request.fewest_micro_batches and self.best is not None:
                 return
 
-    def compiled(self, combination: Combination) -> list[Combination]:
-        """The combination with its blocks compiled alike, the fastest first; none where that is not allowed."""
-        if "compile" not in self.request.levers or not self.paths:
-            return []
-        return [self.with_shares(combination, share, share, 0) for share in SHARES]
-
-    def with_shares(self, combination: Combination, low: float, high: float, last: int) -> Combination:
-        """The combination with its blocks compiled: the `last` ones, whose backward comes first, keep the higher
-        share.
-        """
-        first = len(self.paths) - last
-        shares = {path: low if i < first else high for i, path in enumerate(self.paths)}
-        return replace(combination, compiled=CompiledBlocks(shares))
-
     def try_compiled(self, combination: Combination) -> None:
         """The largest share of what compiled blocks would like to keep that fits, in as many blocks as it does; each
         choice is traced as applied, for the peak need not fall with the share.
         """
         over: list[float] = []
-        for share, alike in zip(SHARES, self.compiled(combination), strict=False):
+        if "compile" not in self.request.levers:
+            return
+        for share, alike in zip(SHARES, compiled_alike(combination, self.paths), strict=False):
             try:
                 candidate = self.trace_applied(alike, {})
             except CompileError as error:
@@ -184,7 +132,7 @@ class Search:
         fits, over = 0, len(self.paths)
         while over - fits > 1:
             middle = (fits + over) // 2
-            candidate = self.trace_applied(self.with_shares(combination, low, high, middle), {})
+            candidate = self.trace_applied(compiled(combination, self.paths, low, high, middle), {})
             if self.excess(candidate) <= 0:
                 found, fits = candidate, middle
             else:
@@ -192,19 +140,13 @@ class Search:
         if found is not None:
             self.consider(found, str(found.combination))
 
-    def tiled(self, combination: Combination) -> list[Combination]:
-        """The combination with its feed-forwards run tile by tile, the fewest tiles first."""
-        paths = tuple(find_tokenwise(self.plain, self.request.model, self.paths))
-        length = longest_sequence(as_tensors(self.request.batch))
-        sizes = [math.ceil(length / tiles) for tiles in TILES if length >= tiles * LEAST_TILE]
-        return [replace(combination, tiled=TiledModules(paths, size)) for size in sizes if paths]
-
     def try_tiles(self) -> None:
         """What takes least, with feed-forwards over fewer and fewer tokens at a time: they run once more for it."""
         assert self.least is not None, "the plain step was traced"
         if "tile" not in self.request.levers:
             return
-        for combination in self.tiled(replace(self.least.combination, compiled=None)):
+        least = replace(self.least.combination, compiled=None)
+        for combination in tiled(least, self.request, self.plain, self.paths):
             try:
                 self.solve_blocks(combination)
             except LeverError as error:  # a module that is given something else than one tensor (B, T, n)
@@ -416,36 +358,3 @@ def segment_counts(blocks: int) -> list[int]:
     More segments of the same greatest length would keep more outputs and lower no segment's own peak.
     """
     return sorted({math.ceil(blocks / length) for length in range(2, blocks + 1)}, reverse=True)
-
-
-def describe_levers(combination: Combination, policies: Mapping[str, Policy], blocks: int, joined: int = 0) -> str:
-    """The levers of a candidate in a few words: how many of `blocks` recompute or offload; `joined` hold no output."""
-    words = [] if str(combination) == "plain" else [str(combination)]
-    offloading = sum(policy.offloads for policy in policies.values())
-    recomputing = sum(policy != KEEP_ALL for policy in policies.values()) - offloading
-    if offloading:
-        words.append(f"{offloading} of {blocks} blocks offload")
-    if recomputing:
-        words.append(f"{recomputing} of {blocks} blocks recompute")
-    if joined:
-        words.append(f"{joined} of them joined to the next")
-    return ", ".join(words) or "no lever"
-
-
-def accumulation_seconds(part: StepTrace) -> float:
-    """Seconds of adding to gradients that were there, which the first of several micro-batches has no need to do."""
-    if part.loop_repeats == 1:
-        return 0.0
-    gradients = {i for i, storage in enumerate(part.storages) if storage.category is Category.GRADIENT}
-    return sum(
-        operator.seconds
-        for operator in part.operators
-        if operator.name == "aten.add_.Tensor" and any(part.values[v].storage in gradients for v in operator.makes)
-    )
-
-
-def loop_seconds(trace: StepTrace) -> float:
-    """Seconds of all micro-batches, without the optimizer."""
-    first, last = trace.repeated
-    before = sum(operator.seconds for operator in trace.operators[:first])
-    return before + trace.loop_repeats * sum(operator.seconds for operator in trace.operators[first:last])

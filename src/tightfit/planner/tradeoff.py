@@ -12,12 +12,14 @@ from contextlib import suppress
 from tightfit.errors import CompileError, LeverError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import segment_ends
+from tightfit.planner.candidates import Prospect, describe_levers
 from tightfit.planner.curve import Curve, frontier
 from tightfit.planner.head import find_head
 from tightfit.planner.records import ChunkedLoss, CurvePoint, Rejected
 from tightfit.planner.request import Combination, optimizer_peak
-from tightfit.planner.search import Prospect, Search, describe_levers
+from tightfit.planner.search import Search
 from tightfit.planner.solve import Solution, least_peak, solve
+from tightfit.planner.variants import compiled_alike, tiled
 
 POINTS = 8  # budgets between the plain peak and the least, for each of which a choice is solved and traced
 Choice = tuple[Prospect, Solution]
@@ -50,7 +52,7 @@ class Tradeoff:
         for prospect in prospects:
             levers = describe_levers(prospect.combination, {}, len(self.search.paths))
             self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
-        for combination in self.search.combinations():
+        for combination in self.search.combinations() if "compile" in self.search.request.levers else []:
             self.compile(combination)
         if not solvable:
             return
@@ -92,9 +94,9 @@ class Tradeoff:
             self.apply(prospect.combination, policies, tuple(p for i, p in enumerate(paths) if i not in ends))
 
     def compile(self, combination: Combination) -> None:
-        """The blocks compiled, each share that they may keep; nothing where that is not allowed or not possible."""
+        """The blocks compiled, each share that they may keep; nothing where that is not possible."""
         try:
-            for compiled in self.search.compiled(combination):
+            for compiled in compiled_alike(combination, self.search.paths):
                 self.apply(compiled, {})
         except CompileError:
             return  # the plan says why
@@ -144,7 +146,9 @@ class Tradeoff:
         """The plain step with the fewest tiles, where it is them that were rejected, and there can be any."""
         if rejected.levers != "tile":
             return None
-        for combination in self.search.tiled(Combination(self.search.request.micro_batches))[:1]:
+        search = self.search
+        plain = Combination(search.request.micro_batches)
+        for combination in tiled(plain, search.request, search.plain, search.paths)[:1]:
             with suppress(LeverError):  # a module that cannot be tiled
                 return self.point(str(combination), combination, {})
         return None

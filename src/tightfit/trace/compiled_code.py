@@ -19,7 +19,7 @@ from tightfit.activity import now
 from tightfit.errors import CompileError
 from tightfit.internals import dispatch_is_watched, inductor_with_budget, many_compilations, no_modes
 from tightfit.levers.compiled import own_forward
-from tightfit.trace.dry_run import DryRun, tensors_in
+from tightfit.trace.dry_run import DryRun
 from tightfit.trace.shapes import TensorShape
 
 KERNEL = "tightfit.compiled"  # a fused kernel, as an operator of a trace
@@ -64,12 +64,11 @@ class Played:
     def kernel(self, is_read: list[bool], args: tuple[Any, ...]) -> None:
         """Note the call of a kernel, which reads and writes all of its tensors once."""
         dry = self.dry
-        tensors = list(tensors_in(args))
-        cells = [dry.see(tensor) for tensor in tensors]
-        index = dry.begin(tensors)
+        index = dry.begin([])
         reads, written = [], []
-        for cell, tensor, only_read in zip(cells, tensors, is_read, strict=False):
-            (reads if only_read else written).append((cell, TensorShape.of(tensor)))
+        for argument, only_read in zip(args, is_read, strict=True):
+            if isinstance(argument, torch.Tensor):
+                (reads if only_read else written).append((dry.see(argument), TensorShape.of(argument)))
         seconds = dry.cost(KERNEL, [shape for _, shape in reads], [shape for _, shape in written], ())
         makes = []
         for cell, _ in written:
@@ -86,7 +85,7 @@ def played() -> Played:
 @functools.cache
 def written_forward(kind: type[nn.Module], share: float) -> Callable[..., Any]:
     """The `forward` of a class of modules, compiled to code without kernels, and apart from what really runs."""
-    backend = functools.partial(inductor_with_budget, share, build=without_kernels)
+    backend = functools.partial(inductor_with_budget, kind.__name__, share, build=without_kernels)
     return torch.compile(own_forward(kind, "written"), backend=backend, fullgraph=True, dynamic=False)
 
 
