@@ -1,14 +1,17 @@
 """The batches that a plan must hold for are the worst that can come."""
 
 import copy
+from dataclasses import replace
 
+import pytest
 import torch
 from tiny_trainings import padded
 from torch import nn
 
 from round_device import round_device
+from tightfit.errors import CannotFit
 from tightfit.integrations.batches import all_labels_counted, distinct, with_padding, worst_batches
-from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
+from tightfit.integrations.planning import GuestStep, Wish, plan_for_all, plan_one, tightened
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.step import model_loss
 
@@ -66,14 +69,40 @@ class BesideBlocks(nn.Module):
         return inside.square().mean() + (beside * self.scale).sin().cos().mean()
 
 
-def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it(monkeypatch):
+LONG = {"inside": torch.ones(4, 256, 64), "beside": torch.ones(4, 1)}
+
+
+def wide(width):
+    return {"inside": torch.ones(4, 64, 64), "beside": torch.ones(4, width)}
+
+
+@pytest.fixture
+def step(monkeypatch):
     monkeypatch.setattr("tightfit.devices.present.present", lambda *_: round_device())  # the choice is always the same
     model = BesideBlocks()
-    long = {"inside": torch.ones(4, 256, 64), "beside": torch.ones(4, 1)}
-    wide = {"inside": torch.ones(4, 64, 64), "beside": torch.ones(4, 51_000)}
-    step = GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
-    plan = plan_for_all(step, [wide, long], Wish("0.7x"))
-    assert plan.plain_peak_bytes == step.footing(long, 1).peak_bytes > step.footing(wide, 1).peak_bytes
-    with plan.apply(model):
-        peaks = [step.footing(batch, 1).peak_bytes for batch in (long, wide)]
-    assert plan.peak_bytes == max(peaks) == peaks[1] > peaks[0]
+    return GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+
+
+def peaks_under(step, plan, *batches):
+    with plan.apply(step.model):
+        return [step.footing(batch, 1).peak_bytes for batch in batches]
+
+
+def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it(step):
+    other = wide(51_000)
+    plan = plan_for_all(step, [other, LONG], Wish("0.7x"))
+    assert plan.plain_peak_bytes == step.footing(LONG, 1).peak_bytes > step.footing(other, 1).peak_bytes
+    of_long, of_wide = peaks_under(step, plan, LONG, other)
+    assert plan.peak_bytes == of_wide > of_long
+
+
+def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step):
+    other, wish = wide(56_000), Wish("0.7x")
+    plan = plan_for_all(step, [other, LONG], wish)
+    assert tightened(step, plan_one(step, LONG, replace(wish, budget=plan.budget_bytes)), LONG, [other], wish) is None
+    assert max(peaks_under(step, plan, LONG, other)) == plan.peak_bytes <= plan.budget_bytes
+
+
+def test_where_no_plan_fits_all_what_another_batch_takes_is_told(step):
+    with pytest.raises(CannotFit, match=r"what fits the longest batch does not fit another one, which takes .* under"):
+        plan_for_all(step, [wide(62_000), LONG], Wish("0.7x"))

@@ -3,7 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
-from tiny_trainings import StepPeak
+from tiny_trainings import StepPeak, llama, padded
 from torch import nn
 
 from tightfit.errors import CannotFit, LeverError
@@ -155,6 +155,50 @@ def test_a_larger_batch_is_planned_for_before_it_runs():
     trainer.fit(model, torch.utils.data.DataLoader(Growing(), batch_size=1))
     assert len(model.seen) == 4
     assert budget.plan.peak_bytes <= budget.plan.budget_bytes
+
+
+class CausalLM(pl.LightningModule):
+    """A Llama over padded batches; each step's peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+        self.seen, self.peaks = [], []
+
+    def training_step(self, batch):
+        return self.model(**batch, use_cache=False).loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.measured = StepPeak(self, self.trainer.optimizers[0])
+        self.measured.begin()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.peaks.append(self.measured.end())
+        self.seen.append(outputs["loss"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+LENGTHS = [(40, 40), (30, 12), (120, 120), (120, 50), (120, 120)]  # of the samples of batches: masks come and go
+
+
+def fit_lengths(*callbacks):
+    data = [padded([{"input_ids": [*range(1, n + 1)]} for n in lengths]) for lengths in LENGTHS]
+    model = CausalLM()
+    pl.Trainer(
+        max_epochs=1, callbacks=list(callbacks), logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, accelerator="cpu",
+    ).fit(model, torch.utils.data.DataLoader(data, batch_size=None))  # fmt: skip
+    return model
+
+
+def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs():
+    plain = fit_lengths()
+    budget = MemoryBudget(int(0.7 * max(plain.peaks[1:])))
+    within = fit_lengths(budget)
+    assert within.seen == plain.seen
+    assert max(within.peaks[1:]) <= budget.plan.budget_bytes
 
 
 def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained():

@@ -31,11 +31,11 @@ def all_labels_counted(batch: Batch) -> Batch:
     most where it is one: with none, the tokens are read where they lie instead of gathered.
     """
     values = batch.values() if isinstance(batch, Mapping) else batch
-    if not any(map(_ignores_labels, values)):
+    if not any(map(ignores_labels, values)):
         return batch
 
     def changed(value: Any) -> Any:
-        if not _ignores_labels(value):
+        if not ignores_labels(value):
             return value
         counted = value.masked_fill(value == IGNORE_INDEX, 0)
         counted[(-1,) * value.dim()] = IGNORE_INDEX
@@ -133,6 +133,16 @@ def distinct(batches: Iterable[Batch]) -> list[Batch]:
     return list(seen.values())
 
 
+def ignores_labels(value: Any) -> bool:
+    """Whether a value holds labels of which some are ignored."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
+
+
+def is_mask(value: torch.Tensor) -> bool:
+    """Whether a tensor holds zeros and ones only."""
+    return value.numel() > 1 and bool(((value == 0) | (value == 1)).all())
+
+
 def _per_sample(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """The batch with the tensors changed that have a row for each sample."""
     size = batch_size(batch)
@@ -153,7 +163,7 @@ def _mapped(batch: Batch, change: Callable[[Any], Any]) -> Batch:
 def _likeness(batch: Batch) -> tuple:
     values: Sequence[tuple[Any, Any]] = list(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
     return tuple(
-        (key, tuple(value.shape), "mask" in str(key) and not bool(value.all()), _ignores_labels(value))
+        (key, tuple(value.shape), "mask" in str(key) and not bool(value.all()), ignores_labels(value))
         for key, value in values
         if isinstance(value, torch.Tensor)
     )
@@ -162,11 +172,6 @@ def _likeness(batch: Batch) -> tuple:
 def _is_table(value: Any) -> bool:
     """Whether a value of a batch is an integer or a truth value for each token: (B, L)."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
-
-
-def _ignores_labels(value: Any) -> bool:
-    """Whether a value of a batch holds labels of which some are ignored."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
 
 
 def _first(dataset: Any, size: int) -> list[Any]:

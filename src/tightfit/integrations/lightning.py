@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import LeverError
 from tightfit.integrations.batches import stretched
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.extents import Extents
 from tightfit.integrations.guests import missing
 from tightfit.integrations.lightning_step import flattened, lightning_step, muted
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
@@ -66,9 +66,10 @@ class MemoryBudget(Callback):
 
     `budget`, `levers` and `blocks` are those of `tightfit.plan`; the batch is not split, since the loop is Lightning's.
     The plan is made before the first `training_step`, for the batch that is there, with its sequences as long as
-    `max_length` tokens where that is given; a batch with more in it than any before is checked, and planned anew where
-    it would not fit. `plan` is the plan in force. It is stored in Lightning's checkpoints, and taken up again on resume
-    as long as it is one for this model, budget and device.
+    `max_length` tokens where that is given. A batch that has what none before it had (more elements, a masked token, an
+    ignored label) is checked, and where it would not fit, a plan is made for all that there were. `plan` is the plan in
+    force. It is stored in Lightning's checkpoints, and taken up again on resume as long as it is one for this model,
+    budget and device.
 
     Gradients are dropped when the optimizer has used them, and not as late as during the next step, where Lightning
     does it: otherwise they lie in memory beside all activations.
@@ -89,11 +90,11 @@ class MemoryBudget(Callback):
         self.max_length = max_length
         self.plan: Plan | None = None
         self._applied: Applied | None = None
-        self._sizes: dict[int, int] = {}
+        self._extents = Extents()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.undo()
-        self._sizes = {}
+        self._extents = Extents()
         for model in (trainer.strategy.model, pl_module):
             refuse_wrapped(model, "MemoryBudget")
         if not pl_module.automatic_optimization:
@@ -104,19 +105,17 @@ class MemoryBudget(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         flat = flattened(batch)
-        if not self._has_grown(flat.leaves):
-            return
         leaves = flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
-        self._has_grown(leaves)
+        if self._extents.cover(leaves):
+            return
         step = lightning_step(trainer, pl_module, flat, batch_idx)
         with muted(pl_module):
-            if self._holds(step, leaves):
-                return
-            self._plan_anew(step, leaves)
-        assert self.plan is not None, "it was just made"
-        logger.info("%s", self.plan)
-        for destination in trainer.loggers:
-            destination.log_metrics(figures(self.plan), step=trainer.global_step)
+            if not self._holds(step, leaves):
+                plan = self._plan_anew(step, self._extents.batches(leaves))
+                logger.info("%s", plan)
+                for destination in trainer.loggers:
+                    destination.log_metrics(figures(plan), step=trainer.global_step)
+        self._extents.add(leaves)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
@@ -145,13 +144,6 @@ class MemoryBudget(Callback):
             self._applied.undo()
             self._applied = None
 
-    def _has_grown(self, leaves: Sequence[Any]) -> bool:
-        """Whether some tensor has more elements than any in its place before; the new sizes are remembered."""
-        sizes = {i: leaf.numel() for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        grown = {i: size for i, size in sizes.items() if size > self._sizes.get(i, -1)}
-        self._sizes |= grown
-        return bool(grown)
-
     def _holds(self, step: GuestStep, leaves: Batch) -> bool:
         """Whether the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
         plan, device = self.plan, lookup(step.device).name
@@ -163,18 +155,20 @@ class MemoryBudget(Callback):
             self._apply(step.model, plan)
         return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
 
-    def _plan_anew(self, step: GuestStep, leaves: Batch) -> None:
+    def _plan_anew(self, step: GuestStep, batches: Sequence[Batch]) -> Plan:
         """A plan in the place of the one in force, if there is one, within the same bytes."""
         plan = None if self._applied is None else self.plan
         wish = self.wish if plan is None else replace(self.wish, budget=plan.budget_bytes)
         self.undo()
         taken = take_over(step.model)
         try:
-            self.plan = plan_for_all(step, [leaves], wish)
+            made = plan_for_all(step, batches, wish)
         finally:
             if taken is not None:
                 taken.remove()
-        self._apply(step.model, self.plan)
+        self._apply(step.model, made)
+        self.plan = made
+        return made
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)

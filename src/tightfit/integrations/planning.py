@@ -1,6 +1,7 @@
 """A plan that holds for every batch that a guest's training may show it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,27 +84,44 @@ class GuestStep:
 def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
 
-    A batch that is shorter may still take more, where its padding makes the model build a mask. What the plan foretells
-    is of the batch that takes most under it.
+    A batch that is shorter may still take more, where its padding makes the model build a mask. Where no plan for the
+    largest fits all, those for the others are tried. What the plan foretells is of the batch that takes most under it.
     """
     plain = [(step.footing(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
-    (largest, batch), *others = plain
-    budget = bound = step.budget_bytes(wish.budget, largest)
-    plan = plan_one(step, batch, replace(wish, budget=bound))
+    largest, ordered = plain[0][0], [batch for _, batch in plain]
+    budget = step.budget_bytes(wish.budget, largest)
+    wish = replace(wish, budget=budget)
+    first = plan_one(step, ordered[0], wish)
+    for index, batch in enumerate(ordered):
+        others = ordered[:index] + ordered[index + 1 :]
+        with suppress(CannotFit):
+            plan = tightened(step, first if index == 0 else plan_one(step, batch, wish), batch, others, wish)
+            if plan is not None:
+                return replace(plan, budget_bytes=budget, plain=largest)
+    peak = worst_as_planned(step, first, ordered[1:]).peak_bytes
+    raise CannotFit(
+        f"{format_bytes(budget)} cannot fit: what fits the longest batch does not fit another one, which takes "
+        f"{format_bytes(peak)} ({peak} bytes) under it",
+        peak,
+    )
+
+
+def tightened(step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch], wish: Wish) -> Plan | None:
+    """The plan for one batch, made anew within less until it fits the others; its figures are of whichever takes most.
+    None where nothing does.
+    """
+    bound = budget = plan.budget_bytes
     for _ in range(TIGHTENINGS):
-        planned = worst_as_planned(step, plan, [other for _, other in others])
-        peak = planned.peak_bytes
-        if peak <= budget - UNSEEN_BYTES:
-            break
-        bound -= peak + UNSEEN_BYTES - budget
+        planned = worst_as_planned(step, plan, others)
+        if planned.peak_bytes <= budget - UNSEEN_BYTES:
+            return replace(plan, planned=planned)
+        bound -= planned.peak_bytes + UNSEEN_BYTES - budget
         try:
             plan = plan_one(step, batch, replace(wish, budget=bound))
-        except CannotFit as error:
-            raise _not_for_all(budget, peak) from error
-    else:
-        raise _not_for_all(budget, peak)
-    return replace(plan, budget_bytes=budget, plain=largest, planned=planned)
+        except CannotFit:
+            return None
+    return None
 
 
 def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> Footing:
@@ -157,14 +175,6 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
     if not plans:
         raise min(misfits, key=lambda error: error.least_bytes)
     return min(plans, key=lambda plan: plan.step_seconds)
-
-
-def _not_for_all(budget: int, peak: int) -> CannotFit:
-    return CannotFit(
-        f"{format_bytes(budget)} cannot fit: under the tightest plan for the longest batch another one still takes "
-        f"{format_bytes(peak)} ({peak} bytes)",
-        peak,
-    )
 
 
 def figures(plan: Plan) -> dict[str, float]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 import tightfit
 from tightfit.devices.present import lookup
 from tightfit.errors import ModelError
+from tightfit.integrations.batches import ignores_labels, is_mask
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.internals import set_version_counters
 from tightfit.levers.micro_batch import IGNORE_INDEX
@@ -117,21 +118,17 @@ def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
     A loop may drop what is masked before it computes: how much that is differs from batch to batch.
     """
-    masked = [(tensor, tensor.clone()) for tensor in tensors if not tensor.requires_grad and _is_masked(tensor)]
+    data = [tensor for tensor in tensors if not tensor.requires_grad]
+    masked = [(tensor, tensor.clone()) for tensor in data if is_mask(tensor) or ignores_labels(tensor)]
     versions = [tensor._version for tensor, _ in masked]
     for tensor, _ in masked:
-        tensor.masked_fill_(tensor == IGNORE_INDEX, 0) if (tensor == IGNORE_INDEX).any() else tensor.fill_(1)
+        tensor.masked_fill_(tensor == IGNORE_INDEX, 0) if ignores_labels(tensor) else tensor.fill_(1)
     try:
         yield
     finally:
         for tensor, content in masked:
             tensor.copy_(content)
         set_version_counters([tensor for tensor, _ in masked], versions)
-
-
-def _is_masked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a mask, or labels of which some are ignored."""
-    return tensor.numel() > 1 and bool((tensor == IGNORE_INDEX).any() or ((tensor == 0) | (tensor == 1)).all())
 
 
 def loop_frames() -> Iterator[FrameType]:

@@ -1,0 +1,90 @@
+"""What the batches of a training have shown so far: a plan has to hold for all of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightfit.integrations.batches import ignores_labels, is_mask
+from tightfit.levers.micro_batch import IGNORE_INDEX
+from tightfit.step import Batch
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a plan has to know of a tensor: beside its size whether it masks a token, or ignores a label."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_mask: bool
+    masks: bool
+    ignores: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Extent":
+        mask = is_mask(tensor)
+        return cls(tensor.shape, tensor.dtype, mask, mask and not bool(tensor.all()), ignores_labels(tensor))
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has no more elements, and masks or ignores nothing where this one did not."""
+        return (
+            tensor.numel() <= self.shape.numel()
+            and (self.masks or not self.is_mask or bool(tensor.all()))
+            and (self.ignores or not ignores_labels(tensor))
+        )
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """One of this extent."""
+        made = torch.full(self.shape, int(self.is_mask), dtype=self.dtype, device=device)
+        if self.masks or self.ignores:
+            made[(-1,) * made.dim()] = 0 if self.masks else IGNORE_INDEX
+        return made
+
+
+class Extents:
+    """The extents of the batches for which a plan is known to hold: of each only what a plan has to know, since the
+    batches themselves would take memory. What is no tensor in a batch makes no difference.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[_Extents] = []
+
+    def cover(self, leaves: Sequence[Any]) -> bool:
+        """Whether one of them had everything that this batch has."""
+        return any(_covers(extents, leaves) for extents in self._batches)
+
+    def batches(self, leaves: Sequence[Any]) -> list[Batch]:
+        """This batch, and one like each of the others that had something which it has not."""
+        return [tuple(leaves), *(_like(extents, leaves) for extents in self._others(leaves))]
+
+    def add(self, leaves: Sequence[Any]) -> None:
+        self._batches = [*self._others(leaves), _extents(leaves)]
+
+    def _others(self, leaves: Sequence[Any]) -> list["_Extents"]:
+        new = _extents(leaves)
+        alike = [extents for extents in self._batches if _are_alike(extents, leaves)]
+        return [extents for extents in alike if not _covers(new, _like(extents, leaves))]
+
+
+_Extents = tuple[Extent | None, ...]
+
+
+def _extents(leaves: Sequence[Any]) -> _Extents:
+    return tuple(Extent.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def _are_alike(extents: _Extents, leaves: Sequence[Any]) -> bool:
+    """Whether a batch has its tensors in the same places."""
+    return [extent is not None for extent in extents] == [isinstance(leaf, torch.Tensor) for leaf in leaves]
+
+
+def _covers(extents: _Extents, leaves: Sequence[Any]) -> bool:
+    pairs = zip(extents, leaves, strict=False)
+    return _are_alike(extents, leaves) and all(extent is None or extent.covers(leaf) for extent, leaf in pairs)
+
+
+def _like(extents: _Extents, leaves: Sequence[Any]) -> Batch:
+    """A batch of these extents on the device of this one, with its values for what is no tensor."""
+    pairs = zip(extents, leaves, strict=True)
+    return tuple(leaf if extent is None else extent.tensor(leaf.device) for extent, leaf in pairs)
