@@ -110,6 +110,52 @@ def test_where_the_trainer_takes_means_micro_batches_count_by_their_valid_tokens
     assert norms(trainer) == pytest.approx(norms(plain), rel=1e-4)
 
 
+class OwnMean:
+    """A loss of the trainer's own, which asks no other class."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class Contrasting(OwnMean):
+    """Each sample against all of its batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, -1]
+        return torch.nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+def test_a_loss_of_the_users_own_that_is_a_mean_is_one_over_micro_batches_too(tmp_path):
+    class Plain(OwnMean, transformers.Trainer):
+        pass
+
+    class Within(OwnMean, FrugalTrainer):
+        pass
+
+    made = {"args": arguments(tmp_path, max_steps=3), "train_dataset": samples(), "data_collator": padded}
+    plain = Plain(model=llama(), **made)
+    within = Within(model=llama(), memory_budget="0.4x", memory_levers=["micro_batch"], **made)
+    plain.train()
+    within.train()
+    assert within.memory_plan.micro_batches > 1
+    assert losses(within) == pytest.approx(losses(plain), rel=1e-5)
+    assert norms(within) == pytest.approx(norms(plain), rel=1e-4)
+
+
+def test_a_loss_over_pairs_of_samples_is_not_split(tmp_path):
+    class Within(Contrasting, FrugalTrainer):
+        pass
+
+    made = {"args": arguments(tmp_path, max_steps=1), "train_dataset": samples(), "data_collator": padded}
+    with pytest.raises(LeverError, match="micro_batch: Within cannot split its batches: the losses of two samples"):
+        Within(model=llama(), memory_budget="0.4x", memory_levers=["micro_batch"], **made).train()
+    rounding = Within(model=llama(), memory_budget="0.7x", memory_levers="rounding", **made)
+    rounding.train()
+    assert rounding.memory_plan.micro_batches == 1
+
+
 def test_mixed_precision_and_no_clipping_are_respected(tmp_path):
     settings = {"max_steps": 3, "bf16": True, "max_grad_norm": 0.0, "optim": "adamw_torch"}
     peak, budget = PeakOfSteps(last=3), MemoryBudget("0.6x")

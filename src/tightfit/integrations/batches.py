@@ -50,7 +50,7 @@ def stretched(batch: Batch, length: int) -> Batch:
     Sequences are the tensors (B, L) whose L is the largest second dimension among the integers.
     """
     values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
-    widths = [v.shape[1] for v in values if _is_table(v)]
+    widths = [v.shape[1] for v in values if is_table(v)]
     if not widths:
         raise InputError("max_length: the batch holds no tensor of token ids (batch, length) whose length could be set")
     width = max(widths)
@@ -70,9 +70,9 @@ def with_padding(batch: Batch) -> Batch:
     """
     if not isinstance(batch, Mapping):
         return batch
-    masks = [key for key, value in batch.items() if "mask" in str(key) and _is_table(value) and bool(value.all())]
+    masks = [key for key, value in batch.items() if "mask" in str(key) and is_table(value) and bool(value.all())]
     fills = dict.fromkeys(masks, 0)
-    if masks and _is_table(batch.get("labels")):
+    if masks and is_table(batch.get("labels")):
         fills["labels"] = IGNORE_INDEX
 
     def padded(key: Any, value: torch.Tensor) -> torch.Tensor:
@@ -133,6 +133,11 @@ def distinct(batches: Iterable[Batch]) -> list[Batch]:
     return list(seen.values())
 
 
+def is_table(value: Any) -> bool:
+    """Whether a value of a batch is an integer or a truth value for each token: (B, L)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
 def ignores_labels(value: Any) -> bool:
     """Whether a value holds labels of which some are ignored."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
@@ -167,11 +172,6 @@ def _likeness(batch: Batch) -> tuple:
         for key, value in values
         if isinstance(value, torch.Tensor)
     )
-
-
-def _is_table(value: Any) -> bool:
-    """Whether a value of a batch is an integer or a truth value for each token: (B, L)."""
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def _first(dataset: Any, size: int) -> list[Any]:

@@ -11,7 +11,9 @@ Both plan when a training begins, for the first batch and for the longest that c
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.guests import missing
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
+from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.memory.counters import read_counters
@@ -64,6 +67,7 @@ class MemoryBudget(TrainerCallback):
         self.max_length = max_length
         self.verifies = verify
         self.plan: Plan | None = None
+        self.weighing: Weighing | None = None  # of micro-batches, once it was measured
         self.trainer: Trainer | None = None
         self._applied = Applied([])
         allowed_levers(levers)
@@ -112,23 +116,33 @@ class MemoryBudget(TrainerCallback):
     def _planned(self, trainer: Trainer, model: Any, loader: Any) -> Plan:
         batches = trainer_batches(trainer, loader, self.max_length)
         step = trainer_step(trainer, model, batches[-1])
-        plan = plan_for_all(step, batches, self._allowed(trainer))
+        splits = "micro_batch" in allowed_levers(self.wish.levers)
+        try:
+            self.weighing = self._measured(trainer, step, batches[-1]) if splits else None
+        except LeverError as error:
+            if not isinstance(self.wish.levers, str | None):
+                raise LeverError(f"micro_batch: {type(trainer).__name__} cannot split its batches: {error}") from error
+            logger.info("micro_batch is left out: %s", error)
+            splits = False
+        if self.weighing is not None:
+            step = replace(step, loss=TrainerLoss(trainer, step.loss.items, self.weighing))
+        plan = plan_for_all(step, batches, self.wish if splits else self.wish.without_micro_batches())
         if self.verifies:
             prove(step, batches[0], plan)
         return plan
 
-    def _allowed(self, trainer: Trainer) -> Wish:
-        """What the trainer can run: only a frugal one splits batches, and none whose model adds a loss of its router to
-        every batch, of which there would be more.
+    def _measured(self, trainer: Trainer, step: GuestStep, batch: Batch) -> Weighing | None:
+        """What micro-batches count, where there can be any.
+
+        Raises `LeverError` where the trainer cannot run them: only a frugal one splits batches, and none whose model
+        adds a loss of its router to every batch, of which there would be more.
         """
         config = getattr(trainer.model, "config", None)
-        routed = getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False)
-        if isinstance(trainer, FrugalTrainer) and not routed:
-            return self.wish
-        if not isinstance(self.wish.levers, str | None) and "micro_batch" in self.wish.levers:
-            why = "a router's loss is no sum over micro-batches" if routed else "only FrugalTrainer does"
-            raise LeverError(f"micro_batch: {type(trainer).__name__} cannot split its batches ({why})")
-        return self.wish.without_micro_batches()
+        if not isinstance(trainer, FrugalTrainer):
+            raise LeverError("only FrugalTrainer does")
+        if getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
+            raise LeverError("a router's loss is no sum over micro-batches")
+        return None if batch_size(batch) == 1 else measure_weighing(step, batch)
 
     def _first_among(self, callbacks: list[TrainerCallback]) -> None:
         """So that those who report find the memory in the logs."""
@@ -141,8 +155,8 @@ class FrugalTrainer(Trainer):
     """A `Trainer` with a memory budget, which can also split its batches in micro-batches.
 
     `memory_budget`, `memory_levers`, `memory_blocks`, `memory_max_length` and `memory_verify` are what `MemoryBudget`
-    takes. The gradient of a batch in micro-batches is that of the whole: where the trainer divides by
-    `num_items_in_batch` they add up, elsewhere each counts by its share of the valid tokens.
+    takes. The gradient of a batch in micro-batches is that of the whole: what each counts in
+    it is measured on two samples before the training begins.
     """
 
     def __init__(
@@ -162,7 +176,6 @@ class FrugalTrainer(Trainer):
             max_length=memory_max_length,
             verify=memory_verify,
         )
-        self._share = 1.0  # what the loss that is computed now counts in its batch
         super().__init__(*args, **kwargs)
         self._memory.trainer = self
         self.add_callback(self._memory)
@@ -181,19 +194,32 @@ class FrugalTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> torch.Tensor:
         batch = dict(inputs)
         count = min(self._micro_batches(), batch_size(batch))
-        loss = TrainerLoss(self, num_items_in_batch)
+        loss = TrainerLoss(self, num_items_in_batch, self._memory.weighing)
         losses = []
         for part in as_parts(split_batch(batch, count), loss):
-            self._share = part.weight
-            losses.append(super().training_step(model, part.batch, num_items_in_batch, **kwargs))
-        self._share = 1.0
+            with self._counting(part.weight):
+                losses.append(super().training_step(model, part.batch, num_items_in_batch, **kwargs))
         return torch.stack(losses).sum()
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        if self._share == 1.0:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        return (loss * self._share, outputs) if return_outputs else loss * self._share
+    @contextmanager
+    def _counting(self, share: float) -> Iterator[None]:
+        """Inside, the loss of a batch is that share of it, whichever class computes it."""
+        if share == 1.0:
+            yield
+            return
+        computed, own = self.compute_loss, self.__dict__.get("compute_loss")
+
+        def shared(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            found: Any = computed(model, inputs, return_outputs=return_outputs, **kwargs)
+            return (found[0] * share, *found[1:]) if return_outputs else found * share
+
+        self.__dict__["compute_loss"] = shared
+        try:
+            yield
+        finally:
+            del self.__dict__["compute_loss"]
+            if own is not None:
+                self.__dict__["compute_loss"] = own
 
     def _micro_batches(self) -> int:
         """How many passes one batch takes."""

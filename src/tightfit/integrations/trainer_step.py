@@ -11,6 +11,7 @@ from torch import nn
 
 from tightfit.integrations.batches import worst_batches
 from tightfit.integrations.planning import GuestStep
+from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.step import AUTOCAST_DTYPES, Batch
 
 if TYPE_CHECKING:
@@ -24,13 +25,15 @@ _INPUTS = ("train_dataset", "eval_dataset")  # may be lists as long as the train
 class TrainerLoss:
     """What a trainer computes of one batch: its own `compute_loss`, in its own precision.
 
-    Where that divides by `num_items_in_batch`, the losses of micro-batches add up as they are: `reduction` is "sum".
+    Where losses of micro-batches add up as they are, `reduction` is "sum"; else they count by what `count` finds.
     """
 
-    def __init__(self, trainer: "Trainer", items: Any):
+    def __init__(self, trainer: "Trainer", items: Any, weighing: Weighing | None = None):
         self.trainer = trainer
         self.items = items
-        self.reduction = "sum" if adds_up(trainer, items) else "mean"
+        weighing = weighing or (SUM if adds_up(trainer, items) else NEXT_TOKENS)
+        self.reduction = "sum" if weighing.count is None else "mean"
+        self.count = weighing.count
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with self.trainer.compute_loss_context_manager():
@@ -39,7 +42,9 @@ class TrainerLoss:
 
 
 def adds_up(trainer: "Trainer", items: Any) -> bool:
-    """Whether the loss of a batch is already its part of the whole update's, as `Trainer.training_step` decides it."""
+    """Whether the loss of a batch is already its part of the whole update's, as `Trainer.training_step` decides it. It
+    goes by signatures, which is right for causal language models.
+    """
     stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
     if stated is not None:
         return stated

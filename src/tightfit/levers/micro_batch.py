@@ -47,25 +47,29 @@ def split_batch(batch: Batch, count: int) -> list[Batch]:
 
 
 def valid_tokens(batch: Batch) -> int:
-    """How many tokens of a batch the loss is a mean over: labels that are not ignored, after the shift by one.
+    """How many tokens of a batch the loss is a mean over: labels that are not ignored. Those of a causal language
+    model, int64 (B, L) like its tokens, are counted after the shift by one.
 
-    Without labels, the number of samples.
+    Without labels, or where they are no classes but numbers, the number of samples.
     """
     labels = batch.get("labels") if isinstance(batch, dict) else None
-    if labels is None:
+    if labels is None or labels.is_floating_point():
         return batch_size(batch)
-    return int((labels[..., 1:] != IGNORE_INDEX).sum()) if labels.dim() > 1 else int((labels != IGNORE_INDEX).sum())
+    tokens = batch.get("input_ids")
+    is_shifted = labels.dim() > 1 and labels.shape[-1] > 1 and (tokens is None or tokens.shape == labels.shape)
+    return int(((labels[..., 1:] if is_shifted else labels) != IGNORE_INDEX).sum())
 
 
 def as_parts(batches: Sequence[Batch], loss: Loss) -> list[Part]:
     """The micro-batches of one step with the weights that make their losses add up to the loss of the whole batch.
 
-    A loss whose `reduction` attribute is `"sum"` adds up as it is. A micro-batch without a valid token adds
+    A loss whose `reduction` attribute is `"sum"` adds up as it is; otherwise each counts by its share of what the
+    loss's `count` finds in a batch, of valid tokens where it has none. A micro-batch of which nothing counts adds
     nothing, and is left out rather than divided by zero.
     """
     if len(batches) == 1 or getattr(loss, "reduction", "mean") == "sum":
         return [Part(batch, 1.0) for batch in batches]
-    counts = [valid_tokens(batch) for batch in batches]
+    counts = [getattr(loss, "count", valid_tokens)(batch) for batch in batches]
     total = sum(counts)
     if total == 0:
         return [Part(batches[0], 1.0)]

@@ -1,0 +1,120 @@
+"""What the losses of micro-batches count in the loss of their batch: measured on two samples, since no loss says it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import LeverError
+from tightfit.integrations.batches import first_samples, is_table, stretched
+from tightfit.integrations.planning import GuestStep
+from tightfit.levers.micro_batch import IGNORE_INDEX, as_tensors, batch_size, split_batch, valid_tokens
+from tightfit.step import AUTOCAST_DTYPES, Batch
+from tightfit.trace.restore import everything_restored
+
+LENGTH = 16  # tokens of each sample that are tried: a step that has not been planned yet must not take much
+LABELLED = ((0, 1), (1, 2, 3))  # places of labels in either sample: 1 to 3 after a shift by one, 2 to 3 without
+ROUNDING = 1e-5  # of a loss in fp32, when samples come alone instead of together
+ROUNDING_16_BIT = 5e-3
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """Each micro-batch counts by its share of what `count` counts; where that is None, losses add up as they are."""
+
+    count: Callable[[Batch], int] | None
+
+
+def valid_labels(batch: Batch) -> int:
+    """How many labels are not ignored, the first one of each sample too; without labels, the number of samples."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return batch_size(batch) if labels is None else int((labels != IGNORE_INDEX).sum())
+
+
+SUM = Weighing(None)
+NEXT_TOKENS = Weighing(valid_tokens)
+WEIGHINGS = (SUM, NEXT_TOKENS, Weighing(valid_labels), Weighing(batch_size))
+
+
+def measure_weighing(step: GuestStep, batch: Batch) -> Weighing:
+    """The weighing for which the losses of two samples make the loss of both: where several do, the first of them.
+    Dropout is off meanwhile; model and random states are afterwards as they were.
+
+    Raises `LeverError` where there is none, or the loss of a single sample cannot be computed.
+    """
+    pair = probe(batch)
+    parts = split_batch(pair, 2)
+    with everything_restored(step.model), _evaluating(step.model), torch.no_grad():
+        try:
+            whole, *alone = (float(step.loss(step.model, part)) for part in (pair, *parts))
+        except Exception as error:  # whatever a loss may raise that is made for whole batches
+            raise LeverError(f"the loss of a part of its batch cannot be computed ({error})") from error
+    apart = [abs(whole - _total(weighing, alone, parts)) / abs(whole) for weighing in WEIGHINGS] if whole else []
+    for rounding in (ROUNDING, ROUNDING_16_BIT if _is_16_bit(step) else ROUNDING):
+        for weighing, distance in zip(WEIGHINGS, apart, strict=False):
+            if distance <= rounding:
+                return weighing
+    raise LeverError(
+        f"the losses of two samples, {alone[0]:g} and {alone[1]:g}, do not make the loss of both, {whole:g}, "
+        "whether they are added or weighed by tokens, labels or samples"
+    )
+
+
+def probe(batch: Batch) -> Batch:
+    """Two samples of a batch, short, and of different numbers of labels and masked tokens: whatever a loss divides by,
+    it is not the same for both.
+    """
+    pair = first_samples(as_tensors(batch), 2)
+    if not isinstance(pair, Mapping):
+        return pair
+    if widths := [value.shape[1] for value in pair.values() if is_table(value)]:
+        pair = stretched(pair, min(LENGTH, max(widths)))
+    labels: Any = pair.get("labels")
+    changed: dict[str, torch.Tensor] = {
+        key: _padded(value) for key, value in pair.items() if "mask" in str(key) and is_table(value)
+    }
+    if is_table(labels) and labels.shape[1] > max(LABELLED[1]):
+        changed["labels"] = _labelled(labels)
+    return {**pair, **changed}
+
+
+def _labelled(labels: torch.Tensor) -> torch.Tensor:
+    """Few labels in the first sample, and more in the second."""
+    known = labels[labels != IGNORE_INDEX]
+    made = torch.full_like(labels, IGNORE_INDEX)
+    for sample, places in enumerate(LABELLED):
+        for place in places:
+            made[sample, place] = known[(sample + place) % len(known)] if len(known) else 0
+    return made
+
+
+def _padded(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of the first sample's last quarter."""
+    made = torch.ones_like(mask)
+    made[0, mask.shape[1] * 3 // 4 :] = 0
+    return made
+
+
+def _total(weighing: Weighing, alone: list[float], parts: list[Batch]) -> float:
+    counts = [1 if weighing.count is None else weighing.count(part) for part in parts]
+    whole = 1 if weighing.count is None else sum(counts)
+    return sum(count * loss for count, loss in zip(counts, alone, strict=True)) / whole
+
+
+def _is_16_bit(step: GuestStep) -> bool:
+    dtypes = {parameter.dtype for parameter in step.model.parameters()}
+    return step.precision != "fp32" or not dtypes.isdisjoint(AUTOCAST_DTYPES.values())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
