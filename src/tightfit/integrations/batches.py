@@ -2,16 +2,15 @@
 them with as many labels that count as a batch of their shape can have.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.errors import InputError
+from tightfit.integrations.longest import longest_samples
 from tightfit.levers.micro_batch import IGNORE_INDEX, batch_size
 from tightfit.step import Batch
-
-ARROW_ROWS = 10_000  # rows of a `datasets.Dataset` whose lengths are read at a time
 
 
 def repeated(batch: Batch, times: int) -> Batch:
@@ -85,7 +84,7 @@ def worst_batches(
     dataset: Any, size: int, collate: Callable[[list[Any]], Any], max_length: int | None = None
 ) -> list[Batch]:
     """What a data set's batches can be at most, collated as they will be: the first one, `size` times the longest
-    sample, and the longest beside the shortest ones.
+    sample, those with most in each of their fields, and these beside the shortest one.
 
     With `max_length` (in tokens) the samples are not searched, and batches of that length are made of the first one, as
     it is and with padding. Raises `InputError`
@@ -101,26 +100,12 @@ def worst_batches(
             "give the longest length in tokens as max_length="
         )
     batches = [_first(dataset, size)]
-    lengths = list(sample_lengths(dataset))
-    if lengths:
-        longest, shortest = (dataset[pick(range(len(lengths)), key=lengths.__getitem__)] for pick in (max, min))
-        batches += [[longest] * size, [longest] + [shortest] * (size - 1)]
+    if found := longest_samples(dataset):
+        (longest, *others), shortest = [dataset[index] for index in found[0]], dataset[found[1]]
+        most = [longest, *others]
+        batches += [[longest] * size, [most[i % len(most)] for i in range(size)]]
+        batches += [[*most, *[shortest] * (size - len(most))]] if len(most) < size else [[s] * size for s in others]
     return distinct([collate(samples) for samples in batches])
-
-
-def sample_lengths(dataset: Any) -> Iterator[int]:
-    """How many tokens each sample has; nothing where samples have no `input_ids`."""
-    columns = getattr(dataset, "column_names", None)
-    formatted = getattr(dataset, "format", {"type": "custom"})["type"]
-    if columns is not None and "input_ids" in columns and formatted != "custom" and hasattr(dataset, "with_format"):
-        for rows in dataset.select_columns(["input_ids"]).with_format(None).iter(ARROW_ROWS):
-            yield from map(len, rows["input_ids"])
-        return
-    for index in range(len(dataset)):
-        sample = dataset[index]
-        if not isinstance(sample, Mapping) or "input_ids" not in sample:
-            return
-        yield len(sample["input_ids"])
 
 
 def distinct(batches: Iterable[Batch]) -> list[Batch]:

@@ -1,0 +1,84 @@
+"""The longest samples of a data set, field by field."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+ARROW_ROWS = 10_000  # rows of a `datasets.Dataset` whose sizes are read at a time
+PROBED = 64  # samples that are looked at first where a data set is not known to hold tokens
+Sizes = dict[str, np.ndarray]  # of some consecutive samples: how much each has in a field, int64 (samples,)
+
+
+def longest_samples(dataset: Any) -> tuple[list[int], int] | None:
+    """Indices of the samples with most in all fields together, and with most in each field; and of the one with least.
+
+    A field's size is the number of its tokens, numbers or characters. None where samples have no such fields, or all
+    that were looked at are alike.
+    """
+    most: dict[str | None, tuple[int, int]] = {}
+    least: tuple[int, int] | None = None
+    first = 0
+    for sizes in _sizes(dataset):
+        total = np.sum([*sizes.values()], axis=0)
+        for name, column in {None: total, **sizes}.items():
+            index = int(column.argmax())
+            most[name] = max(most.get(name, (-1, 0)), (int(column[index]), -first - index))
+        index = int(total.argmin())
+        shortest = int(total[index]), first + index
+        least = shortest if least is None else min(least, shortest)
+        first += len(total)
+    if least is None:
+        return None
+    return list(dict.fromkeys(-index for _, index in most.values())), least[1]
+
+
+def _sizes(dataset: Any) -> Iterator[Sizes]:
+    if _is_arrow(dataset):
+        yield from _arrow_sizes(dataset)
+        return
+    count = len(dataset)
+    probed = [_size_of_fields(dataset[i]) for i in range(0, count, max(1, count // PROBED))]
+    if not any(probed) or all("input_ids" not in sizes and sizes == probed[0] for sizes in probed):
+        return
+    names: set[str] = set()
+    for index in range(count):
+        sizes = _size_of_fields(dataset[index])
+        names |= sizes.keys()
+        yield {name: np.array([sizes.get(name, 0)]) for name in names}
+
+
+def _size_of_fields(sample: Any) -> dict[str, int]:
+    fields = sample.items() if isinstance(sample, Mapping) else enumerate(sample) if isinstance(sample, tuple) else ()
+    found = {}
+    for name, value in fields:
+        if isinstance(value, str | list | tuple):
+            found[str(name)] = len(value)
+        elif getattr(value, "shape", ()):  # a tensor or an array
+            found[str(name)] = int(np.prod(value.shape))
+    return found
+
+
+def _is_arrow(dataset: Any) -> bool:
+    """Whether this is a `datasets.Dataset` whose samples are what lies in its table."""
+    return hasattr(dataset, "with_format") and getattr(dataset, "format", {"type": "custom"})["type"] != "custom"
+
+
+def _arrow_sizes(dataset: Any) -> Iterator[Sizes]:
+    """Read off the table's offsets: no list of Python is made."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for table in dataset.with_format("arrow").iter(ARROW_ROWS):
+        sizes = {}
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            kind = column.type
+            if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+                length = pc.call_function("utf8_length", [column])
+            elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+                length = pc.call_function("list_value_length", [column])
+            else:
+                continue
+            sizes[name] = length.fill_null(0).to_numpy().astype(np.int64)
+        if sizes:
+            yield sizes
