@@ -250,6 +250,25 @@ def test_samples_of_unknown_length_need_the_longest_named(tmp_path):
     assert "input_ids (8, 96)" in longest.memory_plan.batch
 
 
+def test_what_a_loss_logs_counts_and_collects_is_of_the_training_alone(tmp_path):
+    class Noting(FrugalTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            outputs = model(**inputs, **kwargs)
+            self.seen = getattr(self, "seen", 0) + 1
+            self.collected["losses"].append(outputs.loss.detach())
+            self.log({"auxiliary": outputs.loss.item()})
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    made = {"args": arguments(tmp_path, max_steps=2), "train_dataset": samples(), "data_collator": padded}
+    trainer = Noting(model=llama(), memory_budget="0.6x", memory_levers="rounding", **made)
+    trainer.collected = {"losses": []}
+    trainer.train()
+    noted = [entry["auxiliary"] for entry in trainer.state.log_history if "auxiliary" in entry]
+    assert trainer.seen == 2
+    assert noted == [loss.item() for loss in trainer.collected["losses"]]
+    assert len(noted) == 2
+
+
 def test_after_a_training_that_failed_the_model_is_as_it_was(tmp_path):
     class Breaks(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -259,3 +278,22 @@ def test_after_a_training_that_failed_the_model_is_as_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         frugal(tmp_path, "0.5x", model, callbacks=[Breaks()]).train()
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_after_a_training_that_failed_the_model_can_be_planned_for_anew(tmp_path, caplog):
+    class Breaks(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    model, left = llama(), MemoryBudget("0.5x")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, model, callbacks=[left, Breaks()])
+    assert any("forward" in module.__dict__ for module in model.modules())
+    train(tmp_path, model, callbacks=[MemoryBudget("0.6x")], max_steps=1)
+    assert "an earlier training left on the model is taken off" in caplog.text
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_two_budgets_in_one_training_are_one_line(tmp_path):
+    with pytest.raises(LeverError, match="two memory budgets: leave out all but one"):
+        frugal(tmp_path, "0.5x", callbacks=[MemoryBudget("0.5x")]).train()

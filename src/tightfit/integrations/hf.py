@@ -22,6 +22,7 @@ from tightfit.errors import InputError, LeverError, VerificationFailed
 from tightfit.integrations.batches import first_samples
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.guests import missing
+from tightfit.integrations.in_force import leave, take_place
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
@@ -78,7 +79,8 @@ class MemoryBudget(TrainerCallback):
         model = kwargs["model"]
         for wrapped in (trainer.model_wrapped, model):
             refuse_wrapped(wrapped, type(self).__name__)
-        self._first_among(trainer.callback_handler.callbacks)
+        self._alone_and_first_among(trainer.callback_handler.callbacks)
+        take_place(self, model)
         model.train()
         taken = take_over(model)
         try:
@@ -110,7 +112,8 @@ class MemoryBudget(TrainerCallback):
         self.undo()
 
     def undo(self) -> None:
-        """Take the plan off the model: done when a training ends, needed only after one that failed."""
+        """Take the plan off the model: done when a training ends, or a later one begins on the model."""
+        leave(self)
         self._applied.undo()
 
     def _planned(self, trainer: Trainer, model: Any, loader: Any) -> Plan:
@@ -144,8 +147,10 @@ class MemoryBudget(TrainerCallback):
             raise LeverError("a router's loss is no sum over micro-batches")
         return None if batch_size(batch) == 1 else measure_weighing(step, batch)
 
-    def _first_among(self, callbacks: list[TrainerCallback]) -> None:
-        """So that those who report find the memory in the logs."""
+    def _alone_and_first_among(self, callbacks: list[TrainerCallback]) -> None:
+        """Before those who report: they find the memory in the logs. Raises `LeverError` for a second budget."""
+        if sum(isinstance(callback, MemoryBudget) for callback in callbacks) > 1:
+            raise LeverError("MemoryBudget: this training has two memory budgets: leave out all but one")
         if self in callbacks:
             callbacks.remove(self)
             callbacks.insert(0, self)

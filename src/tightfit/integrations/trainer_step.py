@@ -1,7 +1,5 @@
 """The training step of a `transformers.Trainer`, whichever subclass it is, as the planner takes it."""
 
-import copy
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,12 +11,11 @@ from tightfit.integrations.batches import worst_batches
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.step import AUTOCAST_DTYPES, Batch
+from tightfit.trace.restore import Contents
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_COUNTS = (int, float, str, bool, type(None))
-_LOGS = (dict, list, set, deque)
 _INPUTS = ("train_dataset", "eval_dataset")  # may be lists as long as the training, and no step writes them
 
 
@@ -82,31 +79,23 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any])
 
 @contextmanager
 def nothing_noted(trainer: "Trainer") -> Iterator[None]:
-    """Inside, steps may be run dry: what the trainer counts and collects for its logs is afterwards as it was."""
+    """Inside, steps may be run dry: nothing is logged, and what the trainer counts and collects is afterwards as it
+    was.
+    """
     attributes = trainer.__dict__
-    counts = {name: value for name, value in attributes.items() if isinstance(value, _COUNTS)}
-    logs = {
-        name: (value, copy.deepcopy(value))
-        for name, value in attributes.items()
-        if isinstance(value, _LOGS) and name not in _INPUTS and _is_plain(value)
-    }
+    before = dict(attributes)
+    collected = Contents((value for name, value in before.items() if name not in _INPUTS), in_objects=False)
+    attributes["log"] = _say_nothing
     try:
         yield
     finally:
-        attributes.update(counts)
-        for name, (value, content) in logs.items():
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
-            attributes[name] = value
+        attributes.clear()
+        attributes.update(before)
+        collected.restore()
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a container holds nothing but containers, numbers and words."""
-    if isinstance(value, dict):
-        return all(isinstance(key, _COUNTS) and _is_plain(entry) for key, entry in value.items())
-    if isinstance(value, list | set | deque | tuple):
-        return all(_is_plain(entry) for entry in value)
-    return isinstance(value, _COUNTS)
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a trainer's logging."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import random
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
 
     The data of tensors is not covered: the dry run restores what it writes.
     """
-    attributes = Attributes(model)
+    attributes = attributes_of(model)
     watched = [*model.parameters(), *model.buffers(), *tensors]
     versions = [t._version for t in watched]
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -43,14 +43,20 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
         torch.set_rng_state(states[2])
 
 
-class Attributes:
+def attributes_of(model: nn.Module) -> "Contents":
     """The attributes of every module of a model, with the contents of the containers and objects they hold."""
+    return Contents(module.__dict__ for module in model.modules())
 
-    def __init__(self, model: nn.Module):
+
+class Contents:
+    """What containers hold, and the containers in them; with `in_objects`, the attributes of objects in them too."""
+
+    def __init__(self, containers: Iterable[Any], in_objects: bool = True):
         self.contents: list[tuple[Any, Any]] = []
+        self._in_objects = in_objects
         self._seen: set[int] = set()
-        for module in model.modules():
-            self._remember(module.__dict__, depth=0)
+        for container in containers:
+            self._remember(container, depth=0)
 
     def _remember(self, item: Any, depth: int) -> None:
         if id(item) in self._seen or depth > _DEPTH:
@@ -63,7 +69,7 @@ class Attributes:
         elif isinstance(item, tuple):
             for child in item:
                 self._remember(child, depth + 1)
-        elif _has_state(item):
+        elif self._in_objects and _has_state(item):
             self._remember(item.__dict__, depth + 1)
 
     def restore(self) -> None:
