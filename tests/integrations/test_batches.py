@@ -9,8 +9,8 @@ from tiny_trainings import padded
 from torch import nn
 
 from round_device import round_device
-from tightfit.errors import CannotFit
-from tightfit.integrations.batches import all_labels_counted, distinct, with_padding, worst_batches
+from tightfit.errors import CannotFit, InputError
+from tightfit.integrations.batches import all_labels_counted, checked_length, distinct, with_padding, worst_batches
 from tightfit.integrations.planning import GuestStep, Wish, plan_for_all, plan_one, tightened
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.step import model_loss
@@ -52,6 +52,13 @@ def test_a_length_that_is_named_is_tried_with_padding_too():
     batches = worst_batches(rows(3, 3, 2), 2, padded, max_length=6)
     shapes = [(tuple(batch["input_ids"].shape), bool(batch["attention_mask"].all())) for batch in batches]
     assert shapes == [((2, 3), True), ((2, 6), True), ((2, 6), False)]
+
+
+@pytest.mark.parametrize("length", [0, -5, 1.5, "64"])
+def test_a_length_that_is_none_is_one_line(length):
+    with pytest.raises(InputError, match=r"max_length=.*: give the longest sequence in tokens, 1 or more"):
+        checked_length(length)
+    assert (checked_length(64), checked_length(None)) == (64, None)
 
 
 class BesideBlocks(nn.Module):

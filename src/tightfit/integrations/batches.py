@@ -80,6 +80,13 @@ def with_padding(batch: Batch) -> Batch:
     return {key: padded(key, value) if key in fills else value for key, value in batch.items()}
 
 
+def checked_length(max_length: int | None) -> int | None:
+    """Raises `InputError` for a length in tokens that is no whole number above 0."""
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise InputError(f"max_length={max_length!r}: give the longest sequence in tokens, 1 or more")
+    return max_length
+
+
 def worst_batches(
     dataset: Any, size: int, collate: Callable[[list[Any]], Any], max_length: int | None = None
 ) -> list[Batch]:

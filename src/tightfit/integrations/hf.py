@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import InputError, LeverError, VerificationFailed
-from tightfit.integrations.batches import first_samples
+from tightfit.integrations.batches import checked_length, first_samples
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.guests import missing
 from tightfit.integrations.in_force import leave, take_place
@@ -65,7 +65,7 @@ class MemoryBudget(TrainerCallback):
         verify: bool = False,
     ):
         self.wish = Wish(budget, levers, blocks)
-        self.max_length = max_length
+        self.max_length = checked_length(max_length)
         self.verifies = verify
         self.plan: Plan | None = None
         self.weighing: Weighing | None = None  # of micro-batches, once it was measured

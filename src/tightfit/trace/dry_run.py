@@ -218,10 +218,15 @@ class DryRun(TorchDispatchMode):
     def shapes(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
         try:
             return result_shapes(func, args, kwargs, key, self.is_known_number)
-        except (NotImplementedError, RuntimeError) as error:
+        except NotImplementedError as error:
             raise TraceError(
-                f"{func} cannot be run dry in {self.modules.current or 'the step'}: its meta kernel says "
-                f"{str(error).splitlines()[0]}"
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: PyTorch cannot tell its results' "
+                "shapes without data: use another operator there, or register one with torch.library.register_fake"
+            ) from error
+        except RuntimeError as error:
+            raise TraceError(
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: {str(error).splitlines()[0]}: "
+                "does the step run without a plan?"
             ) from error
 
     def is_known_number(self, tensor: torch.Tensor) -> bool:
