@@ -79,3 +79,16 @@ def test_buffers_and_losses_are_compared(what, monkeypatch):
 
     monkeypatch.setattr(region.RecordedForward, "__call__", tampering)
     assert not verify(model, batch, made).ok
+
+
+def test_micro_batches_whose_losses_do_not_add_up_are_found_and_said():
+    def mean(model, batch):
+        return model(**batch).loss
+
+    model, batch = decoder(), token_batch(8)
+    made = plan(model, batch, "0.4x", levers=["micro_batch"], loss=mean)
+    assert verify(model, batch, made, loss=mean).ok
+    mean.reduction = "sum"
+    report = verify(model, batch, made, loss=mean)
+    assert not report.ok
+    assert str(report).startswith("NOT EQUAL: error of the gradients against fp64")
