@@ -157,6 +157,50 @@ def test_a_larger_batch_is_planned_for_before_it_runs():
     assert budget.plan.peak_bytes <= budget.plan.budget_bytes
 
 
+class ByHand:
+    """Accumulates two batches by hand."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        return optimizer.step(closure=closure) if batch_idx % 2 else closure()
+
+
+class OneBehind:
+    """Steps with the gradients of the batch before."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.step()
+        closure()
+
+
+class LookingBefore:
+    """Notes its gradients before they are dropped."""
+
+    def on_before_zero_grad(self, optimizer):
+        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+class LookingAfter:
+    """Notes its gradients after the step."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+@pytest.mark.parametrize("own", [ByHand, OneBehind, LookingBefore, LookingAfter], ids=lambda own: own.__name__)
+def test_a_module_that_handles_its_gradients_or_looks_at_them_computes_the_same_within_the_budget(own):
+    made = type("Own", (own, module_class(pl)), {})
+    plain, within, budget, peak = made(), made(), MemoryBudget("0.7x"), peak_of_steps(pl)
+    fit(pl, plain, limit_train_batches=6)
+    fit(pl, within, budget, peak, limit_train_batches=6)
+    assert within.seen == plain.seen
+    assert peak.bytes <= budget.plan.budget_bytes
+
+
 class CausalLM(pl.LightningModule):
     """A Llama over padded batches; each step's peak."""
 

@@ -23,7 +23,7 @@ from tightfit.integrations.batches import stretched
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.guests import missing
-from tightfit.integrations.lightning_step import flattened, lightning_step, muted
+from tightfit.integrations.lightning_step import flattened, keeps_gradients, lightning_step, muted
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute import RECOMPUTE_ALL
@@ -71,8 +71,10 @@ class MemoryBudget(Callback):
     force. It is stored in Lightning's checkpoints, and taken up again on resume as long as it is one for this model,
     budget and device.
 
-    Gradients are dropped when the optimizer has used them, and not as late as during the next step, where Lightning
-    does it: otherwise they lie in memory beside all activations.
+    Gradients that the optimizer has used are dropped before the forward that follows, and not after it as Lightning
+    does: otherwise they lie in memory beside all activations. Where the module has its own `optimizer_step`,
+    `optimizer_zero_grad` or `on_before_zero_grad`, they are left to it, and planned for: as if two batches were
+    accumulated at least.
 
     Raises `CannotFit` where nothing fits, and `LeverError` for a model that is distributed or compiled, or that steps
     its optimizers itself; both before anything is trained.
@@ -104,6 +106,10 @@ class MemoryBudget(Callback):
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop._skip_backward:  # an epoch of statistics, at the end of stochastic weight averaging
+            return
+        if batch_idx % trainer.accumulate_grad_batches == 0 and not keeps_gradients(trainer, pl_module):
+            trainer.optimizers[0].zero_grad()
         flat = flattened(batch)
         leaves = flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
         if self._extents.cover(leaves):
@@ -118,8 +124,6 @@ class MemoryBudget(Callback):
         self._extents.add(leaves)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
-            pl_module.zero_grad(set_to_none=True)
         reading = read_counters(pl_module.device)
         pl_module.log("memory_rss_bytes", float(reading.rss_bytes), on_step=True)
         if reading.allocated_highest_bytes is not None:

@@ -39,7 +39,11 @@ def flattened(batch: Any) -> Flattened:
 
 
 def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) -> GuestStep:
-    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping."""
+    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping.
+
+    Where gradients of the batch before may lie beside the activations, two batches at least count as accumulated: the
+    second finds those of the first.
+    """
     by_norm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm") == "norm"
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
 
@@ -59,9 +63,24 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         optimizer=getattr(optimizer, "optimizer", optimizer),
         device=module.device,
         precision=_PRECISIONS.get(str(trainer.precision), "fp32"),
-        accumulated=trainer.accumulate_grad_batches,
+        accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
     )
+
+
+def keeps_gradients(trainer: Any, module: Any) -> bool:
+    """Whether gradients have to be left there until Lightning drops them, which is between forward and backward of the
+    first batch that is accumulated: somebody else than Lightning and PyTorch says how, or may look at them before.
+    """
+    hooks = [(module, name) for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")]
+    hooks += [(callback, "on_before_zero_grad") for callback in trainer.callbacks]
+    hooks += [(optimizer, "zero_grad") for optimizer in trainer.optimizers]
+    return not all(_comes_with_the_package(getattr(owner, name)) for owner, name in hooks)
+
+
+def _comes_with_the_package(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the one of Lightning or PyTorch, and not one that was put in its place."""
+    return str(hook.__module__).split(".")[0] in ("lightning", "pytorch_lightning", "torch")
 
 
 @contextmanager
