@@ -27,9 +27,10 @@ class Extent:
         return cls(tensor.shape, tensor.dtype, mask, mask and not bool(tensor.all()), ignores_labels(tensor))
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no more elements, and masks or ignores nothing where this one did not."""
+        """Whether a tensor is no longer in any dimension, and masks or ignores nothing where this one did not."""
         return (
-            tensor.numel() <= self.shape.numel()
+            tensor.dim() == len(self.shape)
+            and all(length <= known for length, known in zip(tensor.shape, self.shape, strict=True))
             and (self.masks or not self.is_mask or bool(tensor.all()))
             and (self.ignores or not ignores_labels(tensor))
         )
