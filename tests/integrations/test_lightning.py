@@ -1,12 +1,14 @@
 """Lightning within a memory budget, under both of its names."""
 
+import dataclasses
+
 import pytest
 import pytorch_lightning as pl
 import torch
 from tiny_trainings import StepPeak, llama, padded
 from torch import nn
 
-from tightfit.errors import CannotFit, LeverError
+from tightfit.errors import CannotFit, InputError, LeverError
 from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks
 
 pytestmark = [
@@ -62,7 +64,7 @@ def batches(count=20, size=8, length=48):
     return torch.utils.data.DataLoader(samples, batch_size=size)
 
 
-def fit(package, model, *callbacks, folder=None, resume=None, **settings):
+def fit(package, model, *callbacks, folder=None, resume=None, loader=None, **settings):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = package.Trainer(
         max_epochs=1,
@@ -73,7 +75,7 @@ def fit(package, model, *callbacks, folder=None, resume=None, **settings):
         **settings,
     )
     torch.manual_seed(2)
-    trainer.fit(model, batches(), ckpt_path=resume)
+    trainer.fit(model, loader or batches(), ckpt_path=resume)
     return trainer
 
 
@@ -199,6 +201,49 @@ def test_a_module_that_handles_its_gradients_or_looks_at_them_computes_the_same_
     fit(pl, within, budget, peak, limit_train_batches=6)
     assert within.seen == plain.seen
     assert peak.bytes <= budget.plan.budget_bytes
+
+
+@dataclasses.dataclass
+class Pair:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+class Opaque:
+    """A batch of which nobody knows what it holds."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, name):
+        return self.held[name]
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+def collated(kind):
+    """Two batches of a class."""
+    rows = [next(iter(batches(count=1))) for _ in range(2)]
+    return torch.utils.data.DataLoader([kind(row) for row in rows], batch_size=None, collate_fn=lambda row: row)
+
+
+def test_a_batch_that_is_a_dataclass_is_planned_for():
+    plain, within, budget = module_class(pl)(), module_class(pl)(), MemoryBudget("0.5x")
+    fit(pl, plain, loader=collated(lambda row: Pair(**row)))
+    fit(pl, within, budget, loader=collated(lambda row: Pair(**row)))
+    assert within.seen == plain.seen
+    assert budget.plan.peak_bytes <= budget.plan.budget_bytes
+
+
+def test_a_batch_whose_tensors_cannot_be_seen_is_one_line_and_nothing_is_trained():
+    model = module_class(pl)()
+    with pytest.raises(InputError, match="a batch of class Opaque holds no tensors that can be seen: return a dict"):
+        fit(pl, model, MemoryBudget("0.5x"), loader=collated(Opaque))
+    assert model.seen == []
 
 
 class CausalLM(pl.LightningModule):

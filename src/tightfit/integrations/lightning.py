@@ -22,8 +22,9 @@ from tightfit.errors import LeverError
 from tightfit.integrations.batches import stretched
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.extents import Extents
+from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
-from tightfit.integrations.lightning_step import flattened, keeps_gradients, lightning_step, muted
+from tightfit.integrations.lightning_step import keeps_gradients, lightning_step, muted
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute import RECOMPUTE_ALL

@@ -3,39 +3,18 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tightfit.errors import ModelError
+from tightfit.integrations.flattened import Flattened
 from tightfit.integrations.planning import GuestStep
 from tightfit.step import Batch, Precision
 
 _PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _LOGGING = ("log", "log_dict", "print")
-
-
-@dataclass(frozen=True)
-class Flattened:
-    """A batch of whatever structure as a tuple, and the way back."""
-
-    leaves: tuple[Any, ...]
-    restored: Callable[[Batch], Any]
-
-
-def flattened(batch: Any) -> Flattened:
-    """Dicts, lists and tuples, however nested; mappings of other classes are made anew from a dict."""
-    other: Any = type(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else None
-    leaves, spec = tree_flatten(batch if other is None else dict(batch))
-
-    def restored(flat: Batch) -> Any:
-        found = tree_unflatten(list(flat), spec)
-        return found if other is None else other(found)
-
-    return Flattened(tuple(leaves), restored)
 
 
 def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) -> GuestStep:
