@@ -67,31 +67,29 @@ def batches(count=20, size=8, length=48):
 def fit(package, model, *callbacks, folder=None, resume=None, loader=None, **settings):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = package.Trainer(
-        max_epochs=1,
         callbacks=list(callbacks),
         enable_checkpointing=False,
         default_root_dir=folder,
-        **quiet,
-        **settings,
+        **{"max_epochs": 1, **quiet, **settings},
     )
     torch.manual_seed(2)
     trainer.fit(model, loader or batches(), ckpt_path=resume)
     return trainer
 
 
-def peak_of_steps(package):
+def peak_of_steps(package, epoch=0):
     class Peak(package.Callback):
-        """The highest peak of steps 2 to 4."""
+        """The highest peak of steps 2 to 4 of an epoch."""
 
         bytes = 0
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if 1 <= batch_idx <= 3:
+            if 1 <= batch_idx <= 3 and trainer.current_epoch == epoch:
                 self.measured = StepPeak(pl_module, trainer.optimizers[0])
                 self.measured.begin()
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if 1 <= batch_idx <= 3:
+            if 1 <= batch_idx <= 3 and trainer.current_epoch == epoch:
                 self.bytes = max(self.bytes, self.measured.end())
 
     return Peak()
@@ -244,6 +242,38 @@ def test_a_batch_whose_tensors_cannot_be_seen_is_one_line_and_nothing_is_trained
     with pytest.raises(InputError, match="a batch of class Opaque holds no tensors that can be seen: return a dict"):
         fit(pl, model, MemoryBudget("0.5x"), loader=collated(Opaque))
     assert model.seen == []
+
+
+class Unfrozen:
+    """Trains its last layer first, and all from the second epoch on."""
+
+    def on_train_epoch_start(self):
+        self.layers[:-1].requires_grad_(self.current_epoch > 0)
+
+
+class Steady:
+    """Trains all its layers."""
+
+
+@pytest.mark.parametrize(
+    ("own", "callbacks", "budget"),
+    [
+        (Unfrozen, [], "9MiB"),
+        (Unfrozen, [], "0.9x"),
+        (Steady, [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], "9MiB"),
+    ],
+    ids=["unfrozen", "unfrozen, by the plain peak", "accumulation"],
+)
+def test_where_the_step_changes_a_plan_is_made_for_the_new_one(own, callbacks, budget):
+    made = type("Own", (own, module_class(pl)), {})
+    plain, within, budget, peak = made(), made(), MemoryBudget(budget), peak_of_steps(pl, epoch=1)
+    settings = {"max_epochs": 2, "limit_train_batches": 4}
+    fit(pl, plain, *[callback() for callback in callbacks], **settings)
+    fit(pl, within, budget, peak, *[callback() for callback in callbacks], **settings)
+    assert within.seen == plain.seen
+    assert len(plain.seen) == 8
+    assert budget.plan.peak_bytes == pytest.approx(peak.bytes, rel=0.05)
+    assert peak.bytes <= budget.plan.budget_bytes
 
 
 class CausalLM(pl.LightningModule):

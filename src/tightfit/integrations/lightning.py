@@ -24,7 +24,7 @@ from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
-from tightfit.integrations.lightning_step import keeps_gradients, lightning_step, muted
+from tightfit.integrations.lightning_step import keeps_gradients, lightning_step, muted, step_traits
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute import RECOMPUTE_ALL
@@ -67,10 +67,11 @@ class MemoryBudget(Callback):
 
     `budget`, `levers` and `blocks` are those of `tightfit.plan`; the batch is not split, since the loop is Lightning's.
     The plan is made before the first `training_step`, for the batch that is there, with its sequences as long as
-    `max_length` tokens where that is given. A batch that has what none before it had (more elements, a masked token, an
-    ignored label) is checked, and where it would not fit, a plan is made for all that there were. `plan` is the plan in
-    force. It is stored in Lightning's checkpoints, and taken up again on resume as long as it is one for this model,
-    budget and device.
+    `max_length` tokens where that is given. A batch that has what none before it had (more length, a masked token, an
+    ignored label) is checked, and where it would not fit, a plan is made for all that there were; so it is whenever the
+    step changes: what is accumulated, trained, or the optimizer's. A budget in shares of the plain peak is then one of
+    the new step's. `plan` is the plan in force. It is stored in Lightning's checkpoints, and taken up again on resume
+    as long as it is one for this model, budget and device.
 
     Gradients that the optimizer has used are dropped before the forward that follows, and not after it as Lightning
     does: otherwise they lie in memory beside all activations. Where the module has its own `optimizer_step`,
@@ -113,16 +114,18 @@ class MemoryBudget(Callback):
             trainer.optimizers[0].zero_grad()
         flat = flattened(batch)
         leaves = flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
-        if self._extents.cover(leaves):
+        traits = step_traits(trainer, pl_module)
+        if self._extents.cover(leaves, traits):
             return
         step = lightning_step(trainer, pl_module, flat, batch_idx)
+        changed = self._extents.are_of_another(traits)
         with muted(pl_module):
-            if not self._holds(step, leaves):
-                plan = self._plan_anew(step, self._extents.batches(leaves))
+            if changed or not self._holds(step, leaves):
+                plan = self._plan_anew(step, self._extents.batches(leaves), within_the_same=not changed)
                 logger.info("%s", plan)
                 for destination in trainer.loggers:
                     destination.log_metrics(figures(plan), step=trainer.global_step)
-        self._extents.add(leaves)
+        self._extents.add(leaves, traits)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         reading = read_counters(pl_module.device)
@@ -160,9 +163,9 @@ class MemoryBudget(Callback):
             self._apply(step.model, plan)
         return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
 
-    def _plan_anew(self, step: GuestStep, batches: Sequence[Batch]) -> Plan:
-        """A plan in the place of the one in force, if there is one, within the same bytes."""
-        plan = None if self._applied is None else self.plan
+    def _plan_anew(self, step: GuestStep, batches: Sequence[Batch], *, within_the_same: bool) -> Plan:
+        """A plan in the place of the one in force, if there is one: within the same bytes, or by the wish alone."""
+        plan = self.plan if within_the_same and self._applied is not None else None
         wish = self.wish if plan is None else replace(self.wish, budget=plan.budget_bytes)
         self.undo()
         taken = take_over(step.model)

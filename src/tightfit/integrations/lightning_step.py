@@ -1,7 +1,7 @@
 """The training step of a `LightningModule` under its `Trainer`, as the planner takes it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,14 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
     )
+
+
+def step_traits(trainer: Any, module: Any) -> Hashable:
+    """What may change of the step during a training: accumulation, which parameters are trained, how many of them the
+    optimizer has.
+    """
+    stepped = sum(len(group["params"]) for group in trainer.optimizers[0].param_groups)
+    return trainer.accumulate_grad_batches, tuple(p.requires_grad for p in module.parameters()), stepped
 
 
 def keeps_gradients(trainer: Any, module: Any) -> bool:
