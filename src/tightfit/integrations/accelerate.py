@@ -1,5 +1,6 @@
 """Accelerate: a memory budget for a loop written by hand."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from tightfit.planner.apply import AppliedPlan
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 
 __all__ = ["apply_budget"]
+
+logger = logging.getLogger(__name__)
 
 
 def apply_budget(
@@ -29,8 +32,8 @@ def apply_budget(
 
     `batch` is the longest that can come, with padding where there will be some; `budget`, `loss`, `levers`, `blocks`
     and `grad_clip` are those of `tightfit.plan`. Precision and gradient accumulation are the accelerator's. The batch
-    is not split: the loop stays as it is. Gradient checkpointing of `transformers` is switched off: the plan decides
-    what is recomputed.
+    is not split: the loop stays as it is. Gradient checkpointing of `transformers` is switched off until `undo()`, and
+    that is said: the plan decides what is recomputed.
 
     Returns a handle with `plan` and `undo()`. Raises `CannotFit`, and `LeverError` for a model that is distributed or
     compiled.
@@ -50,8 +53,12 @@ def apply_budget(
     taken = take_over(model)
     try:
         plan = plan_for_all(step, [batch], wish)
+        applied = plan.apply(model)
     except BaseException:
         if taken is not None:
             taken.remove()
         raise
-    return plan.apply(model)
+    if taken is None:
+        return applied
+    logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+    return AppliedPlan(plan, model, [taken, applied])
