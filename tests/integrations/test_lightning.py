@@ -302,9 +302,15 @@ class CausalLM(pl.LightningModule):
 LENGTHS = [(40, 40), (30, 12), (120, 120), (120, 50), (120, 120)]  # of the samples of batches: masks come and go
 
 
-def fit_lengths(*callbacks):
+class Picky(CausalLM):
+    """Skips batches without a word."""
+
+    def training_step(self, batch):
+        return super().training_step(batch) if batch["input_ids"].any() else None
+
+
+def fit_lengths(model, *callbacks):
     data = [padded([{"input_ids": [*range(1, n + 1)]} for n in lengths]) for lengths in LENGTHS]
-    model = CausalLM()
     pl.Trainer(
         max_epochs=1, callbacks=list(callbacks), logger=False, enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False, accelerator="cpu",
@@ -312,10 +318,11 @@ def fit_lengths(*callbacks):
     return model
 
 
-def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs():
-    plain = fit_lengths()
+@pytest.mark.parametrize("kind", [CausalLM, Picky])
+def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs(kind):
+    plain = fit_lengths(kind())
     budget = MemoryBudget(int(0.7 * max(plain.peaks[1:])))
-    within = fit_lengths(budget)
+    within = fit_lengths(kind(), budget)
     assert within.seen == plain.seen
     assert max(within.peaks[1:]) <= budget.plan.budget_bytes
 
@@ -336,6 +343,56 @@ def test_manual_optimization_and_compiled_modules_are_one_line():
         fit(pl, model, MemoryBudget("0.5x"))
     with pytest.raises(LeverError, match=r"compiled by torch\.compile"):
         fit(pl, torch.compile(module_class(pl)(), backend="eager"), MemoryBudget("0.5x"))
+
+
+class WithoutOptimizer:
+    def configure_optimizers(self):
+        return None
+
+
+class TakingBatches:
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return super().training_step(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [(WithoutOptimizer, "configure_optimizers gave no optimizer"), (TakingBatches, "takes its batches itself")],
+)
+def test_a_module_without_an_optimizer_or_that_takes_its_batches_itself_is_one_line(own, said):
+    model = type("Own", (own, module_class(pl)), {})()
+    with pytest.raises(LeverError, match=said) as refusal:
+        fit(pl, model, MemoryBudget("0.5x"))
+    assert "\n" not in str(refusal.value)
+    assert model.seen == []
+
+
+def test_a_length_below_one_token_is_one_line():
+    with pytest.raises(InputError, match="max_length is 0, wanted at least 1 token"):
+        MemoryBudget("0.5x", max_length=0)
+
+
+class SkippingTheFirst:
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 0 else super().training_step(batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if outputs:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_where_the_first_batch_is_skipped_the_next_one_is_planned_for():
+    made = type("Own", (SkippingTheFirst, module_class(pl)), {})
+    plain, within, budget, peak = made(), made(), MemoryBudget("0.5x"), peak_of_steps(pl)
+    fit(pl, plain, limit_train_batches=4)
+    fit(pl, within, budget, peak, limit_train_batches=4)
+    assert within.seen == plain.seen
+    assert len(plain.seen) == 3
+    assert peak.bytes <= budget.plan.budget_bytes
 
 
 def test_gradient_checkpointing_is_one_line_and_changes_no_loss():

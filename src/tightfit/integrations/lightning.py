@@ -11,20 +11,28 @@ Both work with `lightning` and with `pytorch_lightning`.
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tightfit.devices.present import lookup
-from tightfit.errors import LeverError
+from tightfit.errors import InputError, LeverError
 from tightfit.integrations.batches import stretched
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
-from tightfit.integrations.lightning_step import keeps_gradients, lightning_step, muted, step_traits
+from tightfit.integrations.lightning_step import (
+    SkippedBatch,
+    keeps_gradients,
+    lightning_step,
+    muted,
+    refuse_unplannable,
+    step_traits,
+)
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute import RECOMPUTE_ALL
@@ -78,8 +86,10 @@ class MemoryBudget(Callback):
     `optimizer_zero_grad` or `on_before_zero_grad`, they are left to it, and planned for: as if two batches were
     accumulated at least.
 
-    Raises `CannotFit` where nothing fits, and `LeverError` for a model that is distributed or compiled, or that steps
-    its optimizers itself; both before anything is trained.
+    Raises `CannotFit` where nothing fits, `InputError` for a batch without tensors that can be seen, and `LeverError`
+    for a model that is distributed or compiled, that steps its optimizers itself or has none, or whose `training_step`
+    takes a `dataloader_iter`; all of them before anything is trained. A batch for which `training_step` returns None is
+    not planned for.
     """
 
     def __init__(
@@ -90,6 +100,8 @@ class MemoryBudget(Callback):
         blocks: str | None = None,
         max_length: int | None = None,
     ):
+        if max_length is not None and max_length < 1:
+            raise InputError(f"MemoryBudget: max_length is {max_length}, wanted at least 1 token, or None")
         self.wish = Wish(budget, levers, blocks).without_micro_batches()
         self.max_length = max_length
         self.plan: Plan | None = None
@@ -101,11 +113,7 @@ class MemoryBudget(Callback):
         self._extents = Extents()
         for model in (trainer.strategy.model, pl_module):
             refuse_wrapped(model, "MemoryBudget")
-        if not pl_module.automatic_optimization:
-            raise LeverError(
-                f"MemoryBudget: {type(pl_module).__name__} steps its optimizers itself (automatic_optimization=False): "
-                "call tightfit.plan with its loss, and apply the plan before fit"
-            )
+        refuse_unplannable(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop._skip_backward:  # an epoch of statistics, at the end of stochastic weight averaging
@@ -118,20 +126,19 @@ class MemoryBudget(Callback):
         if self._extents.cover(leaves, traits):
             return
         step = lightning_step(trainer, pl_module, flat, batch_idx)
-        changed = self._extents.are_of_another(traits)
-        with muted(pl_module):
-            if changed or not self._holds(step, leaves):
-                plan = self._plan_anew(step, self._extents.batches(leaves), within_the_same=not changed)
+        with muted(pl_module), suppress(SkippedBatch):
+            if not self._holds(step, leaves, traits):
+                plan = self._plan_anew(step, leaves, traits)
                 logger.info("%s", plan)
                 for destination in trainer.loggers:
                     destination.log_metrics(figures(plan), step=trainer.global_step)
-        self._extents.add(leaves, traits)
+            self._extents.add(leaves, traits)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         reading = read_counters(pl_module.device)
-        pl_module.log("memory_rss_bytes", float(reading.rss_bytes), on_step=True)
+        pl_module.log("memory_rss_bytes", float(reading.rss_bytes), on_step=True, batch_size=1)
         if reading.allocated_highest_bytes is not None:
-            pl_module.log("memory_peak_bytes", float(reading.allocated_highest_bytes), on_step=True)
+            pl_module.log("memory_peak_bytes", float(reading.allocated_highest_bytes), on_step=True, batch_size=1)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.undo()
@@ -152,10 +159,12 @@ class MemoryBudget(Callback):
             self._applied.undo()
             self._applied = None
 
-    def _holds(self, step: GuestStep, leaves: Batch) -> bool:
+    def _holds(self, step: GuestStep, leaves: Batch, traits: Hashable) -> bool:
         """Whether the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
         plan, device = self.plan, lookup(step.device).name
         if plan is None or (plan.fingerprint, plan.device) != (fingerprint(step.model), device):
+            return False
+        if self._extents.are_of_another(traits):
             return False
         if self._applied is None:
             if plan.budget_bytes != step.budget_bytes(self.wish.budget, plan.plain):
@@ -163,20 +172,32 @@ class MemoryBudget(Callback):
             self._apply(step.model, plan)
         return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
 
-    def _plan_anew(self, step: GuestStep, batches: Sequence[Batch], *, within_the_same: bool) -> Plan:
-        """A plan in the place of the one in force, if there is one: within the same bytes, or by the wish alone."""
-        plan = self.plan if within_the_same and self._applied is not None else None
+    def _plan_anew(self, step: GuestStep, leaves: Batch, traits: Hashable) -> Plan:
+        """A plan in the place of the one in force, if there is one: within the same bytes, but where the step is
+        another one.
+        """
+        plan = None if self._applied is None or self._extents.are_of_another(traits) else self.plan
         wish = self.wish if plan is None else replace(self.wish, budget=plan.budget_bytes)
         self.undo()
         taken = take_over(step.model)
         try:
-            made = plan_for_all(step, batches, wish)
+            made = self._plan_for_all(step, leaves, wish)
         finally:
             if taken is not None:
                 taken.remove()
         self._apply(step.model, made)
         self.plan = made
         return made
+
+    def _plan_for_all(self, step: GuestStep, leaves: Batch, wish: Wish) -> Plan:
+        """A plan for this batch and those like the ones before, but where the module skips such a one for its values:
+        then those are checked when they come again.
+        """
+        try:
+            return plan_for_all(step, self._extents.batches(leaves), wish)
+        except SkippedBatch:
+            self._extents = Extents()
+            return plan_for_all(step, [leaves], wish)
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)

@@ -8,13 +8,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.errors import ModelError
+from tightfit.errors import LeverError, ModelError
 from tightfit.integrations.flattened import Flattened
 from tightfit.integrations.planning import GuestStep
 from tightfit.step import Batch, Precision
 
 _PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _LOGGING = ("log", "log_dict", "print")
+
+
+class SkippedBatch(ModelError):
+    """`training_step` returned None: Lightning goes on to the next batch."""
+
+
+def refuse_unplannable(trainer: Any, module: Any) -> None:
+    """Raise `LeverError` for a training whose step is not that of one batch and one optimizer, taken by Lightning."""
+    who = type(module).__name__
+    if not module.automatic_optimization:
+        raise LeverError(
+            f"MemoryBudget: {who} steps its optimizers itself (automatic_optimization=False): "
+            "call tightfit.plan with its loss, and apply the plan before fit"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise LeverError(
+            f"MemoryBudget: {who}.training_step takes its batches itself (dataloader_iter), so none is there to plan "
+            "for: let it take a batch"
+        )
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    if stepped.isdisjoint(map(id, module.parameters())):
+        raise LeverError(
+            f"MemoryBudget: {who}.configure_optimizers gave no optimizer of its parameters: return one, or train "
+            "without the budget"
+        )
 
 
 def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) -> GuestStep:
@@ -30,6 +56,8 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         arguments = (batch.restored(flat), batch_idx) if takes_index else (batch.restored(flat),)
         with trainer.precision_plugin.train_step_context():
             output = module.training_step(*arguments)
+        if output is None:
+            raise SkippedBatch(f"{type(model).__name__}.training_step skipped the batch that a plan was made for")
         value = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(value, torch.Tensor):
             raise ModelError(f"{type(model).__name__}.training_step returned no loss: a memory plan needs its backward")
