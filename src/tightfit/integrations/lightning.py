@@ -116,7 +116,9 @@ class MemoryBudget(Callback):
         refuse_unplannable(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop._skip_backward:  # an epoch of statistics, at the end of stochastic weight averaging
+        if trainer.fit_loop._skip_backward:
+            # The epoch of statistics after stochastic weight averaging has no backward to plan for; but Lightning steps
+            # at its end, with the gradients of the epoch before: they stay, beside the forward's activations.
             return
         if batch_idx % trainer.accumulate_grad_batches == 0 and not keeps_gradients(trainer, pl_module):
             trainer.optimizers[0].zero_grad()
