@@ -68,3 +68,44 @@ def test_a_model_without_repeated_blocks_is_told_so():
 
 def test_a_compiled_model_is_one_line():
     refused(torch.compile(llama(), backend="eager"), LeverError, r"the model is compiled by torch\.compile")
+
+
+def checkpointing():
+    """A model with its own gradient checkpointing, ready to train, with its optimizer and accelerator."""
+    accelerator, model = accelerate.Accelerator(cpu=True), llama()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # the new name
+    enable()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return accelerator, model, optimizer
+
+
+def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(caplog):
+    accelerator, model, optimizer = checkpointing()
+    applied = apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.6x")
+    assert "gradient checkpointing is taken over" in caplog.text
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    applied.undo()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_checkpointing_is_given_back_where_a_plan_cannot_be_applied(monkeypatch):
+    def refused(*args):
+        raise LeverError("no room to offload to")
+
+    accelerator, model, optimizer = checkpointing()
+    monkeypatch.setattr("tightfit.planner.plan.Plan.apply", refused)
+    with pytest.raises(LeverError, match="no room"):
+        apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.6x")
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_called_again_the_new_plan_takes_the_place_of_the_first():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    first = apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.6x")
+    second = apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.7x")
+    assert (first.in_force, second.in_force) == (False, True)
+    second.undo()
+    assert not any("forward" in module.__dict__ for module in model.model.layers)

@@ -33,6 +33,26 @@ def test_more_elements_the_first_masked_token_and_the_first_ignored_label_are_no
     assert not extents.cover(tuple(tensor.repeat(1, 2) for tensor in (IDS, WHOLE, IDS)))
 
 
+def test_a_batch_that_is_longer_in_some_dimension_is_not_covered_however_many_elements_it_has():
+    extents = seen((IDS,))
+    assert not extents.cover((IDS.view(1, 8),))
+    assert not extents.cover((IDS.view(8),))
+    extents.add((IDS.view(1, 8),))
+    assert extents.cover((IDS[:, :3],))
+    assert extents.cover((IDS.view(1, 8)[:, :7],))
+    assert not extents.cover((IDS.repeat(1, 2)[:, :5],))
+
+
+def test_in_another_step_nothing_is_covered_but_batches_like_those_before_come_back():
+    extents = seen((IDS,))
+    assert not extents.are_of_another(None)
+    assert extents.are_of_another("two batches accumulated")
+    assert not extents.cover((IDS[:1],), "two batches accumulated")
+    extents.add((IDS[:1],), "two batches accumulated")
+    assert extents.cover((IDS,), "two batches accumulated")
+    assert not Extents().are_of_another("two batches accumulated")
+
+
 def test_two_batches_together_do_not_cover_what_neither_of_them_had():
     small = IDS[:1], MASKED[1:]
     assert not seen((IDS, WHOLE), small).cover((IDS, MASKED))

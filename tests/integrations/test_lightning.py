@@ -1,12 +1,14 @@
 """Lightning within a memory budget, under both of its names."""
 
+import dataclasses
+
 import pytest
 import pytorch_lightning as pl
 import torch
 from tiny_trainings import StepPeak, llama, padded
 from torch import nn
 
-from tightfit.errors import CannotFit, LeverError
+from tightfit.errors import CannotFit, InputError, LeverError
 from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks
 
 pytestmark = [
@@ -62,34 +64,32 @@ def batches(count=20, size=8, length=48):
     return torch.utils.data.DataLoader(samples, batch_size=size)
 
 
-def fit(package, model, *callbacks, folder=None, resume=None, **settings):
+def fit(package, model, *callbacks, folder=None, resume=None, loader=None, **settings):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = package.Trainer(
-        max_epochs=1,
         callbacks=list(callbacks),
         enable_checkpointing=False,
         default_root_dir=folder,
-        **quiet,
-        **settings,
+        **{"max_epochs": 1, **quiet, **settings},
     )
     torch.manual_seed(2)
-    trainer.fit(model, batches(), ckpt_path=resume)
+    trainer.fit(model, loader or batches(), ckpt_path=resume)
     return trainer
 
 
-def peak_of_steps(package):
+def peak_of_steps(package, epoch=0):
     class Peak(package.Callback):
-        """The highest peak of steps 2 to 4."""
+        """The highest peak of steps 2 to 4 of an epoch."""
 
         bytes = 0
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if 1 <= batch_idx <= 3:
+            if 1 <= batch_idx <= 3 and trainer.current_epoch == epoch:
                 self.measured = StepPeak(pl_module, trainer.optimizers[0])
                 self.measured.begin()
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if 1 <= batch_idx <= 3:
+            if 1 <= batch_idx <= 3 and trainer.current_epoch == epoch:
                 self.bytes = max(self.bytes, self.measured.end())
 
     return Peak()
@@ -157,6 +157,125 @@ def test_a_larger_batch_is_planned_for_before_it_runs():
     assert budget.plan.peak_bytes <= budget.plan.budget_bytes
 
 
+class ByHand:
+    """Accumulates two batches by hand."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        return optimizer.step(closure=closure) if batch_idx % 2 else closure()
+
+
+class OneBehind:
+    """Steps with the gradients of the batch before."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.step()
+        closure()
+
+
+class LookingBefore:
+    """Notes its gradients before they are dropped."""
+
+    def on_before_zero_grad(self, optimizer):
+        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+class LookingAfter:
+    """Notes its gradients after the step."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+@pytest.mark.parametrize("own", [ByHand, OneBehind, LookingBefore, LookingAfter], ids=lambda own: own.__name__)
+def test_a_module_that_handles_its_gradients_or_looks_at_them_computes_the_same_within_the_budget(own):
+    made = type("Own", (own, module_class(pl)), {})
+    plain, within, budget, peak = made(), made(), MemoryBudget("0.7x"), peak_of_steps(pl)
+    fit(pl, plain, limit_train_batches=6)
+    fit(pl, within, budget, peak, limit_train_batches=6)
+    assert within.seen == plain.seen
+    assert peak.bytes <= budget.plan.budget_bytes
+
+
+@dataclasses.dataclass
+class Pair:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+class Opaque:
+    """A batch of which nobody knows what it holds."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, name):
+        return self.held[name]
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+def collated(kind):
+    """Two batches of a class."""
+    rows = [next(iter(batches(count=1))) for _ in range(2)]
+    return torch.utils.data.DataLoader([kind(row) for row in rows], batch_size=None, collate_fn=lambda row: row)
+
+
+def test_a_batch_that_is_a_dataclass_is_planned_for():
+    plain, within, budget = module_class(pl)(), module_class(pl)(), MemoryBudget("0.5x")
+    fit(pl, plain, loader=collated(lambda row: Pair(**row)))
+    fit(pl, within, budget, loader=collated(lambda row: Pair(**row)))
+    assert within.seen == plain.seen
+    assert budget.plan.peak_bytes <= budget.plan.budget_bytes
+
+
+def test_a_batch_whose_tensors_cannot_be_seen_is_one_line_and_nothing_is_trained():
+    model = module_class(pl)()
+    with pytest.raises(InputError, match="a batch of class Opaque holds no tensors that can be seen: return a dict"):
+        fit(pl, model, MemoryBudget("0.5x"), loader=collated(Opaque))
+    assert model.seen == []
+
+
+class Unfrozen:
+    """Trains its last layer first, and all from the second epoch on."""
+
+    def on_train_epoch_start(self):
+        self.layers[:-1].requires_grad_(self.current_epoch > 0)
+
+
+class Steady:
+    """Trains all its layers."""
+
+
+@pytest.mark.parametrize(
+    ("own", "callbacks", "budget"),
+    [
+        (Unfrozen, [], "9MiB"),
+        (Unfrozen, [], "0.9x"),
+        (Steady, [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], "9MiB"),
+    ],
+    ids=["unfrozen", "unfrozen, by the plain peak", "accumulation"],
+)
+def test_where_the_step_changes_a_plan_is_made_for_the_new_one(own, callbacks, budget):
+    made = type("Own", (own, module_class(pl)), {})
+    plain, within, budget, peak = made(), made(), MemoryBudget(budget), peak_of_steps(pl, epoch=1)
+    settings = {"max_epochs": 2, "limit_train_batches": 4}
+    fit(pl, plain, *[callback() for callback in callbacks], **settings)
+    fit(pl, within, budget, peak, *[callback() for callback in callbacks], **settings)
+    assert within.seen == plain.seen
+    assert len(plain.seen) == 8
+    assert budget.plan.peak_bytes == pytest.approx(peak.bytes, rel=0.05)
+    assert peak.bytes <= budget.plan.budget_bytes
+
+
 class CausalLM(pl.LightningModule):
     """A Llama over padded batches; each step's peak."""
 
@@ -183,9 +302,15 @@ class CausalLM(pl.LightningModule):
 LENGTHS = [(40, 40), (30, 12), (120, 120), (120, 50), (120, 120)]  # of the samples of batches: masks come and go
 
 
-def fit_lengths(*callbacks):
+class Picky(CausalLM):
+    """Skips batches without a word."""
+
+    def training_step(self, batch):
+        return super().training_step(batch) if batch["input_ids"].any() else None
+
+
+def fit_lengths(model, *callbacks):
     data = [padded([{"input_ids": [*range(1, n + 1)]} for n in lengths]) for lengths in LENGTHS]
-    model = CausalLM()
     pl.Trainer(
         max_epochs=1, callbacks=list(callbacks), logger=False, enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False, accelerator="cpu",
@@ -193,10 +318,11 @@ def fit_lengths(*callbacks):
     return model
 
 
-def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs():
-    plain = fit_lengths()
+@pytest.mark.parametrize("kind", [CausalLM, Picky])
+def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs(kind):
+    plain = fit_lengths(kind())
     budget = MemoryBudget(int(0.7 * max(plain.peaks[1:])))
-    within = fit_lengths(budget)
+    within = fit_lengths(kind(), budget)
     assert within.seen == plain.seen
     assert max(within.peaks[1:]) <= budget.plan.budget_bytes
 
@@ -217,6 +343,56 @@ def test_manual_optimization_and_compiled_modules_are_one_line():
         fit(pl, model, MemoryBudget("0.5x"))
     with pytest.raises(LeverError, match=r"compiled by torch\.compile"):
         fit(pl, torch.compile(module_class(pl)(), backend="eager"), MemoryBudget("0.5x"))
+
+
+class WithoutOptimizer:
+    def configure_optimizers(self):
+        return None
+
+
+class TakingBatches:
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return super().training_step(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [(WithoutOptimizer, "configure_optimizers gave no optimizer"), (TakingBatches, "takes its batches itself")],
+)
+def test_a_module_without_an_optimizer_or_that_takes_its_batches_itself_is_one_line(own, said):
+    model = type("Own", (own, module_class(pl)), {})()
+    with pytest.raises(LeverError, match=said) as refusal:
+        fit(pl, model, MemoryBudget("0.5x"))
+    assert "\n" not in str(refusal.value)
+    assert model.seen == []
+
+
+def test_a_length_below_one_token_is_one_line():
+    with pytest.raises(InputError, match="max_length=0: give the longest sequence in tokens"):
+        MemoryBudget("0.5x", max_length=0)
+
+
+class SkippingTheFirst:
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 0 else super().training_step(batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if outputs:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_where_the_first_batch_is_skipped_the_next_one_is_planned_for():
+    made = type("Own", (SkippingTheFirst, module_class(pl)), {})
+    plain, within, budget, peak = made(), made(), MemoryBudget("0.5x"), peak_of_steps(pl)
+    fit(pl, plain, limit_train_batches=4)
+    fit(pl, within, budget, peak, limit_train_batches=4)
+    assert within.seen == plain.seen
+    assert len(plain.seen) == 3
+    assert peak.bytes <= budget.plan.budget_bytes
 
 
 def test_gradient_checkpointing_is_one_line_and_changes_no_loss():

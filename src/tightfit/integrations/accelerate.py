@@ -1,16 +1,20 @@
 """Accelerate: a memory budget for a loop written by hand."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.in_force import note, take_off_earlier
 from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
 from tightfit.planner.apply import AppliedPlan
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 
 __all__ = ["apply_budget"]
+
+logger = logging.getLogger(__name__)
 
 
 def apply_budget(
@@ -29,13 +33,14 @@ def apply_budget(
 
     `batch` is the longest that can come, with padding where there will be some; `budget`, `loss`, `levers`, `blocks`
     and `grad_clip` are those of `tightfit.plan`. Precision and gradient accumulation are the accelerator's. The batch
-    is not split: the loop stays as it is. Gradient checkpointing of `transformers` is switched off: the plan decides
-    what is recomputed.
+    is not split: the loop stays as it is. Gradient checkpointing of `transformers` is switched off until `undo()`, and
+    that is said: the plan decides what is recomputed.
 
-    Returns a handle with `plan` and `undo()`. Raises `CannotFit`, and `LeverError` for a model that is distributed or
-    compiled.
+    Returns a handle with `plan` and `undo()`; called again while that is held, the new plan takes its place. Raises
+    `CannotFit`, and `LeverError` for a model that is distributed or compiled.
     """
     refuse_wrapped(model, "apply_budget")
+    take_off_earlier(model)
     mixed: Any = accelerator.mixed_precision
     step = GuestStep(
         model=model,
@@ -50,8 +55,13 @@ def apply_budget(
     taken = take_over(model)
     try:
         plan = plan_for_all(step, [batch], wish)
+        applied = plan.apply(model)
     except BaseException:
         if taken is not None:
             taken.remove()
         raise
-    return plan.apply(model)
+    if taken is not None:
+        logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+        applied = AppliedPlan(plan, model, [taken, applied])
+    note(applied, model)
+    return applied

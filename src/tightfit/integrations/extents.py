@@ -1,6 +1,6 @@
 """What the batches of a training have shown so far: a plan has to hold for all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ class Extent:
         return cls(tensor.shape, tensor.dtype, mask, mask and not bool(tensor.all()), ignores_labels(tensor))
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no more elements, and masks or ignores nothing where this one did not."""
+        """Whether a tensor is no longer in any dimension, and masks or ignores nothing where this one did not."""
         return (
-            tensor.numel() <= self.shape.numel()
+            tensor.dim() == len(self.shape)
+            and all(length <= known for length, known in zip(tensor.shape, self.shape, strict=True))
             and (self.masks or not self.is_mask or bool(tensor.all()))
             and (self.ignores or not ignores_labels(tensor))
         )
@@ -45,20 +46,30 @@ class Extent:
 class Extents:
     """The extents of the batches for which a plan is known to hold: of each only what a plan has to know, since the
     batches themselves would take memory. What is no tensor in a batch makes no difference.
+
+    A plan holds for a step, too: `step` is what there is to tell one from another. Of another one nothing is known, but
+    that such batches will come.
     """
 
     def __init__(self) -> None:
         self._batches: list[_Extents] = []
+        self._step: Hashable = None
 
-    def cover(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of them had everything that this batch has."""
-        return any(_covers(extents, leaves) for extents in self._batches)
+    def cover(self, leaves: Sequence[Any], step: Hashable = None) -> bool:
+        """Whether one of them had everything that this batch has, in this step."""
+        return step == self._step and any(_covers(extents, leaves) for extents in self._batches)
+
+    def are_of_another(self, step: Hashable) -> bool:
+        """Whether the plan was for a step that is no more."""
+        return bool(self._batches) and step != self._step
 
     def batches(self, leaves: Sequence[Any]) -> list[Batch]:
         """This batch, and one like each of the others that had something which it has not."""
         return [tuple(leaves), *(_like(extents, leaves) for extents in self._others(leaves))]
 
-    def add(self, leaves: Sequence[Any]) -> None:
+    def add(self, leaves: Sequence[Any], step: Hashable = None) -> None:
+        """Note that a plan holds in this step for what `batches` gives."""
+        self._step = step
         self._batches = [*self._others(leaves), _extents(leaves)]
 
     def _others(self, leaves: Sequence[Any]) -> list["_Extents"]:

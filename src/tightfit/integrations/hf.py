@@ -22,7 +22,7 @@ from tightfit.errors import InputError, LeverError, VerificationFailed
 from tightfit.integrations.batches import checked_length, first_samples
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.guests import missing
-from tightfit.integrations.in_force import leave, take_place
+from tightfit.integrations.in_force import note, take_off_earlier
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
@@ -80,7 +80,7 @@ class MemoryBudget(TrainerCallback):
         for wrapped in (trainer.model_wrapped, model):
             refuse_wrapped(wrapped, type(self).__name__)
         self._alone_and_first_among(trainer.callback_handler.callbacks)
-        take_place(self, model)
+        take_off_earlier(model)
         model.train()
         taken = take_over(model)
         try:
@@ -92,6 +92,7 @@ class MemoryBudget(TrainerCallback):
             raise
         parts: list[Removable] = [] if taken is None else [taken]
         self._applied = Applied([*parts, self.plan.apply(model)])
+        note(self._applied, model)
         if taken is not None:
             logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
         logger.info("%s", self.plan)
@@ -113,7 +114,6 @@ class MemoryBudget(TrainerCallback):
 
     def undo(self) -> None:
         """Take the plan off the model: done when a training ends, or a later one begins on the model."""
-        leave(self)
         self._applied.undo()
 
     def _planned(self, trainer: Trainer, model: Any, loader: Any) -> Plan:

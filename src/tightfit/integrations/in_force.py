@@ -1,34 +1,29 @@
-"""Plans that are in force on models: a new one takes the place of what a training left that failed."""
+"""Plans that are in force on models: a new one takes the place of what an earlier training left."""
 
 import logging
 import weakref
-from typing import Protocol
 
 from torch import nn
 
+from tightfit.levers.handle import Applied
+
 logger = logging.getLogger(__name__)
 
-
-class Owner(Protocol):
-    def undo(self) -> None: ...
+_PUT_ON: weakref.WeakKeyDictionary[Applied, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-_OWNERS: weakref.WeakKeyDictionary[Owner, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+def note(applied: Applied, model: nn.Module) -> None:
+    """Remember what is in force on a model, as long as somebody holds its handle."""
+    _PUT_ON[applied] = weakref.ref(model)
 
 
-def take_place(owner: Owner, model: nn.Module) -> None:
-    """Undo the plan that another owner has on the model, or on a part of it, and note that it is now this one's."""
-    for other, held in list(_OWNERS.items()):
+def take_off_earlier(model: nn.Module) -> None:
+    """Undo what is noted as in force on the model, or on a part of it, and say so."""
+    for applied, held in list(_PUT_ON.items()):
         theirs = held()
-        if other is not owner and theirs is not None and _overlap(theirs, model):
+        if applied.in_force and theirs is not None and _overlap(theirs, model):
             logger.warning("the memory plan that an earlier training left on the model is taken off")
-            other.undo()  # which leaves
-    _OWNERS[owner] = weakref.ref(model)
-
-
-def leave(owner: Owner) -> None:
-    """The owner has no plan in force any more."""
-    _OWNERS.pop(owner, None)
+            applied.undo()
 
 
 def _overlap(one: nn.Module, other: nn.Module) -> bool:

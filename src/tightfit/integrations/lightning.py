@@ -11,7 +11,8 @@ Both work with `lightning` and with `pytorch_lightning`.
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,19 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import LeverError
-from tightfit.integrations.batches import stretched
+from tightfit.integrations.batches import checked_length, stretched
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over
 from tightfit.integrations.extents import Extents
+from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
-from tightfit.integrations.lightning_step import flattened, lightning_step, muted
+from tightfit.integrations.lightning_step import (
+    SkippedBatch,
+    keeps_gradients,
+    lightning_step,
+    muted,
+    refuse_unplannable,
+    step_traits,
+)
 from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute import RECOMPUTE_ALL
@@ -66,16 +75,21 @@ class MemoryBudget(Callback):
 
     `budget`, `levers` and `blocks` are those of `tightfit.plan`; the batch is not split, since the loop is Lightning's.
     The plan is made before the first `training_step`, for the batch that is there, with its sequences as long as
-    `max_length` tokens where that is given. A batch that has what none before it had (more elements, a masked token, an
-    ignored label) is checked, and where it would not fit, a plan is made for all that there were. `plan` is the plan in
-    force. It is stored in Lightning's checkpoints, and taken up again on resume as long as it is one for this model,
-    budget and device.
+    `max_length` tokens where that is given. A batch that has what none before it had (more length, a masked token, an
+    ignored label) is checked, and where it would not fit, a plan is made for all that there were; so it is whenever the
+    step changes: what is accumulated, trained, or the optimizer's. A budget in shares of the plain peak is then one of
+    the new step's. `plan` is the plan in force. It is stored in Lightning's checkpoints, and taken up again on resume
+    as long as it is one for this model, budget and device.
 
-    Gradients are dropped when the optimizer has used them, and not as late as during the next step, where Lightning
-    does it: otherwise they lie in memory beside all activations.
+    Gradients that the optimizer has used are dropped before the forward that follows, and not after it as Lightning
+    does: otherwise they lie in memory beside all activations. Where the module has its own `optimizer_step`,
+    `optimizer_zero_grad` or `on_before_zero_grad`, they are left to it, and planned for: as if two batches were
+    accumulated at least.
 
-    Raises `CannotFit` where nothing fits, and `LeverError` for a model that is distributed or compiled, or that steps
-    its optimizers itself; both before anything is trained.
+    Raises `CannotFit` where nothing fits, `InputError` for a batch without tensors that can be seen, and `LeverError`
+    for a model that is distributed or compiled, that steps its optimizers itself or has none, or whose `training_step`
+    takes a `dataloader_iter`; all of them before anything is trained. A batch for which `training_step` returns None is
+    not planned for.
     """
 
     def __init__(
@@ -87,7 +101,7 @@ class MemoryBudget(Callback):
         max_length: int | None = None,
     ):
         self.wish = Wish(budget, levers, blocks).without_micro_batches()
-        self.max_length = max_length
+        self.max_length = checked_length(max_length)
         self.plan: Plan | None = None
         self._applied: Applied | None = None
         self._extents = Extents()
@@ -97,33 +111,34 @@ class MemoryBudget(Callback):
         self._extents = Extents()
         for model in (trainer.strategy.model, pl_module):
             refuse_wrapped(model, "MemoryBudget")
-        if not pl_module.automatic_optimization:
-            raise LeverError(
-                f"MemoryBudget: {type(pl_module).__name__} steps its optimizers itself (automatic_optimization=False): "
-                "call tightfit.plan with its loss, and apply the plan before fit"
-            )
+        refuse_unplannable(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if getattr(trainer.fit_loop, "_skip_backward", False):
+            # The epoch of statistics after stochastic weight averaging has no backward to plan for; but Lightning steps
+            # at its end, with the gradients of the epoch before: they stay, beside the forward's activations.
+            return
+        if batch_idx % trainer.accumulate_grad_batches == 0 and not keeps_gradients(trainer, pl_module):
+            trainer.optimizers[0].zero_grad()
         flat = flattened(batch)
         leaves = flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
-        if self._extents.cover(leaves):
+        traits = step_traits(trainer, pl_module)
+        if self._extents.cover(leaves, traits):
             return
         step = lightning_step(trainer, pl_module, flat, batch_idx)
-        with muted(pl_module):
-            if not self._holds(step, leaves):
-                plan = self._plan_anew(step, self._extents.batches(leaves))
+        with muted(pl_module), suppress(SkippedBatch):
+            if not self._holds(step, leaves, traits):
+                plan = self._plan_anew(step, leaves, traits)
                 logger.info("%s", plan)
                 for destination in trainer.loggers:
                     destination.log_metrics(figures(plan), step=trainer.global_step)
-        self._extents.add(leaves)
+            self._extents.add(leaves, traits)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
-            pl_module.zero_grad(set_to_none=True)
         reading = read_counters(pl_module.device)
-        pl_module.log("memory_rss_bytes", float(reading.rss_bytes), on_step=True)
+        pl_module.log("memory_rss_bytes", float(reading.rss_bytes), on_step=True, batch_size=1)
         if reading.allocated_highest_bytes is not None:
-            pl_module.log("memory_peak_bytes", float(reading.allocated_highest_bytes), on_step=True)
+            pl_module.log("memory_peak_bytes", float(reading.allocated_highest_bytes), on_step=True, batch_size=1)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.undo()
@@ -144,10 +159,12 @@ class MemoryBudget(Callback):
             self._applied.undo()
             self._applied = None
 
-    def _holds(self, step: GuestStep, leaves: Batch) -> bool:
+    def _holds(self, step: GuestStep, leaves: Batch, traits: Hashable) -> bool:
         """Whether the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
         plan, device = self.plan, lookup(step.device).name
         if plan is None or (plan.fingerprint, plan.device) != (fingerprint(step.model), device):
+            return False
+        if self._extents.are_of_another(traits):
             return False
         if self._applied is None:
             if plan.budget_bytes != step.budget_bytes(self.wish.budget, plan.plain):
@@ -155,20 +172,32 @@ class MemoryBudget(Callback):
             self._apply(step.model, plan)
         return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
 
-    def _plan_anew(self, step: GuestStep, batches: Sequence[Batch]) -> Plan:
-        """A plan in the place of the one in force, if there is one, within the same bytes."""
-        plan = None if self._applied is None else self.plan
+    def _plan_anew(self, step: GuestStep, leaves: Batch, traits: Hashable) -> Plan:
+        """A plan in the place of the one in force, if there is one: within the same bytes, but where the step is
+        another one.
+        """
+        plan = None if self._applied is None or self._extents.are_of_another(traits) else self.plan
         wish = self.wish if plan is None else replace(self.wish, budget=plan.budget_bytes)
         self.undo()
         taken = take_over(step.model)
         try:
-            made = plan_for_all(step, batches, wish)
+            made = self._plan_for_all(step, leaves, wish)
         finally:
             if taken is not None:
                 taken.remove()
         self._apply(step.model, made)
         self.plan = made
         return made
+
+    def _plan_for_all(self, step: GuestStep, leaves: Batch, wish: Wish) -> Plan:
+        """A plan for this batch and those like the ones before, but where the module skips such a one for its values:
+        then those are checked when they come again.
+        """
+        try:
+            return plan_for_all(step, self._extents.batches(leaves), wish)
+        except SkippedBatch:
+            self._extents = Extents()
+            return plan_for_all(step, [leaves], wish)
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)

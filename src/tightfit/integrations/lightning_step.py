@@ -1,16 +1,15 @@
 """The training step of a `LightningModule` under its `Trainer`, as the planner takes it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tightfit.errors import ModelError
+from tightfit.errors import LeverError, ModelError
+from tightfit.integrations.flattened import Flattened
 from tightfit.integrations.planning import GuestStep
 from tightfit.step import Batch, Precision
 
@@ -18,28 +17,38 @@ _PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _LOGGING = ("log", "log_dict", "print")
 
 
-@dataclass(frozen=True)
-class Flattened:
-    """A batch of whatever structure as a tuple, and the way back."""
-
-    leaves: tuple[Any, ...]
-    restored: Callable[[Batch], Any]
+class SkippedBatch(ModelError):
+    """`training_step` returned None: Lightning goes on to the next batch."""
 
 
-def flattened(batch: Any) -> Flattened:
-    """Dicts, lists and tuples, however nested; mappings of other classes are made anew from a dict."""
-    other: Any = type(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else None
-    leaves, spec = tree_flatten(batch if other is None else dict(batch))
-
-    def restored(flat: Batch) -> Any:
-        found = tree_unflatten(list(flat), spec)
-        return found if other is None else other(found)
-
-    return Flattened(tuple(leaves), restored)
+def refuse_unplannable(trainer: Any, module: Any) -> None:
+    """Raise `LeverError` for a training whose step is not that of one batch and one optimizer, taken by Lightning."""
+    who = type(module).__name__
+    if not module.automatic_optimization:
+        raise LeverError(
+            f"MemoryBudget: {who} steps its optimizers itself (automatic_optimization=False): "
+            "call tightfit.plan with its loss, and apply the plan before fit"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise LeverError(
+            f"MemoryBudget: {who}.training_step takes its batches itself (dataloader_iter), so none is there to plan "
+            "for: let it take a batch"
+        )
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    if stepped.isdisjoint(map(id, module.parameters())):
+        raise LeverError(
+            f"MemoryBudget: {who}.configure_optimizers gave no optimizer of its parameters: return one, or train "
+            "without the budget"
+        )
 
 
 def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) -> GuestStep:
-    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping."""
+    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping.
+
+    Where gradients of the batch before may lie beside the activations, two batches at least count as accumulated: the
+    second finds those of the first.
+    """
     by_norm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm") == "norm"
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
 
@@ -47,6 +56,8 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         arguments = (batch.restored(flat), batch_idx) if takes_index else (batch.restored(flat),)
         with trainer.precision_plugin.train_step_context():
             output = module.training_step(*arguments)
+        if output is None:
+            raise SkippedBatch(f"{type(model).__name__}.training_step skipped the batch that a plan was made for")
         value = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(value, torch.Tensor):
             raise ModelError(f"{type(model).__name__}.training_step returned no loss: a memory plan needs its backward")
@@ -59,9 +70,32 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         optimizer=getattr(optimizer, "optimizer", optimizer),
         device=module.device,
         precision=_PRECISIONS.get(str(trainer.precision), "fp32"),
-        accumulated=trainer.accumulate_grad_batches,
+        accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
     )
+
+
+def step_traits(trainer: Any, module: Any) -> Hashable:
+    """What may change of the step during a training: accumulation, which parameters are trained, how many of them the
+    optimizer has.
+    """
+    stepped = sum(len(group["params"]) for group in trainer.optimizers[0].param_groups)
+    return trainer.accumulate_grad_batches, tuple(p.requires_grad for p in module.parameters()), stepped
+
+
+def keeps_gradients(trainer: Any, module: Any) -> bool:
+    """Whether gradients have to be left there until Lightning drops them, which is between forward and backward of the
+    first batch that is accumulated: somebody else than Lightning and PyTorch says how, or may look at them before.
+    """
+    hooks = [(module, name) for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")]
+    hooks += [(callback, "on_before_zero_grad") for callback in trainer.callbacks]
+    hooks += [(optimizer, "zero_grad") for optimizer in trainer.optimizers]
+    return not all(_comes_with_the_package(getattr(owner, name)) for owner, name in hooks)
+
+
+def _comes_with_the_package(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the one of Lightning or PyTorch, and not one that was put in its place."""
+    return str(hook.__module__).split(".")[0] in ("lightning", "pytorch_lightning", "torch")
 
 
 @contextmanager

@@ -14,6 +14,10 @@ class Applied:
     def __init__(self, parts: Iterable[Removable]):
         self._parts = list(parts)
 
+    @property
+    def in_force(self) -> bool:
+        return bool(self._parts)
+
     def undo(self) -> None:
         """Take every lever off, last applied first. Calling it again does nothing."""
         while self._parts:
