@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-ARROW_ROWS = 10_000  # rows of a `datasets.Dataset` whose sizes are read at a time
+ROWS = 10_000  # whose sizes are read at a time
 PROBED = 64  # samples that are looked at first where a data set is not known to hold tokens
 Sizes = dict[str, np.ndarray]  # of some consecutive samples: how much each has in a field, int64 (samples,)
 
@@ -41,11 +41,10 @@ def _sizes(dataset: Any) -> Iterator[Sizes]:
     probed = [_size_of_fields(dataset[i]) for i in range(0, count, max(1, count // PROBED))]
     if not any(probed) or all("input_ids" not in sizes and sizes == probed[0] for sizes in probed):
         return
-    names: set[str] = set()
-    for index in range(count):
-        sizes = _size_of_fields(dataset[index])
-        names |= sizes.keys()
-        yield {name: np.array([sizes.get(name, 0)]) for name in names}
+    for first in range(0, count, ROWS):
+        rows = [_size_of_fields(dataset[index]) for index in range(first, min(first + ROWS, count))]
+        if names := set().union(*rows):
+            yield {name: np.array([row.get(name, 0) for row in rows]) for name in sorted(names)}
 
 
 def _size_of_fields(sample: Any) -> dict[str, int]:
@@ -69,7 +68,7 @@ def _arrow_sizes(dataset: Any) -> Iterator[Sizes]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    for table in dataset.with_format("arrow").iter(ARROW_ROWS):
+    for table in dataset.with_format("arrow").iter(ROWS):
         sizes = {}
         for name, column in zip(table.column_names, table.columns, strict=True):
             kind = column.type
