@@ -94,8 +94,7 @@ def worst_batches(
     sample, those with most in each of their fields, and these beside the shortest one.
 
     With `max_length` (in tokens) the samples are not searched, and batches of that length are made of the first one, as
-    it is and with padding. Raises `InputError`
-    where a data set cannot be searched, and no `max_length` is given.
+    it is and with padding. Raises `InputError` where a data set cannot be searched, and no `max_length` is given.
     """
     if max_length is not None:
         first = collate(_first(dataset, size))
@@ -108,10 +107,9 @@ def worst_batches(
         )
     batches = [_first(dataset, size)]
     if found := longest_samples(dataset):
-        (longest, *others), shortest = [dataset[index] for index in found[0]], dataset[found[1]]
-        most = [longest, *others]
-        batches += [[longest] * size, [most[i % len(most)] for i in range(size)]]
-        batches += [[*most, *[shortest] * (size - len(most))]] if len(most) < size else [[s] * size for s in others]
+        most, shortest = [dataset[index] for index in found[0]], dataset[found[1]]
+        batches += [[most[0]] * size, [most[i % len(most)] for i in range(size)]]
+        batches += [[*most, *[shortest] * (size - len(most))]] if len(most) < size else [[s] * size for s in most[1:]]
     return distinct([collate(samples) for samples in batches])
 
 

@@ -1,17 +1,16 @@
 """What the losses of micro-batches count in the loss of their batch: measured on two samples, since no loss says it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from tightfit.errors import LeverError
 from tightfit.integrations.batches import first_samples, is_table, stretched
 from tightfit.integrations.planning import GuestStep
 from tightfit.levers.micro_batch import IGNORE_INDEX, as_tensors, batch_size, split_batch, valid_tokens
+from tightfit.models.mode import evaluating
 from tightfit.step import AUTOCAST_DTYPES, Batch
 from tightfit.trace.restore import everything_restored
 
@@ -47,7 +46,7 @@ def measure_weighing(step: GuestStep, batch: Batch) -> Weighing:
     """
     pair = probe(batch)
     parts = split_batch(pair, 2)
-    with everything_restored(step.model), _evaluating(step.model), torch.no_grad():
+    with everything_restored(step.model), evaluating(step.model), torch.no_grad():
         try:
             whole, *alone = (float(step.loss(step.model, part)) for part in (pair, *parts))
         except Exception as error:  # whatever a loss may raise that is made for whole batches
@@ -107,14 +106,3 @@ def _total(weighing: Weighing, alone: list[float], parts: list[Batch]) -> float:
 def _is_16_bit(step: GuestStep) -> bool:
     dtypes = {parameter.dtype for parameter in step.model.parameters()}
     return step.precision != "fp32" or not dtypes.isdisjoint(AUTOCAST_DTYPES.values())
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
