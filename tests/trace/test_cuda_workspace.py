@@ -69,6 +69,16 @@ def test_the_embeddings_backward_sums_runs_of_ten_rows_in_fp32_where_there_are_m
     assert embedding_backward(3072, 0) > 0
 
 
+def test_long_rows_are_sorted_into_second_buffers():
+    def scratch(rows: int, length: int, dim: int = -1) -> int:
+        source = TensorShape.of(torch.empty(rows, length, device="meta"))
+        return cuda_workspace("aten.sort.default", [source], [source, source], (dim, True))
+
+    assert scratch(2048, 4096) == 0
+    assert scratch(2048, 8192) == 8 * 2048 * 8192 + round_size(12 * 2048 * 8192 + 255)
+    assert scratch(2048, 8192, dim=0) == 0
+
+
 def test_cublas_keeps_more_on_hopper():
     assert blas_workspace((9, 0)) == 32 * MIB
     assert blas_workspace((8, 0)) == 8 * MIB + 128 * 1024

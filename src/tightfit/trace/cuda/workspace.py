@@ -130,6 +130,18 @@ def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     return [8 * max(places)] * 5 if accumulates and places else []
 
 
+def _sort(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `sort_cuda_kernel` and `segmented_sort_pairs` in Sort.cpp and SortStable.cu: rows of up to 4,096 are sorted in
+    # place; for longer ones (here of 128 rows or more, along the last dimension) indices before they are sorted, and
+    # CUB's second buffers of keys and indices, aligned to 256 bytes
+    source = inputs[0]
+    length = source.shape[-1] if source.shape else 1
+    dim = next((a for a in arguments if isinstance(a, int) and not isinstance(a, bool)), -1)
+    if dim not in (-1, len(source.shape) - 1) or length <= 4096 or source.numel // length < 128:
+        return []
+    return [8 * source.numel, (source.dtype.itemsize + 8) * source.numel + 255]
+
+
 def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `foreach_tensor_norm_cuda` in ForeachReduceOp.cu: a number for every chunk of 65,536 elements that the longest
     # tensor has, for every tensor
@@ -148,4 +160,6 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten.index_put_.default": _index_put,
     "aten.index_put.default": _index_put,
     "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten.sort.default": _sort,
+    "aten.sort.stable": _sort,
 }
