@@ -16,8 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/tightfit train examples/quickstart.yaml
 
+# CALIBRATION=slow-products, slow-memory or busy-hour: other made-up figures of the CPU (tests/made_up_devices.py)
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(CALIBRATION),--calibration $(CALIBRATION))
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'

@@ -19,7 +19,6 @@ from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
-from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
@@ -128,7 +127,7 @@ def _dry(
     plain = plain_tensors(model)
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
     with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
-        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing, executor)
+        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else role.workspace, routing, executor)
         now.dry = True
         try:
             announce(ledger, model, batch, plain)

@@ -6,26 +6,15 @@ from collections.abc import Callable, Sequence
 from tightfit.trace.cuda.allocator import MIB, round_size, round_up
 from tightfit.trace.shapes import TensorShape
 
-Capability = tuple[int, int]
 Shapes = Sequence[TensorShape]
 
 # What a process takes of the device before the first tensor: the driver's context and the kernels loaded. Not measured:
 # an assumption, until a device was calibrated.
 CONTEXT_BYTES = 512 * MIB
 
-THREADS_WITH_PRODUCTS = 2  # forward's and backward's: each has its own cuBLAS handle, and with it a workspace
-
-
-def blas_workspace(capability: Capability) -> int:
-    """Bytes that cuBLAS keeps for each handle and stream, cuBLASLt sharing them.
-
-    Source: `parseChosenWorkspaceSize` and `getCUDABlasLtWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
-    """
-    return 4096 * 8 * 1024 if capability == (9, 0) else 4096 * 1024 * 2 + 16 * 1024 * 8
-
 
 def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> int:
-    """Bytes of scratch memory of one operator call, as the allocator hands them out."""
+    """Bytes of scratch memory of one operator call, as the allocator hands them out; products' are in `products.py`."""
     formula = _FORMULAS.get(name)
     if formula is None or math.prod(inputs[0].shape) == 0:
         return 0
