@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from tightfit.trace.cuda import normalisation
 from tightfit.trace.cuda.allocator import MIB, round_size, round_up
 from tightfit.trace.shapes import TensorShape
 
@@ -125,6 +126,7 @@ def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
 
 
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
+    **normalisation.FORMULAS,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
