@@ -7,6 +7,7 @@ import yaml
 from rich.console import Console
 
 from command_line import tightfit
+from quick_trainings import leave_out_pictures
 from tightfit.cli.progress import ProgressReporter
 from tightfit.cli.training import outcome
 from tightfit.train import Start, StepMetrics, TrainResult
@@ -93,6 +94,20 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(config, monkeypatch, tmp_pa
     monkeypatch.setattr(ProgressReporter, "on_step", interrupt_after_one)
     done = tightfit("train", config(memory={"budget": None}))
     assert done.code == 130
+    assert "peak memory" in done.out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_keep_what_is_done_too_and_end_with_their_code(config, monkeypatch, tmp_path, number):
+    def end_after_one(self, metrics):
+        if metrics.step == 1:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(ProgressReporter, "on_step", end_after_one)
+    leave_out_pictures(monkeypatch)
+    done = tightfit("train", config(memory={"budget": None}))
+    assert done.code == 128 + number
     assert "peak memory" in done.out
     assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
 

@@ -9,13 +9,13 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
 from safetensors.torch import save_model as save_weights
-from torch import nn
+from torch import Tensor, nn
 
 from tightfit.config import load_config
 from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError, OutputError
 from tightfit.levers.low_bit_weights import freeze_in_low_bits
-from tightfit.models.adapters import ADAPTER_CONFIG, is_adapted, load_adapter, save_adapter
+from tightfit.models.adapters import ADAPTER_CONFIG, adapter_state, is_adapted, load_adapter, save_adapter
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.loading import build_model
 
@@ -44,6 +44,21 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
             raise ModelError(f"{type(model).__name__} has no config to save: give a Decoder or a transformers model")
     except OSError as error:
         raise OutputError(f"{folder}: the model cannot be written: {error.strerror or error}") from error
+    except SafetensorError as error:  # what its writer makes of an error of the system
+        raise OutputError(f"{folder}: the model cannot be written: {error}") from error
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What `save_model` writes of weights: each storage's tensor once, and the names, dtypes and shapes before them."""
+    state = adapter_state(model) if is_adapted(model) else model.state_dict()
+    tensors = {(t.data_ptr(), t.nbytes): t for t in state.values() if isinstance(t, Tensor)}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    header = {
+        name: {"dtype": str(t.dtype), "shape": list(t.shape), "data_offsets": [total, total]}
+        for name, t in state.items()
+        if isinstance(t, Tensor)
+    }
+    return total + len(json.dumps(header))
 
 
 def load_model(folder: str | Path) -> nn.Module:

@@ -17,7 +17,7 @@ from tightfit.planner.arguments import check_levers, check_settings, check_step
 from tightfit.planner.candidates import Candidate
 from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
-from tightfit.planner.footing import fingerprint, footing
+from tightfit.planner.footing import dtypes_of, fingerprint, footing
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Action, BlockChoice, OffloadTier
 from tightfit.planner.request import Request, allowed_levers
@@ -208,6 +208,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         offload=offload_tier(request, candidate.trace),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
+        weights=dtypes_of(request.model),
     )
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from tightfit.planner.curve import Curve
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import BlockChoice, CurvePoint, Footing
-from tightfit.report.words import alike, keeps, kept_bytes, where, without_folders
+from tightfit.report.words import alike, arithmetic, keeps, kept_bytes, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
     """Peak, what it is made of, where it stands, and the time."""
     footing = estimate.footing
     return rendered(
-        f"{estimate.parameters / 1e6:.1f}M parameters, {estimate.precision}, {estimate.optimizer}, {estimate.device}",
+        f"{estimate.parameters / 1e6:.1f}M parameters, {arithmetic(estimate.weights, estimate.precision)}, "
+        f"{estimate.optimizer}, {estimate.device}",
         f"Peak {format_bytes(footing.peak_bytes)} ({footing.peak_bytes:,} bytes), "
         f"{footing.peak_bytes / estimate.device_bytes:.1%} of the device; step {format_seconds(footing.step_seconds)}.",
         *device_footprint(estimate),
@@ -122,7 +123,7 @@ def summary(plan: Plan) -> list[str]:
     """The answer in sentences."""
     step = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
     lines = [
-        f"{plan.precision}, {plan.optimizer}, {plan.device}; batch {plan.batch}",
+        f"{arithmetic(plan.weights, plan.precision)}, {plan.optimizer}, {plan.device}; batch {plan.batch}",
         f"Fits: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
         f"with {step:.2f}x the time of the plain step.",
     ]

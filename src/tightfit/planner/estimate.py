@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.planner.footing import footing
+from tightfit.planner.footing import dtypes_of, footing
 from tightfit.planner.records import Footing
 from tightfit.planner.request import Combination, Request, Tracer
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
@@ -25,6 +25,7 @@ class Estimate:
     assumptions: tuple[str, ...]
     context_bytes: int = 0  # on CUDA: what the process takes of the device outside of the allocator; an assumption
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one of most elements first
 
     @property
     def peak_bytes(self) -> int:
@@ -98,6 +99,7 @@ def make_estimate(request: Request) -> Estimate:
         assumptions=told(trace.assumptions),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
         worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
+        weights=dtypes_of(request.model),
     )
 
 

@@ -44,6 +44,7 @@ class Plan:
     offload: OffloadTier | None = None
     tiled: TiledModules | None = None
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one of most elements first; empty in plans of earlier versions
 
     @property
     def peak_bytes(self) -> int:
@@ -122,7 +123,7 @@ class Plan:
             raise ValueError(f"a {type(raw).__name__}, wanted a mapping")
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
-        fields = {name: raw[name] for name in cls.__dataclass_fields__}
+        fields = {name: raw[name] for name in cls.__dataclass_fields__ if name != "weights"}
         choices = tuple(
             BlockChoice(
                 **{
@@ -136,6 +137,7 @@ class Plan:
             for c in raw["choices"]
         )
         fields |= {
+            "weights": raw.get("weights", ""),
             "planned": Footing.from_dict(raw["planned"]),
             "plain": Footing.from_dict(raw["plain"]),
             "choices": choices,

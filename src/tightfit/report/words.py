@@ -82,6 +82,13 @@ def short(name: str) -> str:
     return plain
 
 
+def arithmetic(weights: str, precision: str) -> str:
+    """`fp32 weights, bf16 autocast`; the precision alone where the weights' dtypes were not recorded."""
+    if not weights:
+        return precision
+    return f"{weights} weights, {'no' if precision == 'fp32' else precision} autocast"
+
+
 def where(footing: Footing) -> str:
     """Phase, module and operator of the peak."""
     return f"{footing.peak_phase}, {footing.peak_module or 'top level'}, {short(footing.peak_operator)}"
