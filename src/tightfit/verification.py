@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tightfit.activity import aside
 from tightfit.errors import ModelError
 from tightfit.levers.low_bit_weights import at_full_width
 from tightfit.levers.micro_batch import as_tensors
@@ -105,6 +106,7 @@ class Outcome:
         return Difference(moved[0], math.nan) if moved else None
 
 
+@aside()
 def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
     """Run the model plainly and under the plan, on this batch, and compare. The model is left as it was.
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tightfit.activity import now
 from tightfit.errors import InputError
 from tightfit.monitoring.watch import TRACED_STEP, Watch
 
@@ -95,12 +96,15 @@ class Discovery:
             self.handles.pop().remove()
 
     def _call_begins(self, module: nn.Module, args: tuple) -> None:
+        if now.aside:
+            return
         self.depth += 1
         if self.depth == 1 and torch.is_grad_enabled() and _is_trained(module):
             self._found(module, args)
 
     def _call_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.depth -= 1
+        if not now.aside:
+            self.depth -= 1
 
     def _found(self, model: nn.Module, args: tuple) -> None:
         """Watch from here on; its own hooks, being new, are not called for this call."""

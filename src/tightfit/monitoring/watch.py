@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from tightfit.activity import now
 from tightfit.errors import InputError
 from tightfit.internals import compiled_code_off, is_innermost
 from tightfit.memory.counters import allocator_state
@@ -76,7 +77,7 @@ class Watch:
         self._stance: Callable[[], None] = lambda: None  # lets compiled code run again
         self._record: Record | None = None
         self._sampler = Sampler()
-        self._step_began = time.perf_counter()
+        self._step_began = self._aside_began = time.perf_counter()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
 
     # What is watched
@@ -118,6 +119,7 @@ class Watch:
         self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self._sampler.start(self._device)
         self._step_began = time.perf_counter()
+        now.on_aside = (*now.on_aside, self._on_aside)
         if self.traced_step:
             self._start_tracing()
 
@@ -137,6 +139,7 @@ class Watch:
         finally:  # what watches the training is taken off, whatever becomes of the record
             self.stage.remove()
             self._stop_tracing()
+            now.on_aside = tuple(told for told in now.on_aside if told != self._on_aside)
         self._record = self._make_record()
         self._models, self._optimizers = {}, []
 
@@ -199,6 +202,15 @@ class Watch:
             if old is Phase.BACKWARD:
                 self._label()  # gradients, before anybody sets them to None
 
+    def _on_aside(self, begins: bool) -> None:
+        """Something that is no part of the training begins, or has ended: its time and memory do not count."""
+        if begins:
+            self._sampler.sample(self.steps + 1, self.stage.phase)
+            self._aside_began = time.perf_counter()
+        else:
+            self._sampler.skip()
+            self._step_began += time.perf_counter() - self._aside_began
+
     def _inputs(self, args: tuple, kwargs: dict) -> None:
         if self._run is not None and not self._run.passive:
             for leaf in tree_iter((args, kwargs)):
@@ -206,11 +218,11 @@ class Watch:
                     self._run.ledger.enter(leaf, Category.INPUT)
 
     def _step_ends(self) -> None:
-        now = time.perf_counter()
+        ended = time.perf_counter()
         if self._run is not None:
             self._traced_step_ends(self._run)
         else:
-            self._step_seconds.append(now - self._step_began)
+            self._step_seconds.append(ended - self._step_began)
         self.steps += 1
         self._step_began = time.perf_counter()
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tightfit.activity import aside
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
@@ -30,6 +31,7 @@ from tightfit.trace.record import StepTrace
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
 
+@aside()
 def estimate(
     model: nn.Module,
     batch: Batch,
@@ -52,6 +54,7 @@ def estimate(
     return make_estimate(request)
 
 
+@aside()
 def plan(
     model: nn.Module,
     batch: Batch,
@@ -107,6 +110,7 @@ def plan(
     return replace(as_plan(search, found), curve=drawn)
 
 
+@aside()
 def curve(
     model: nn.Module,
     batch: Batch,

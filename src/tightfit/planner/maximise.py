@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tightfit.activity import aside
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
@@ -68,6 +69,7 @@ class Largest:
         return f"{line}: {self.above.value} takes {format_bytes(self.above.least_bytes)} at least."
 
 
+@aside()
 def maximise(
     case: Case, budget: int | str, *, what: str = "value", multiple_of: int = 1, at_most: int | None = None, **how: Any
 ) -> Largest:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from tightfit.activity import accumulation, now
+from tightfit.activity import accumulation, aside, now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.gradients import gradient_memory
@@ -126,7 +126,13 @@ def _dry(
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     plain = plain_tensors(model)
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
-    with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
+    with (
+        aside(),
+        everything_restored(model, *batch),
+        on_host(everything),
+        ModuleTracker(model) as modules,
+        collector_off(),
+    ):
         dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else role.workspace, routing, executor)
         now.dry = True
         try:
