@@ -129,6 +129,7 @@ def _dry(
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
     with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
         dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing, executor)
+        modules.clock = lambda: len(dry.operators)
         now.dry = True
         try:
             announce(ledger, model, batch, plain)
@@ -217,6 +218,7 @@ def record(dry: DryRun, boundaries: list[int], *, repeats: int, repeated: int = 
         loop_repeats=repeats,
         repeated=(boundaries[repeated], boundaries[repeated + 1]),
         with_gradient=dry.with_gradient,
+        calls=tuple(dry.modules.calls),
     )
 
 
