@@ -168,7 +168,7 @@ class RealRun(DryRun):
         self.levels.append(self.ledger.live_bytes + wanted)
         self.operators.append(
             OperatorRecord(
-                traits.name, self.phase, self.modules.attribute(self.phase), 0.0, wanted, None, -1, reads, (), False
+                traits.name, self.phase, self.modules.attribute(self.phase)[0], 0.0, wanted, None, -1, reads, (), False
             )
         )
         if out_of_memory is not None:

@@ -51,8 +51,15 @@ class Search:
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
-        in_blocks = self.request.levers & {"recompute", "offload", "compile"}
-        self.paths = find_blocks(self.request.model, self.request.blocks) if in_blocks else []
+        if self.request.blocks is not None:
+            find_blocks(self.request.model, self.request.blocks)  # a glob that matches nothing costs no trace
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Where the blocks are that levers may be put on."""
+        if not self.request.levers & {"recompute", "offload", "compile"}:
+            return []
+        return find_blocks(self.request.model, self.request.blocks, self.plain)
 
     @cached_property
     def plain(self) -> StepTrace:

@@ -134,6 +134,7 @@ def _dry(
         collector_off(),
     ):
         dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else role.workspace, routing, executor)
+        modules.clock = lambda: len(dry.operators)
         now.dry = True
         try:
             announce(ledger, model, batch, plain)
@@ -222,6 +223,7 @@ def record(dry: DryRun, boundaries: list[int], *, repeats: int, repeated: int = 
         loop_repeats=repeats,
         repeated=(boundaries[repeated], boundaries[repeated + 1]),
         with_gradient=dry.with_gradient,
+        calls=tuple(dry.modules.calls),
     )
 
 
