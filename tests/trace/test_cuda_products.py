@@ -85,6 +85,17 @@ def test_what_is_no_product_or_empty_takes_nothing():
     assert scratch("mm", matrix(0, 32), matrix(32, 16), release=(2, 15)) == []
 
 
+def test_groups_are_multiplied_by_cublas_where_cutlass_does_not():
+    def grouped(dtype: torch.dtype, capability: tuple[int, int], release: tuple[int, int] = (2, 15)) -> list[int]:
+        tokens, experts = TensorShape((64, 32), (32, 1), dtype), TensorShape((4, 32, 16), (512, 16, 1), dtype)
+        return product_scratch("aten._grouped_mm.default", (tokens, experts), capability, release)
+
+    assert grouped(torch.bfloat16, HOPPER) == []
+    assert grouped(torch.float32, HOPPER) == [LARGE]
+    assert grouped(torch.bfloat16, (8, 0)) == [SMALL]
+    assert grouped(torch.bfloat16, (8, 0), (2, 14)) == []
+
+
 def test_a_step_on_2_15_peaks_lower_by_what_was_held_and_higher_by_one_workspace():
     def peak(release):
         parts = as_parts([token_batch()], model_loss)

@@ -58,6 +58,8 @@ def held_workspaces(capability: Capability, release: Release) -> int:
 def product_scratch(name: str, inputs: tuple[TensorShape, ...], capability: Capability, release: Release) -> list[int]:
     """Bytes that one product takes while it runs: operands copied, and from 2.15 on its workspace."""
     operator = name.partition(".")[2].partition(".")[0]
+    if operator == "_grouped_mm":
+        return _one_by_one(inputs, capability, release)
     if operator not in _MATRICES or not name.startswith("aten.") or any(shape.numel == 0 for shape in inputs):
         return []
     first = _MATRICES[operator]
@@ -67,6 +69,13 @@ def product_scratch(name: str, inputs: tuple[TensorShape, ...], capability: Capa
         return copies
     is_lt = operator in ("addmm", "_addmm_activation") and _adds_a_bias(bias[0], *matrices)
     return [*copies, _LT_WORKSPACE if is_lt else blas_workspace(capability, release)]
+
+
+def _one_by_one(inputs: tuple[TensorShape, ...], capability: Capability, release: Release) -> list[int]:
+    # `_grouped_mm_cuda` in native/cuda/GroupedBlas.cpp: CUTLASS multiplies bf16 on capability 9 and 10, in some tens of
+    # KiB that are left out; cuBLAS everything else, a group at a time
+    is_cutlass = capability[0] in (9, 10) and all(shape.dtype == torch.bfloat16 for shape in inputs[:2])
+    return [] if is_cutlass or _are_cached(release) else [blas_workspace(capability, release)]
 
 
 def _are_cached(release: Release) -> bool:

@@ -9,8 +9,10 @@ from tightfit.internals import autocast_cache_cleared_by, foreach_on_cpu, kernel
 from tightfit.trace.cuda.allocator import round_size
 from tightfit.trace.cuda.attention import Capability
 from tightfit.trace.cuda.autocast import AutocastKernels
+from tightfit.trace.cuda.by_card import scratch_by_card
 from tightfit.trace.cuda.composites import composites
 from tightfit.trace.cuda.products import Release, held_workspaces, installed_release, product_scratch
+from tightfit.trace.cuda.reductions import Card
 from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.shapes import TensorShape
 
@@ -36,8 +38,9 @@ class CudaRole:
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
     ) -> int:
         """Bytes of scratch memory of one operator call, as the allocator hands them out."""
-        products = product_scratch(name, tuple(inputs), self.capability, self.release)
-        return cuda_workspace(name, inputs, outputs, arguments) + sum(map(round_size, products))
+        sizes = product_scratch(name, tuple(inputs), self.capability, self.release)
+        sizes += scratch_by_card(name, inputs, outputs, arguments, Card(self.capability, self.multiprocessors))
+        return cuda_workspace(name, inputs, outputs, arguments) + sum(map(round_size, sizes))
 
     @contextmanager
     def playing(self) -> Iterator[None]:
