@@ -4,10 +4,9 @@ import math
 from typing import Any
 
 import torch
+from benchmarks.published.timed_operators import rotate_half
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from benchmarks.published.timed_operators import rotate_half
 
 
 class FusedCrossEntropy(torch.autograd.Function):

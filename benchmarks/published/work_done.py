@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from benchmarks.published import timed_models, timed_operators
 from torch import Tensor, nn
 
-from benchmarks.published import timed_models, timed_operators
 from tightfit.devices.known import find
 from tightfit.devices.work import Work, work_of
 from tightfit.step import Part, StepSettings
@@ -32,9 +32,7 @@ class _Pricer:
         return float(len(self.kinds) - 1)
 
     def done(self, trace: StepTrace, phases: set[Phase] | None) -> Counter[Work]:
-        return Counter(
-            self.kinds[round(op.seconds)] for op in trace.operators if phases is None or op.phase in phases
-        )
+        return Counter(self.kinds[round(op.seconds)] for op in trace.operators if phases is None or op.phase in phases)
 
 
 class _Seed(torch.autograd.Function):

@@ -16,7 +16,7 @@ FLOPS_PER_MULTIPLY_ADD = 2
 # Forward: two products, queries with keys and scores with values. Backward: five (FlashAttention-2, arXiv:2307.08691,
 # section 3.1: the scores again, and the gradients of values, scores, queries and keys).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-TILE = 128  # rows and columns of a result that one multiprocessor computes at a time
+TILE = 64  # rows and columns that a product computes at a time, at least
 ALIGNED_BYTES = 16  # what a vector load takes: rows of another length are loaded number by number
 HALVES = ("bfloat16", "float16")
 ZEROS = "copy/even/float32"

@@ -192,6 +192,10 @@ def _bytes_moved(
         return copied + (written or sum(map(_bytes, inputs[:1])))
     if family is Family.GATHER:
         return 2 * written + sum(_bytes(t) for t in inputs if not t.dtype.is_floating_point)
+    if family is Family.NORM_BACKWARD and inputs:
+        # CUDA's kernels and the CPU's want a whole gradient: one that was spread over it is written out first.
+        spread = math.prod(inputs[0].shape) - _numel(inputs[0])
+        return read + written + 2 * spread * inputs[0].dtype.itemsize
     if base_name(name) in ("nll_loss_forward", "nll_loss2d_forward"):
         return read - _bytes(inputs[0]) + written  # one number of each row
     if base_name(name) == "masked_fill" and not is_in_place(name):
