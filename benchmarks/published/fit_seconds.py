@@ -35,7 +35,7 @@ LONG_ROW_BYTES = 96 * 2**10  # between the rows of 64 and of 128 KiB, whose figu
 KINDS = {"a100-80": "ampere_a100", "a100-40": "ampere_a100", "h100": "hopper", "rtx3090": "tensor_cores",
          "rtx4090": "tensor_cores"}  # fmt: skip
 NAMES = {"ampere_a100": "A100", "hopper": "H100", "tensor_cores": "RTX 3090 and RTX 4090"}
-# Without rows: an attention without a flash kernel, and fewer asynchronous copies, assumed; the rest as in consumer cards.
+# Without rows. Assumed: no flash attention, fewer asynchronous copies; the rest as in consumer cards.
 BEFORE_AMPERE = {"product/half": 0.7, "attention/forward": 0.3, "attention/backward": 0.2}
 
 GUESSED_STREAMS = {
@@ -163,7 +163,7 @@ def as_toml(parameters: Parameters, rows: list[dict[str, Any]]) -> str:
         "# What kernels make of the rates of a card; read by tightfit/devices/known.py. Written by",
         "# `python -m benchmarks.published.fit_seconds`: edit that, not this.",
         f"# Fitted by benchmarks/published/fit_seconds.py on commit {_commit()}, to {len(rows)} published rows:",
-        "# the half of benchmarks/published/seconds.json that `is_for_fitting` chooses. docs/accuracy.md has the errors.",
+        "# the half of benchmarks/published/seconds.json that `is_for_fitting` chooses. Errors: docs/accuracy.md.",
         "# The fields are those of tightfit.devices.spec.Kernels.",
     ]
     for kind, cards in NAMES.items():

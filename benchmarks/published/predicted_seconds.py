@@ -19,7 +19,8 @@ FLUSHED_BYTES = 256 * 2**20
 def roofline_of(row: dict[str, Any]) -> Roofline:
     """The published rates of a row's card, and how kernels use them."""
     device = find(row["card"])
-    assert device is not None and device.spec.roofline is not None, row["card"]
+    if device is None or device.spec.roofline is None:
+        raise ValueError(f"{row['id']}: {row['card']} is not a known card")
     return device.spec.roofline
 
 

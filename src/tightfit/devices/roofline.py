@@ -70,7 +70,7 @@ class RooflineLaw:
         """Whole tiles, each with what it takes to write it, spread over the multiprocessors; and the beginning and the
         end, when not all of them work.
         """
-        batch, m, n, k, layout = product
+        batch, m, n, k, _ = product
         rate = self.roofline.rate(dtype, self.tf32) * self.kernels.shares[self._product_kind(dtype)]
         if dtype in HALVES and not is_aligned(product, ALIGNED_BYTES // 2):
             rate *= self.kernels.shares["product/unaligned"]

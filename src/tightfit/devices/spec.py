@@ -26,8 +26,9 @@ class AttentionPoint:
 class Kernels:
     """How PyTorch's kernels use the cards of one kind.
 
-    `shares`: of a rate of the card, by kind of kernel: `"product/half"` (`"/tf32"`, `"/float32"`), `"attention/forward"`
-    (`"/backward"`) of its arithmetic, `"product/unaligned"` of a product's own share, all others of its memory's rate.
+    `shares`: of a rate of the card, by kind of kernel: `"product/half"` (`"/tf32"`, `"/float32"`) and
+    `"attention/forward"` (`"/backward"`) of its arithmetic, `"product/unaligned"` of a product's own share, all others
+    of its memory's rate.
 
     `kernel_seconds`: from one kernel to the next, beside its work; `launch_seconds`: of the host, for an operator.
     `tile_depth`: what a product's tile takes beside its own depth, and `ramp_depth` what one on every multiprocessor
