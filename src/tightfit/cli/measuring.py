@@ -111,5 +111,5 @@ def _origin(key: str) -> dict[str, Any]:
         "origin": "published",
         "sources": known.sources,
         "memory_source": known.memory_source,
-        "shares_source": known.shares_source,
+        "kernels_source": known.kernels_source,
     }
