@@ -78,6 +78,7 @@ __all__ = [
     "set_allocator_settings",
     "set_version_counters",
     "tensor_without_memory",
+    "transforms_are_active",
     "unregister_pages",
     "without_dynamo",
 ]
@@ -211,6 +212,11 @@ def current_node() -> Any:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call something when the backward that is running has ended; only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) is running in this thread."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:

@@ -135,7 +135,7 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
     """Forward and backward under a plan, from the model's present state, which is put back afterwards."""
-    with untouched(model), apply_plan(plan, model) as applied:
+    with torch.inference_mode(False), torch.enable_grad(), untouched(model), apply_plan(plan, model) as applied:
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
         gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         buffers = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}

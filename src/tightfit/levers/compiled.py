@@ -66,7 +66,7 @@ class CompiledForward(FrugalForward):
         self.whole = whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self.steps_aside:
             return self.original(*args, **kwargs)
         if now.dry_compiled is not None and not now.playing_cuda:
             return self.written(now.dry_compiled, args, kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import aside, now
+from tightfit.activity import now
 from tightfit.internals import current_node, is_profiling
 from tightfit.levers.optimizer import named_states
 from tightfit.memory.failure import parse_out_of_memory
@@ -148,8 +148,7 @@ class RealRun(DryRun):
         """The seconds it took, and the scratch memory that no dispatch shows."""
         scratch = self._scratch.get(key)
         if scratch is None:
-            with aside():
-                scratch = self._scratch[key] = self.scratch(traits.name, inputs, args, out)
+            scratch = self._scratch[key] = self.scratch(traits.name, inputs, args, out)
         return self._took, scratch
 
     def scratch(self, name: str, inputs: Sequence[torch.Tensor], args: tuple, out: Any) -> int:

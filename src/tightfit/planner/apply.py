@@ -14,6 +14,7 @@ from tightfit.levers.offload import HostShelf, OffloadSettings
 from tightfit.levers.offload.shelf import DISK, HOST
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
+from tightfit.levers.recompute.region import forwards_on
 from tightfit.levers.tile import tile_paths
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import Plan
@@ -29,6 +30,18 @@ class AppliedPlan(Applied):
         super().__init__(parts)
         self.plan = plan
         self.model = model
+        self._numbers = {forward.number for forward in forwards_on(model)}
+
+    def undo(self) -> None:
+        """Take every lever off, those on copies of blocks too that have been put into the model since. Calling it again
+        does nothing.
+        """
+        super().undo()
+        for forward in forwards_on(self.model):
+            if forward.number in self._numbers:
+                forward.remove()
+
+    remove = undo
 
     def parts(self, batch: Batch, loss: Loss | None = None) -> list[Part]:
         """The batch in the plan's micro-batches, each with its weight in the loss of the whole batch."""

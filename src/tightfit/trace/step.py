@@ -128,6 +128,8 @@ def _dry(
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
     with (
         aside(),
+        torch.inference_mode(False),  # a step is a training step, wherever it is asked about
+        torch.enable_grad(),
         everything_restored(model, *batch),
         on_host(everything),
         ModuleTracker(model) as modules,

@@ -10,11 +10,11 @@ from tightfit.errors import LeverError
 from tightfit.exclusions import SEGMENTS_AND_REENTRANT
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
-from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward
+from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.values import Shelf
 from tightfit.module_paths import module_at, named_modules
 
-__all__ = ["Applied", "apply_policies", "matching_modules", "recompute"]
+__all__ = ["Applied", "apply_policies", "matching_modules", "recompute", "undo"]
 
 
 def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, use_reentrant: bool = False) -> Applied:
@@ -59,10 +59,23 @@ def install(forwards: Iterable[FrugalForward]) -> Applied:
     for forward in forwards:
         if isinstance(forward.previous, FrugalForward):
             Applied(installed).undo()
-            raise LeverError(f"{forward.path} is already {forward.previous.does}: undo that first")
+            raise LeverError(
+                f"{forward.path} is already {forward.previous.does}: undo that first, by the handle's undo() or, where "
+                "there is none (a copy of a model), by tightfit.undo(model)"
+            )
         forward.install()
         installed.append(forward)
     return Applied(installed)
+
+
+def undo(model: nn.Module) -> None:
+    """Take every lever off a model, whoever put it on: for a model whose handles are lost, such as a copy of one.
+
+    Where there is a handle, its own `undo()` does the same. On a model without levers it does nothing.
+    """
+    while forwards := forwards_on(model):
+        for forward in forwards:
+            forward.remove()
 
 
 def segment_ends(count: int, segments: int) -> set[int]:
