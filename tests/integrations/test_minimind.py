@@ -12,6 +12,7 @@ import torch
 from command_line import tightfit
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
 from tightfit.integrations.minimind import MemoryFlags, check_unwrapped, run_minimind
+from tightfit.integrations.minimind_report import against_prediction
 from tightfit.monitoring.script import profile_script
 
 TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"
@@ -79,6 +80,22 @@ def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
     run = under(path, *arguments, memory_budget="0.7x")
     assert run.plan.plain_peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
     assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.002)
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path, alone):
+    """The script holds on to it: its states are the optimizer's, its half weights lie beside the model's."""
+    alone(PRETRAIN, "--save_to", str(tmp_path / "resume.pth"))
+    resumed = ("--resume_from", str(tmp_path / "resume.pth"))
+    plain = profile_script(PRETRAIN, resumed).watch.record()
+    run = under(PRETRAIN, *resumed, memory_budget="0.7x")
+    assert run.plan.plain_peak_bytes == pytest.approx(plain.peak_bytes, rel=0.001)
+    assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.001)
+
+
+def test_as_predicted_is_said_only_where_it_is():
+    assert against_prediction(1_000_900, 1_000_000) == "as predicted"
+    assert against_prediction(890 << 10, 1 << 20) == "13.1% less than the 1.00 MiB predicted"
+    assert against_prediction(1_002_000, 1_000_000) == "0.2% more than the 976.56 KiB predicted"
 
 
 @pytest.mark.parametrize("flags", [{}, {"segments": 2}, {"ffn_only": True}], ids=str)

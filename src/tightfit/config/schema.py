@@ -101,7 +101,7 @@ class PretrainedModel(Section):
     """A causal language model from `transformers`."""
 
     path: str
-    """A local Hugging Face folder, or a config.json."""
+    """A local Hugging Face folder, a config.json, or the folder of a finished run of tightfit."""
     random_init: bool = False
     """Build the model from its config with new weights instead of loading the weights."""
     gguf_file: str | None = None
