@@ -88,7 +88,8 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path,
     resumed = ("--resume_from", str(tmp_path / "resume.pth"))
     plain = profile_script(PRETRAIN, resumed).watch.record()
     run = under(PRETRAIN, *resumed, memory_budget="0.7x")
-    assert run.plan.plain_peak_bytes == pytest.approx(plain.peak_bytes, rel=0.001)
+    halves = torch.load(tmp_path / "resume.pth")["model"].values()
+    assert run.plan.plain_peak_bytes == pytest.approx(plain.peak_bytes + sum(h.nbytes for h in halves), rel=0.001)
     assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.001)
 
 
@@ -117,7 +118,7 @@ def test_the_flags_stand_among_the_scripts_own(alone):
     assert (outcome.code, outcome.out) == (0, expected)
     assert "MiniMindForCausalLM, " in outcome.err
     assert "% of the plain one" in outcome.err
-    assert "step 2, watched operator by operator" in outcome.err
+    assert "step 2, watched operator by operator" in " ".join(outcome.err.split())
 
 
 def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():
