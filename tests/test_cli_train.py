@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
-from tightfit.cli.progress import ProgressReporter
+from tightfit.cli.progress import ProgressReporter, Screen
 from tightfit.cli.training import outcome
 from tightfit.train import Start, StepMetrics, TrainResult
 
@@ -146,6 +147,18 @@ def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step():
     assert lines[-1].startswith("step 30/30")
     assert 10 < len(lines) < 20
     assert "\x1b" not in screen.getvalue()
+
+
+def test_a_training_outlives_whoever_reads_its_output():
+    ours, theirs = os.pipe()
+    os.close(ours)
+    screen = os.fdopen(theirs, "w")
+    with ProgressReporter(Screen(file=screen, width=80)) as reporter:
+        reporter.on_start(START)
+        reporter.on_step(metrics(1))
+        reporter.on_note("nobody reads this")
+    with pytest.raises(BrokenPipeError):
+        screen.close()
 
 
 def test_the_measured_peak_takes_the_place_of_the_predicted_one():

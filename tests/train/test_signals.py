@@ -48,13 +48,3 @@ def test_a_terminal_that_is_closed_ends_a_training_like_ctrl_c(tmp_path: Path):
 
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
     finished(tmp_path / "run")
-
-
-def test_a_training_outlives_whoever_reads_its_output(tmp_path: Path):
-    training = begun(endless(tmp_path, training={"max_steps": 40}), tmp_path / "run")
-    training.stderr.close()
-
-    training.communicate()
-
-    assert training.returncode == 0
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 40

@@ -28,7 +28,7 @@ from tightfit.exclusions import (
 )
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optimizer_names import parse_optimizer
-from tightfit.units import parse_budget, parse_bytes
+from tightfit.units import check_budget, parse_bytes
 
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -45,10 +45,10 @@ class Section(BaseModel):
 
 
 def _readable_budget(budget: int | str | None) -> int | str | None:
-    """The budget as written. Shares are checked against a stand-in, since the device and the peak come later."""
+    """The budget as written."""
     if budget is not None:
         try:
-            parse_budget(budget, device_bytes=2**40, plain_peak_bytes=2**40)
+            check_budget(budget)
         except BudgetError as error:
             raise ValueError(str(error)) from error
     return budget
@@ -101,7 +101,7 @@ class PretrainedModel(Section):
     """A causal language model from `transformers`."""
 
     path: str
-    """A local Hugging Face folder, or a config.json."""
+    """A local Hugging Face folder, a config.json, or the folder of a finished run of tightfit."""
     random_init: bool = False
     """Build the model from its config with new weights instead of loading the weights."""
     gguf_file: str | None = None

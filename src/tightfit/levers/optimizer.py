@@ -50,7 +50,8 @@ def build_optimizer(
 
     `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `optimizer_names`), a callable that takes
     parameters, or an optimizer whose class and settings are taken over, group by group, but not its state. Raises
-    `InputError` for an unknown name, a missing package or weights that it is not for, `DeviceError` where it cannot run on the parameters' device.
+    `InputError` for an unknown name, a missing package or weights that it is not for, `DeviceError` where it cannot run
+    on the parameters' device.
     """
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(kind, torch.optim.Optimizer):
@@ -77,7 +78,8 @@ def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, A
 
 def _demand_bf16(kind: str, groups: list[Any]) -> None:
     """On fp32 weights alone, these would be plain AdamW and save nothing."""
-    members = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
+    given = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    members = [parameter for group in given for parameter in group]
     if members and not any(p.dtype == torch.bfloat16 for p in members):
         raise InputError(
             f"optimizer {kind} is for bf16 weights, and none that is trained here is bf16: convert the model with "

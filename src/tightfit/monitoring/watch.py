@@ -2,8 +2,9 @@
 
 import statistics
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -69,6 +70,7 @@ class Watch:
         )
         self._models: dict[str, nn.Module] = {}  # by the prefix of its paths
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._resident: list[weakref.ref[torch.Tensor]] = []
         self._device = torch.device("cpu")
         self._traced = 0  # the number of the step in `trace`
         self._complete = False
@@ -88,6 +90,10 @@ class Watch:
         while prefix in self._models:
             prefix = f"{prefix[:-1]}'."
         self._models[prefix] = model
+
+    def add_resident(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors that lie beside the model whether or not a step reads them; counted as long as they are there."""
+        self._resident += [weakref.ref(tensor) for tensor in tensors]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -172,6 +178,10 @@ class Watch:
         """Say what the model's and the optimizers' storages are for."""
         if self._run is None or self._run.ledger.closed:
             return
+        for reference in self._resident:
+            tensor = reference()
+            if tensor is not None and tensor.device == self._run.device:
+                self._run.ledger.enter(tensor, Category.INPUT)
         names: dict[torch.Tensor, str] = {}
         for prefix, model in self._models.items():
             self._run.enter_model(model, prefix)
