@@ -141,7 +141,7 @@ def refuse_without_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_no_memory(tensor):
             raise ModelError(
-                f"verify compares numbers, and {name} has none (meta, or fake): give the model its weights"
+                f"verify compares numbers, and {name} has none (meta, or fake): load weights first"
             )
 
 

@@ -331,10 +331,10 @@ def convolutions() -> Case:
         def __init__(self):
             super().__init__()
             self.features = nn.Sequential(
-                nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
-                nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+                nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU(),
+                nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.MaxPool2d(4),
             )  # fmt: skip
-            self.classifier = nn.Sequential(nn.Linear(1024, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 10))
+            self.classifier = nn.Sequential(nn.Linear(512, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 10))
 
         def forward(self, x, y):
             return F.cross_entropy(self.classifier(self.features(x).flatten(1)), y)

@@ -57,8 +57,8 @@ def policy_of(choice: BlockChoice) -> Policy:
 def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
     """Put a plan's levers on the model it was made for.
 
-    Raises `LeverError` where the model is another one, `ModelError` where it is wrapped for several processes, and where there is less room to offload to than the plan needs;
-    `OutputError` where the folder cannot be used.
+    Raises `LeverError` where the model is another one, and where there is less room to offload to than the plan needs;
+    `ModelError` where it is wrapped for several processes; `OutputError` where the folder cannot be used.
     """
     if fingerprint(model) != plan.fingerprint:
         refuse_wrapped(model, "applying a plan")
