@@ -57,6 +57,7 @@ __all__ = [
     "cudnn_attention_is_preferred",
     "current_node",
     "dispatch_is_watched",
+    "fake_mode_is_active",
     "fallthrough",
     "foreach_on_cpu",
     "fused_kernel_devices",
@@ -64,6 +65,7 @@ __all__ = [
     "has_kernel",
     "inductor_with_budget",
     "is_dense",
+    "is_fake",
     "is_innermost",
     "is_profiling",
     "is_shared",
@@ -187,6 +189,17 @@ def no_modes() -> Iterator[None]:
 def dispatch_is_watched() -> bool:
     """Whether a dispatch mode is active in this thread."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made under PyTorch's `FakeTensorMode`: it says that it lies somewhere, and has no memory."""
+    fake_tensors: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake_tensors is not None and isinstance(tensor, fake_tensors.FakeTensor)
+
+
+def fake_mode_is_active() -> bool:
+    """Whether the user is within a `FakeTensorMode`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def fused_kernel_devices() -> list[str]:

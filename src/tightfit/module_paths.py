@@ -7,7 +7,8 @@ same, so it has a path here: `blocks.3` for `model.blocks[3]`.
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 _CONTAINERS = list | tuple | dict
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -33,6 +34,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
     if not isinstance(item, nn.Module):
         raise AttributeError(f"{type(model).__name__} has no module {path!r}")
     return item
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module itself holds: parameters, buffers, and plain attributes, also in containers."""
+    values = [value for name, value in vars(module).items() if name not in _REGISTERED]
+    plain = [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *plain]
 
 
 def _in_containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

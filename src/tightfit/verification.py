@@ -26,8 +26,10 @@ from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import BlockChoice, Plan
+from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.trace.restore import everything_restored
+from tightfit.trace.twin import has_no_memory
 
 # Matrix products round otherwise at other shapes. The error of a gradient against fp64 moves by up to this factor
 # when nothing but the number of samples in a pass changes (docs/lab-notes.md, "Rounding").
@@ -110,9 +112,12 @@ class Outcome:
 def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
     """Run the model plainly and under the plan, on this batch, and compare. The model is left as it was.
 
-    Raises `LeverError` if the plan was made for another model, `ModelError` where a plan that is exact to rounding
+    Raises `LeverError` if the plan was made for another model, `ModelError` for a model without weights or spread over
+    processes, and where a plan that is exact to rounding
     cannot be judged.
     """
+    refuse_distributed(model, "verify")
+    refuse_without_memory(model)
     loss = loss or model_loss
     batch = as_tensors(batch)
     not_compiled = tuple(choice for choice in plan.choices if choice.action != "compile")
@@ -131,6 +136,15 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     before, after = rounding_errors(model, batch, loss, plan)
     spread = rounding_spread(model, plain, plan)
     return Verification(worst is None and after <= spread * before, True, compared, worst, before, after, spread)
+
+
+def refuse_without_memory(model: nn.Module) -> None:
+    """Raises `ModelError` for a model on meta, or fake: it computes nothing that could be compared."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if has_no_memory(tensor):
+            raise ModelError(
+                f"verify compares numbers, and {name} has none (meta, or fake): load weights first"
+            )
 
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-WIDTH, LENGTH, SIZE, VOCABULARY = 32, 48, 4, 50
+WIDTH, LENGTH, SIZE, VOCABULARY = 32, 32, 4, 50
 Case = tuple[nn.Module, dict[str, torch.Tensor], Callable[..., torch.Tensor] | None]
 
 
@@ -79,7 +79,7 @@ def module_dict() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleDict({str(i): Block() for i in range(4)})
+            self.layers = nn.ModuleDict({str(i): Block() for i in range(3)})
 
         def body(self, x):
             for layer in self.layers.values():
@@ -93,10 +93,10 @@ def attributes() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.block1, self.block2, self.block3, self.block4 = Block(), Block(), Block(), Block()
+            self.block1, self.block2, self.block3 = Block(), Block(), Block()
 
         def body(self, x):
-            return self.block4(self.block3(self.block2(self.block1(x))))
+            return self.block3(self.block2(self.block1(x)))
 
     return chain(Model)
 
@@ -105,7 +105,7 @@ def plain_list() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.blocks = [Block() for _ in range(4)]
+            self.blocks = [Block() for _ in range(3)]
             self.weights = nn.ParameterList([p for block in self.blocks for p in block.parameters()])
 
         def body(self, x):
@@ -120,7 +120,7 @@ def plain_tuple_of_dicts() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.blocks = tuple({"mix": Block(), "wide": feed_forward()} for _ in range(3))
+            self.blocks = tuple({"mix": Block(), "wide": feed_forward()} for _ in range(2))
             modules = [module for pair in self.blocks for module in pair.values()]
             self.weights = nn.ParameterList([p for module in modules for p in module.parameters()])
 
@@ -138,16 +138,16 @@ def nested_lists() -> Case:
 
     class Model(LanguageModel):
         def __init__(self):
-            super().__init__(4 * WIDTH)
-            widths = (WIDTH, 2 * WIDTH, 4 * WIDTH)
+            super().__init__(2 * WIDTH)
+            widths = (WIDTH, 2 * WIDTH)
             self.stages = nn.ModuleList([nn.ModuleList([Block(w) for _ in range(2)]) for w in widths])
-            self.between = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 4 * WIDTH)])
+            self.between = nn.Linear(WIDTH, 2 * WIDTH)
 
         def body(self, x):
             for i, stage in enumerate(self.stages):
                 for block in stage:
                     x = block(x)
-                x = self.between[i](x) if i < 2 else x
+                x = self.between(x) if i == 0 else x
             return x
 
     return chain(Model)
@@ -168,7 +168,7 @@ def stage_modules() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__(4 * WIDTH)
-            self.stage1, self.stage2 = Stage(WIDTH, 2), Stage(2 * WIDTH, 3)
+            self.stage1, self.stage2 = Stage(WIDTH, 2), Stage(2 * WIDTH, 2)
 
         def body(self, x):
             return self.stage2(self.stage1(x))
@@ -204,7 +204,7 @@ def sublayers_in_pairs() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            pairs = [nn.ModuleList([Normed(Attention()), Normed(feed_forward())]) for _ in range(3)]
+            pairs = [nn.ModuleList([Normed(Attention()), Normed(feed_forward())]) for _ in range(2)]
             self.layers = nn.ModuleList(pairs)
 
         def body(self, x):
@@ -230,7 +230,7 @@ def raw_parameters() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([Raw() for _ in range(4)])
+            self.layers = nn.ModuleList([Raw() for _ in range(3)])
 
         def body(self, x):
             for layer in self.layers:
@@ -245,7 +245,7 @@ def encoder_and_decoder() -> Case:
         def __init__(self):
             super().__init__()
             self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-            self.transformer = nn.Transformer(WIDTH, 4, 2, 3, 4 * WIDTH, batch_first=True)
+            self.transformer = nn.Transformer(WIDTH, 4, 2, 2, 4 * WIDTH, batch_first=True)
 
         def forward(self, ids, labels):
             mask = nn.Transformer.generate_square_subsequent_mask(labels.shape[1])
@@ -260,7 +260,7 @@ def torch_encoder() -> Case:
         def __init__(self):
             super().__init__()
             layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, norm_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
         def body(self, x):
             return self.encoder(x)
@@ -285,7 +285,7 @@ def experts() -> Case:
     class Model(LanguageModel):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([Mixture() for _ in range(3)])
+            self.layers = nn.ModuleList([Mixture() for _ in range(2)])
 
         def body(self, x):
             for layer in self.layers:
@@ -331,10 +331,10 @@ def convolutions() -> Case:
         def __init__(self):
             super().__init__()
             self.features = nn.Sequential(
-                nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
-                nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+                nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU(),
+                nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.MaxPool2d(4),
             )  # fmt: skip
-            self.classifier = nn.Sequential(nn.Linear(1024, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 10))
+            self.classifier = nn.Sequential(nn.Linear(512, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 10))
 
         def forward(self, x, y):
             return F.cross_entropy(self.classifier(self.features(x).flatten(1)), y)
@@ -363,7 +363,7 @@ def no_parts() -> Case:
 class Plain(LanguageModel):
     def __init__(self, dropout=0.1):
         super().__init__()
-        self.layers = nn.ModuleList([Block(dropout=dropout) for _ in range(4)])
+        self.layers = nn.ModuleList([Block(dropout=dropout) for _ in range(3)])
 
     def body(self, x):
         for layer in self.layers:
@@ -413,7 +413,7 @@ class Critic(nn.Module):
     def __init__(self):
         super().__init__()
         self.enter, self.leave = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
-        self.layers = nn.ModuleList([Critic.Layer() for _ in range(4)])
+        self.layers = nn.ModuleList([Critic.Layer() for _ in range(3)])
 
     def forward(self, x):
         x = self.enter(x)

@@ -25,6 +25,7 @@ from tightfit.monitoring.sampler import Sampler
 from tightfit.monitoring.stage import Stage
 from tightfit.monitoring.where import Place, place_of_error
 from tightfit.planner.footing import footing
+from tightfit.planner.wrapped import refuse_sharded
 from tightfit.trace.record import Category, Phase, StepTrace
 
 RECENT_STEPS = 101  # whose median is the step's time
@@ -39,10 +40,11 @@ def monitor(
     Steps up to `traced_step` are watched operator by operator (those steps are slower, and not otherwise changed);
     after that the counters of the system and of CUDA's allocator are read where phases change. None traces no step.
     Without `optimizer`, each backward ends a step. Nothing stays on the model afterwards; exceptions pass through, and
-    the record is kept. Raises `InputError` for a wrong argument.
+    the record is kept. Raises `InputError` for a wrong argument, `ModelError` for a sharded model.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    refuse_sharded(model, "the monitor")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
     if traced_step is not None and traced_step < 1:

@@ -24,14 +24,17 @@ from tightfit.planner.records import Action, BlockChoice, OffloadTier
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.planner.search import Search
 from tightfit.planner.tradeoff import POINTS, Tradeoff
+from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.trace.copies import AWAY
 from tightfit.trace.record import StepTrace
+from tightfit.trace.twin import real_tensors, twin_of, with_memory
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
 
 @aside()
+@real_tensors()
 def estimate(
     model: nn.Module,
     batch: Batch,
@@ -55,6 +58,7 @@ def estimate(
 
 
 @aside()
+@real_tensors()
 def plan(
     model: nn.Module,
     batch: Batch,
@@ -111,6 +115,7 @@ def plan(
 
 
 @aside()
+@real_tensors()
 def curve(
     model: nn.Module,
     batch: Batch,
@@ -179,6 +184,8 @@ def make_request(
     check_step(model, batch, loss, optimizer, precision)
     check_settings(micro_batches, grad_clip, blocks)
     check_levers(levers)
+    refuse_distributed(model, "a plan or an estimate")
+    model, batch = as_twins(model, batch, optimizer)
     return Request(
         model=model,
         batch=batch,
@@ -190,6 +197,17 @@ def make_request(
         blocks=blocks,
         micro_batches=micro_batches,
     )
+
+
+def as_twins(model: nn.Module, batch: Batch, optimizer: Optimizer) -> tuple[nn.Module, Batch]:
+    """Model and batch, those on meta or fake as twins that can be run dry. Raises `InputError`, `ModelError`."""
+    twin = twin_of(model)
+    if twin is not model and isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: this {type(optimizer).__name__} holds parameters without memory (meta, or fake): give its "
+            "name, or a callable that takes parameters"
+        )
+    return twin, with_memory(batch, model)
 
 
 def as_plan(search: Search, candidate: Candidate) -> Plan:

@@ -19,6 +19,7 @@ from tightfit.levers.tile import tile_paths
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import BlockChoice, ChunkedLoss, OffloadTier, TiledModules
+from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 from tightfit.units import format_bytes
 
@@ -70,9 +71,10 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
     """Put a plan's levers on the model it was made for.
 
     Raises `LeverError` where the model is another one, and where there is less room to offload to than the plan needs;
-    `OutputError` where the folder cannot be used.
+    `ModelError` where it is wrapped for several processes; `OutputError` where the folder cannot be used.
     """
     if fingerprint(model) != plan.fingerprint:
+        refuse_wrapped(model, "applying a plan")
         raise LeverError(
             "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): "
             "plan again"

@@ -23,6 +23,7 @@ from tightfit.planner.request import allowed_levers, optimizer_peak
 from tightfit.planner.search import Search
 from tightfit.planner.variants import compiled_alike, tiled
 from tightfit.step import Batch
+from tightfit.trace.twin import real_tensors
 from tightfit.units import format_bytes
 
 Case = Callable[[int], tuple[nn.Module, Batch]]
@@ -70,6 +71,7 @@ class Largest:
 
 
 @aside()
+@real_tensors()
 def maximise(
     case: Case, budget: int | str, *, what: str = "value", multiple_of: int = 1, at_most: int | None = None, **how: Any
 ) -> Largest:

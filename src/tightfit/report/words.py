@@ -41,7 +41,12 @@ def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]
         list(run)
         for _, run in groupby(choices, key=lambda c: (c.action, c.share, c.kept, c.kept_modules, c.joined, c.offloaded))
     ]
-    return [(run[0].path if len(run) == 1 else f"{run[0].path} … {run[-1].path}", run) for run in runs]
+    return [(named(run[0]) if len(run) == 1 else f"{named(run[0])} … {named(run[-1])}", run) for run in runs]
+
+
+def named(choice: BlockChoice) -> str:
+    """A block by its path; that of the model itself is empty."""
+    return choice.path or "the whole model"
 
 
 def kept_in_words(operators: Sequence[str], modules: Sequence[str]) -> str:
