@@ -1,6 +1,7 @@
 """Bytes, seconds and rates, between what people write and what programs count."""
 
 import re
+from typing import Literal
 
 from tightfit.errors import BudgetError
 
@@ -49,6 +50,11 @@ def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak
     if budget <= 0:
         raise BudgetError(f"budget {text!r} is not above zero")
     return budget
+
+
+def is_share_of(budget: int | str, unit: Literal["%", "x"]) -> bool:
+    """Whether a budget is written in per cent of the device (`"%"`) or in parts of the plain peak (`"x"`)."""
+    return isinstance(budget, str) and budget.strip().lower().endswith(unit)
 
 
 def format_bytes(count: int | float) -> str:

@@ -22,17 +22,20 @@ from tightfit.planner.request import allowed_levers, optimizer_peak
 from tightfit.planner.search import Search
 from tightfit.planner.variants import compiled_alike, tiled
 from tightfit.step import Batch
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, is_share_of
 
 Case = Callable[[int], tuple[nn.Module, Batch]]
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """The next value above the largest: the least that it needs is over the budget."""
+    """The next value above the largest: the least that it needs is over the budget; or, where `taken_bytes` is given,
+    the device has no room for what the step takes of it as a whole, allocator and context included.
+    """
 
     value: int
     least_bytes: int
+    taken_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,13 @@ class Largest:
         line = f"The largest {self.what}{multiple} within {budget} is {self.value}"
         if self.above is None:
             return f"{line}: no larger one was allowed."
-        return f"{line}: {self.above.value} takes {format_bytes(self.above.least_bytes)} at least."
+        least = f"{self.above.value} takes {format_bytes(self.above.least_bytes)} at least"
+        if self.above.taken_bytes is None:
+            return f"{line}: {least}."
+        return (
+            f"{line}: {least}, and with what the allocator reserves and the context "
+            f"{format_bytes(self.above.taken_bytes)}, for which {self.plan.device} has no room."
+        )
 
 
 def maximise(
@@ -102,7 +111,7 @@ def maximise(
         value=found * multiple_of,
         multiple_of=multiple_of,
         plan=ladder.plans[found],
-        above=None if above is None else TooLarge((found + 1) * multiple_of, above.least_bytes),
+        above=None if above is None else TooLarge((found + 1) * multiple_of, above.least_bytes, above.taken_bytes),
         tried=tuple(ladder.tried),
         planned=tuple(number * multiple_of for number in (*ladder.plans, *ladder.failures)),
     )
@@ -167,7 +176,7 @@ def frugal_policy(levers: frozenset[str]) -> Policy:
 
 def refuse_moving(budget: int | str, what: str) -> None:
     """Raises `BudgetError` for a share of the plain peak."""
-    if isinstance(budget, str) and budget.strip().lower().endswith("x"):
+    if is_share_of(budget, "x"):
         raise BudgetError(
             f"budget {budget!r} is a share of the plain peak, which rises with the {what}: give bytes, for example "
             "8GiB, or a share of the device, 80%"
