@@ -34,6 +34,7 @@ from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 from tightfit.trace.record import Phase, StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
+Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
 
@@ -47,6 +48,8 @@ class Search:
     least: Candidate | None = None
     rejected: list[Rejected] = field(default_factory=list)
     priced: dict[Combination, Prospect] = field(default_factory=dict)
+    routing_matters: bool = False
+    wholes: dict[Applied, StepTrace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
@@ -87,17 +90,23 @@ class Search:
 
     # Combinations
 
-    def combinations(self) -> list[Combination]:
-        """Micro-batches and loss, the fewest micro-batches first."""
+    def combinations(self, plain: StepTrace | None = None) -> list[Combination]:
+        """Micro-batches and loss, the fewest micro-batches first. `plain` is a step of the same model in which the head
+        is found, where the search's own is not to be traced for that.
+        """
         losses: list[ChunkedLoss | None] = [None]
         if "chunked_loss" in self.request.levers:
-            head = find_head(self.plain, self.request.model)
+            head = find_head(plain or self.plain, self.request.model)
             losses += [] if head is None else [ChunkedLoss(head, None)]
+        return [Combination(count, loss) for count in self.counts() for loss in losses]
+
+    def counts(self) -> list[int]:
+        """Numbers of micro-batches that a plan may take, the fewest first."""
         counts = [self.request.micro_batches]
         if "micro_batch" in self.request.levers:
             size = self.request.size
             counts += [n for n in range(counts[0] + 1, size + 1) if size % n == 0]
-        return [Combination(count, loss) for count in counts for loss in losses]
+        return counts
 
     def solve_combinations(self) -> None:
         """All of them; or none with more micro-batches than the first that fits, where the fewest are asked for."""
@@ -277,9 +286,16 @@ class Search:
         choice: tuple[int, ...] = (),
         joined: tuple[str, ...] = (),
     ) -> Candidate:
-        trace = self.tracer.whole(combination, policies, joined)
+        trace = self.whole(combination, policies, joined)
         routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
         return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
+
+    def whole(self, combination: Combination, policies: dict[str, Policy], joined: tuple[str, ...] = ()) -> StepTrace:
+        """The step with these levers, traced once."""
+        key = (combination, frozenset(policies.items()), joined)
+        if key not in self.wholes:
+            self.wholes[key] = self.tracer.whole(combination, policies, joined)
+        return self.wholes[key]
 
     def consider(self, candidate: Candidate, name: str) -> None:
         """Keep the candidate if it is the fastest that fits, and note why the other one is not taken."""
