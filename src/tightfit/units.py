@@ -1,6 +1,7 @@
 """Bytes, seconds and rates, between what people write and what programs count."""
 
 import re
+from typing import Literal
 
 from tightfit.errors import BudgetError
 
@@ -58,6 +59,11 @@ def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak
 def check_budget(text: int | str) -> None:
     """Raises `BudgetError` for what is no budget on any device and for any plain peak."""
     parse_budget(text, device_bytes=_ANY_BYTES, plain_peak_bytes=_ANY_BYTES)
+
+
+def is_share_of(budget: int | str, unit: Literal["%", "x"]) -> bool:
+    """Whether a budget is written in per cent of the device (`"%"`) or in parts of the plain peak (`"x"`)."""
+    return isinstance(budget, str) and budget.strip().lower().endswith(unit)
 
 
 def format_bytes(count: int | float) -> str:

@@ -35,7 +35,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch", "tile", "offload", "compile"]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch", "tile", "offload", "compile", "exact", "rounding"]
 
 
 class Section(BaseModel):
@@ -180,7 +180,8 @@ class TrainingConfig(Section):
     log_every: Count = 1
     """Steps between two lines of metrics."""
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """`auto` takes CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`."""
+    """`auto` takes CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`, or
+    one with figures of your own: `rtx3080,memory=8GiB`."""
     num_threads: Count | None = None
     """Threads of the CPU's operators; null: PyTorch's own choice."""
 
@@ -225,7 +226,8 @@ class MemoryConfig(Section):
         "rounding"
     )
     """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch, tile, and offload and compile, which are used only where they are named."""
+    recompute, chunked_loss, micro_batch, tile, and offload and compile, which are used only where they are named. A
+    list may begin with a class: `[rounding, offload]`."""
     offload_folder: str | None = None
     """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
     temporary files (`TMPDIR`)."""

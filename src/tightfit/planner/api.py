@@ -50,7 +50,8 @@ def estimate(
 
     `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; with
     `micro_batches` it is split in as many, whose gradients accumulate. `loss` is `callable(model, batch) ->
-    scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device` or a name.
+    scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name
+    with figures of one's own: `"rtx3080,memory=8GiB"`.
     Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
     """
     request = make_request(model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip)
@@ -79,7 +80,8 @@ def plan(
     """The fastest combination of levers whose true peak is within the budget.
 
     `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
-    those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them. `blocks` is a
+    those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them, or one of these
+    and more: `["rounding", "offload"]`. `blocks` is a
     glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
     those of `estimate`; `micro_batches="auto"` takes the largest micro-batch that fits: the fewest equal parts of the
     batch for which there is a plan, so that the effective batch stays what it is (and the lever `"micro_batch"` is
@@ -231,6 +233,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
+        room=search.room(candidate.trace),
     )
 
 

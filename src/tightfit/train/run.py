@@ -83,7 +83,7 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
     reporter.on_note(_what_is_trained(model, data))
     batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
     first = next(batches)
-    fitted = fit(model, counted(first), CausalLMLoss(), config, device.kind)
+    fitted = fit(model, counted(first), CausalLMLoss(), config, device)
     model.to(device.kind)
     if fitted.plan is not None:
         reporter.on_plan(fitted.plan)
