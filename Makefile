@@ -16,8 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/tightfit train examples/quickstart.yaml
 
+# CALIBRATION=slow-products, slow-memory or busy-hour: other made-up figures of the CPU (tests/made_up_devices.py)
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(CALIBRATION),--calibration $(CALIBRATION))
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'
@@ -29,6 +30,7 @@ check: $(READY)
 
 published: $(READY)
 	$(BIN)/python -m benchmarks.published.peaks
+	$(BIN)/python -m benchmarks.published.seconds
 	$(BIN)/python benchmarks/accuracy_page.py
 
 clean:

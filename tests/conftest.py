@@ -1,6 +1,10 @@
 """For all tests."""
 
 import os
+import time
+from pathlib import Path
+
+import pytest
 
 # Kineto reads this when the first profile of a process starts, and writes lines for all later ones: whichever test
 # profiles first decides.
@@ -10,3 +14,39 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _PROCESSES > 1:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _PROCESSES))
+
+_YEAR = 365 * 24 * 3600
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--calibration", default="even", metavar="NAME",
+        help="what the suite takes for this machine's CPU: even, slow-products, slow-memory or busy-hour",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def present_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """The CPU that is present has made-up figures, here and in processes that a test starts."""
+    from made_up_devices import CALIBRATIONS, DISK
+    from tightfit.devices import present
+    from tightfit.memory.disk import DiskStore
+    from tightfit.planner import request as planning
+
+    name = request.config.getoption("calibration")
+    if name not in CALIBRATIONS:
+        raise pytest.UsageError(f"--calibration {name!r} is not known: take one of {', '.join(CALIBRATIONS)}")
+    spec, measure = CALIBRATIONS[name](), present.calibrate
+
+    def disk_rates(folder: str | Path | None = None):
+        DiskStore(folder)  # a folder that cannot be used is refused as ever
+        return DISK
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIGHTFIT_CACHE", str(tmp_path_factory.mktemp("calibrations")))
+        patch.setattr(present, "calibrate", lambda kind: spec if kind == "cpu" else measure(kind))
+        patch.setattr(planning, "disk_rates", disk_rates)
+        present.measure("cpu")
+        later = time.time() + _YEAR  # figures of a busy hour are never so old that they are measured again
+        os.utime(present.cache_path("cpu"), (later, later))
+        yield spec

@@ -24,3 +24,16 @@ def test_a_wrong_setting_of_a_lever_is_one_line(tmp_path, setting, said):
     outcome = tightfit("plan", path, "training.device=cpu", setting)
     assert outcome.code == 2
     assert said in outcome.error
+
+
+def test_a_class_of_levers_with_names_is_taken_from_the_option_and_from_yaml(tmp_path):
+    path = tmp_path / "training.yaml"
+    model = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
+    memory = {"budget": "0.8x", "levers": ["rounding", "offload"]}
+    path.write_text(yaml.safe_dump({"model": model, "data": {"sequence_length": 64}, "memory": memory}))
+    ask = ("plan", path, "--device", "rtx4090", "--json")
+    by_key, by_option = tightfit(*ask), tightfit(*ask, "--levers", "rounding,offload")
+    assert by_key.code == 0
+    assert by_key.out == by_option.out
+    wrong = tightfit(*ask, "--levers", "rounding,magic")
+    assert (wrong.code, "magic" in wrong.error) == (2, True)

@@ -43,7 +43,7 @@ def test_what_cannot_be_scored_is_one_line(run, tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     for name, message in (
         ("none.txt", "cannot be read"),
-        ("empty.txt", "at least two tokens"),
+        ("empty.txt", f"{tmp_path / 'empty.txt'}: holds too little text, 0 tokens"),
         ("long.txt", "the model's positions reach 2048"),
         ("binary.txt", "not UTF-8 text"),
     ):

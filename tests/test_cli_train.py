@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import signal
 
 import pytest
@@ -7,7 +8,8 @@ import yaml
 from rich.console import Console
 
 from command_line import tightfit
-from tightfit.cli.progress import ProgressReporter
+from quick_trainings import leave_out_pictures
+from tightfit.cli.progress import ProgressReporter, Screen
 from tightfit.cli.training import outcome
 from tightfit.train import Start, StepMetrics, TrainResult
 
@@ -97,6 +99,20 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(config, monkeypatch, tmp_pa
     assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_keep_what_is_done_too_and_end_with_their_code(config, monkeypatch, tmp_path, number):
+    def end_after_one(self, metrics):
+        if metrics.step == 1:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(ProgressReporter, "on_step", end_after_one)
+    leave_out_pictures(monkeypatch)
+    done = tightfit("train", config(memory={"budget": None}))
+    assert done.code == 128 + number
+    assert "peak memory" in done.out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
+
+
 START = Start(max_steps=30, log_every=1, predicted_peak_bytes=2**28, predicted_step_seconds=1.0, budget_bytes=2**29)
 
 
@@ -131,6 +147,18 @@ def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step():
     assert lines[-1].startswith("step 30/30")
     assert 10 < len(lines) < 20
     assert "\x1b" not in screen.getvalue()
+
+
+def test_a_training_outlives_whoever_reads_its_output():
+    ours, theirs = os.pipe()
+    os.close(ours)
+    screen = os.fdopen(theirs, "w")
+    with ProgressReporter(Screen(file=screen, width=80)) as reporter:
+        reporter.on_start(START)
+        reporter.on_step(metrics(1))
+        reporter.on_note("nobody reads this")
+    with pytest.raises(BrokenPipeError):
+        screen.close()
 
 
 def test_the_measured_peak_takes_the_place_of_the_predicted_one():

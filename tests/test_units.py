@@ -1,7 +1,7 @@
 import pytest
 
 from tightfit.errors import BudgetError
-from tightfit.units import format_bytes, format_seconds, parse_budget, parse_bytes
+from tightfit.units import check_budget, format_bytes, format_seconds, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,21 @@ def test_a_share_of_what_is_not_known_is_refused(text, unknown):
 def test_a_budget_is_above_zero(text):
     with pytest.raises(BudgetError, match="not above zero"):
         parse_budget(text, plain_peak_bytes=1000)
+
+
+def test_more_than_the_whole_device_is_no_share_of_it():
+    assert parse_budget("100%", device_bytes=1000) == 1000
+    for text in ("1000%", "100.1%"):
+        with pytest.raises(BudgetError, match=f"'{text}' is more than the device has"):
+            check_budget(text)
+
+
+@pytest.mark.parametrize("text", ["lots", "-1x", "0%", 0])
+def test_what_is_no_budget_anywhere_is_known_without_a_device(text):
+    with pytest.raises(BudgetError):
+        check_budget(text)
+    check_budget("0.001%")
+    check_budget("3x")
 
 
 def test_a_budget_in_unknown_units_names_all_forms():

@@ -12,8 +12,8 @@ from tightfit.internals import current_node
 from tightfit.memory.allocator import collector_off
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
+from tightfit.trace.cuda.products import Release, blas_workspace
 from tightfit.trace.cuda.replay import play
-from tightfit.trace.cuda.workspace import blas_workspace, cuda_workspace
 from tightfit.trace.dry_run import DryRun
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
@@ -22,6 +22,7 @@ from tightfit.trace.shapes import TensorShape
 from tightfit.trace.step import record
 
 REPEATS = 3  # the first makes the gradients, later ones are alike
+RELEASE: Release = (2, 7)  # rows are of 2.4 to 2.11, which all keep cuBLAS's workspaces; no product ran on newer cards
 PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"))
 
 
@@ -48,10 +49,10 @@ CARDS = {
 class _Process(DryRun):
     """Keeps cuBLAS's workspace for each thread (forward's and autograd's own) from its first product on."""
 
-    def __init__(self, card: Card, handles: int):
-        super().__init__(Ledger(rounding=MIN_BLOCK), ModuleTracker(nn.Module()), workspace=cuda_workspace)
+    def __init__(self, role: CudaRole, handles: int):
+        super().__init__(Ledger(rounding=MIN_BLOCK), ModuleTracker(nn.Module()), workspace=role.workspace)
         self.phase = Phase.BACKWARD  # where autograd's engine adds gradients in place, they are taken as such
-        self.card = card
+        self.role = role
         self.workspaces: dict[bool, torch.Tensor] = {}
         for thread in (False, True)[:handles]:
             self._keep(thread)
@@ -63,7 +64,7 @@ class _Process(DryRun):
         super().finish(traits, *rest)
 
     def _keep(self, thread: bool) -> None:
-        size = blas_workspace(self.card.capability)
+        size = blas_workspace(self.role.capability, self.role.release)
         workspace = self.workspaces[thread] = TensorShape((size,), (1,), torch.uint8).hollow()
         self.ledger.track(workspace, known=False, operator=self.ledger.now)
 
@@ -75,10 +76,11 @@ def peak_of(script: Callable[[], Callable[[], Any]], card: Card, *, handles: int
     cuBLAS that the process held before.
     """
     with collector_off():
-        dry = _Process(card, handles)
+        role = CudaRole(card.capability, card.multiprocessors, RELEASE)
+        dry = _Process(role, handles)
         now.dry = True
         try:
-            with CudaRole(card.capability, card.multiprocessors).playing(), dry:
+            with role.playing(), dry:
                 measured = script()
                 first = len(dry.operators)
                 for _ in range(REPEATS):

@@ -33,6 +33,7 @@ _HOMES: dict[str, str] = {
     "set_allocator": "tightfit.memory.settings",
     "tile": "tightfit.levers.tile",
     "train": "tightfit.train",
+    "undo": "tightfit.levers.recompute",
     "verify": "tightfit.verification",
 }
 

@@ -1,26 +1,29 @@
 """What the levers are doing right now, for whoever watches the operators go by.
 
 The levers write it, the trace and the monitor read it (and the other way round where a dry run plays a device): neither
-has to know the other. Autograd may run backward in
-another thread, but the thread that called it waits, so one plain object serves.
+has to know the other. Each thread has its own: a dry run in one thread does not touch a training in another. Autograd
+may run a backward on CUDA in a thread of its own, and what that backward does is written and read there.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
-@dataclass(slots=True)
-class Activity:
-    """Mutable, one instance: `now`."""
+class Activity(threading.local):
+    """Mutable, one instance: `now`, whose attributes are those of the thread that asks."""
+
+    # Of all threads: set where the loop runs, read in backward, which may be in another thread.
+    accumulating: ClassVar[int] = 0  # depth of micro-batches under way after which another one follows
 
     recomputing: int = 0  # depth of recomputations under way
     region: str | None = None  # module path of the innermost block that a lever watches
     occurrence: int = -1  # how many operators of this name that block has run before this one
     recording: bool = False  # a lever notes this operator, to be able to recompute or offload what it makes
+    aside: int = 0  # depth of what is no part of a training: dry runs, calibrations, comparisons
+    on_aside: tuple[Callable[[bool], None], ...] = ()  # told where that begins (True) and where it has ended (False)
     dry: bool = False  # a step runs dry: what hangs on the real model's gradients keeps still
-    accumulating: int = 0  # depth of micro-batches under way after which another one follows
     host: int = 0  # depth of code that works in host memory, whatever the device
     playing_cuda: bool = False  # a dry run in which CPU tensors stand for those of a CUDA device
     offloading: int = 0  # depth of copies to or from the place where a lever puts values
@@ -33,6 +36,22 @@ class Activity:
 
 
 now = Activity()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What runs inside is no part of the training around it, and no monitor takes it for one."""
+    now.aside += 1
+    try:
+        if now.aside == 1:
+            for told in now.on_aside:
+                told(True)
+        yield
+    finally:
+        now.aside -= 1
+        if now.aside == 0:
+            for told in now.on_aside:
+                told(False)
 
 
 @contextmanager
@@ -58,11 +77,11 @@ def offload() -> Iterator[None]:
 @contextmanager
 def accumulation() -> Iterator[None]:
     """The backward inside is not the last one before the optimizer's step."""
-    now.accumulating += 1
+    Activity.accumulating += 1
     try:
         yield
     finally:
-        now.accumulating -= 1
+        Activity.accumulating -= 1
 
 
 @contextmanager

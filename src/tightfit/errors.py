@@ -70,17 +70,19 @@ class TraceError(TightfitError):
 class CannotFit(TightfitError):
     """No plan fits the budget.
 
-    `least_bytes` is the smallest peak that any combination of the allowed levers reaches.
+    `least_bytes` is the smallest peak that any combination of the allowed levers reaches. Where that is within the
+    budget and a CUDA device has no room for it, `taken_bytes` is what the step takes there as a whole, else None.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, least_bytes: int):
+    def __init__(self, message: str, least_bytes: int, taken_bytes: int | None = None):
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.taken_bytes = taken_bytes
 
-    def __reduce__(self) -> tuple[type["CannotFit"], tuple[str, int]]:
-        return type(self), (str(self), self.least_bytes)  # it crosses to another process whole
+    def __reduce__(self) -> tuple[type["CannotFit"], tuple[str, int, int | None]]:
+        return type(self), (str(self), self.least_bytes, self.taken_bytes)  # it crosses to another process whole
 
 
 class VerificationFailed(TightfitError):

@@ -57,6 +57,7 @@ __all__ = [
     "cudnn_attention_is_preferred",
     "current_node",
     "dispatch_is_watched",
+    "fake_mode_is_active",
     "fallthrough",
     "foreach_on_cpu",
     "fused_kernel_devices",
@@ -64,6 +65,7 @@ __all__ = [
     "has_kernel",
     "inductor_with_budget",
     "is_dense",
+    "is_fake",
     "is_innermost",
     "is_profiling",
     "is_shared",
@@ -78,6 +80,7 @@ __all__ = [
     "set_allocator_settings",
     "set_version_counters",
     "tensor_without_memory",
+    "transforms_are_active",
     "unregister_pages",
     "without_dynamo",
 ]
@@ -188,6 +191,17 @@ def dispatch_is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made under PyTorch's `FakeTensorMode`: it says that it lies somewhere, and has no memory."""
+    fake_tensors: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake_tensors is not None and isinstance(tensor, fake_tensors.FakeTensor)
+
+
+def fake_mode_is_active() -> bool:
+    """Whether the user is within a `FakeTensorMode`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def fused_kernel_devices() -> list[str]:
     """The kinds of devices on which optimizers have fused kernels."""
     return _get_fused_kernels_supported_devices()
@@ -211,6 +225,11 @@ def current_node() -> Any:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call something when the backward that is running has ended; only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) is running in this thread."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:

@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "sgd": "SGD",
 }
 OFFLOADED = "offloaded_adamw"
+FOR_BF16 = ("adamw_bf16", "adamw_bf16_stochastic")
 
 # The names of other trainers.
 FOREIGN = {

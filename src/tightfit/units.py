@@ -1,6 +1,7 @@
 """Bytes, seconds and rates, between what people write and what programs count."""
 
 import re
+from typing import Literal
 
 from tightfit.errors import BudgetError
 
@@ -9,6 +10,7 @@ BYTE_UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_ANY_BYTES = 2**60  # every share of it that can be written is a byte at least
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
 
 
@@ -36,7 +38,10 @@ def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak
     if match is not None and unit == "%":
         if device_bytes is None:
             raise BudgetError(f"{text!r} is a share of the device's memory, which is not known here: give bytes")
-        budget = int(float(match.group(1)) / 100 * device_bytes)
+        share = float(match.group(1)) / 100
+        if share > 1:
+            raise BudgetError(f"budget {text!r} is more than the device has: 100% is all of it")
+        budget = int(share * device_bytes)
     elif match is not None and unit == "x":
         if plain_peak_bytes is None:
             raise BudgetError(f"{text!r} is a share of the plain peak, which is not known here: give bytes")
@@ -49,6 +54,16 @@ def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak
     if budget <= 0:
         raise BudgetError(f"budget {text!r} is not above zero")
     return budget
+
+
+def check_budget(text: int | str) -> None:
+    """Raises `BudgetError` for what is no budget on any device and for any plain peak."""
+    parse_budget(text, device_bytes=_ANY_BYTES, plain_peak_bytes=_ANY_BYTES)
+
+
+def is_share_of(budget: int | str, unit: Literal["%", "x"]) -> bool:
+    """Whether a budget is written in per cent of the device (`"%"`) or in parts of the plain peak (`"x"`)."""
+    return isinstance(budget, str) and budget.strip().lower().endswith(unit)
 
 
 def format_bytes(count: int | float) -> str:

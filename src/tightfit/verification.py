@@ -19,14 +19,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tightfit.activity import aside
 from tightfit.errors import ModelError
 from tightfit.levers.low_bit_weights import at_full_width
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import BlockChoice, Plan
+from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.trace.restore import everything_restored
+from tightfit.trace.twin import has_no_memory
 
 # Matrix products round otherwise at other shapes. The error of a gradient against fp64 moves by up to this factor
 # when nothing but the number of samples in a pass changes (docs/lab-notes.md, "Rounding").
@@ -105,12 +108,16 @@ class Outcome:
         return Difference(moved[0], math.nan) if moved else None
 
 
+@aside()
 def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
     """Run the model plainly and under the plan, on this batch, and compare. The model is left as it was.
 
-    Raises `LeverError` if the plan was made for another model, `ModelError` where a plan that is exact to rounding
+    Raises `LeverError` if the plan was made for another model, `ModelError` for a model without weights or spread over
+    processes, and where a plan that is exact to rounding
     cannot be judged.
     """
+    refuse_distributed(model, "verify")
+    refuse_without_memory(model)
     loss = loss or model_loss
     batch = as_tensors(batch)
     not_compiled = tuple(choice for choice in plan.choices if choice.action != "compile")
@@ -131,9 +138,18 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     return Verification(worst is None and after <= spread * before, True, compared, worst, before, after, spread)
 
 
+def refuse_without_memory(model: nn.Module) -> None:
+    """Raises `ModelError` for a model on meta, or fake: it computes nothing that could be compared."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if has_no_memory(tensor):
+            raise ModelError(
+                f"verify compares numbers, and {name} has none (meta, or fake): load weights first"
+            )
+
+
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
     """Forward and backward under a plan, from the model's present state, which is put back afterwards."""
-    with untouched(model), apply_plan(plan, model) as applied:
+    with torch.inference_mode(False), torch.enable_grad(), untouched(model), apply_plan(plan, model) as applied:
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
         gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         buffers = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}

@@ -58,6 +58,25 @@ def test_a_line_without_a_text_is_told_with_line_and_column(tmp_path, line, expe
     assert expected in refused(lines(tmp_path, b'{"text": "one"}', line))
 
 
+@pytest.mark.parametrize(
+    ("line", "column"),
+    [
+        (rb'{"text": "\ud800"}', 11),
+        (rb'{"text": "\ud83d\ude00 \udc00"}', 24),
+        (rb'{"text": "\ud83d \ude00"}', 11),
+        (rb'{"text": "\\ud800 \ud800"}', 19),
+        ('{"text": "ü\\ud83dx"}'.encode(), 12),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_told_with_line_and_column(tmp_path, line, column):
+    expected = f"line 2, column {column}: half of a surrogate pair"
+    assert expected in refused(lines(tmp_path, b'{"text": "one"}', line))
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    assert list(read_documents(lines(tmp_path, rb'{"text": "\ud83d\ude00 \\ud800"}'))) == ["\U0001f600 \\ud800"]
+
+
 def test_a_broken_line_after_the_limit_does_not_matter(tmp_path):
     assert list(read_documents(lines(tmp_path, b'{"text": "one"}', b"{"), max_documents=1)) == ["one"]
 

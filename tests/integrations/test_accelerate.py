@@ -83,6 +83,7 @@ def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(caplo
     accelerator, model, optimizer = checkpointing()
     applied = apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.6x")
     assert "gradient checkpointing is taken over" in caplog.text
+    assert "; its peak was " in caplog.text
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
     applied.undo()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)

@@ -7,9 +7,10 @@ import torch
 import transformers
 from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded, samples
 
-from tightfit.errors import CannotFit, InputError, LeverError
+from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.integrations.hf import FrugalTrainer, MemoryBudget
 from tightfit.planner.candidates import UNSEEN_BYTES
+from tightfit.units import format_bytes
 
 ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in ARGUMENTS else "gradient_checkpointing"
@@ -171,7 +172,20 @@ def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(tmp_p
     assert losses(within) == losses(plain)
     assert any(choice.action != "keep" for choice in budget.plan.choices)
     assert "gradient checkpointing is taken over" in caplog.text
+    peak = PeakOfSteps(last=3)
+    train(tmp_path, callbacks=[peak], max_steps=3, **{CHECKPOINTING: True})
+    assert 0.9 * budget.own_peak_bytes < peak.bytes <= budget.own_peak_bytes < budget.plan.plain_peak_bytes
+    assert f"its peak was {format_bytes(budget.own_peak_bytes)}, the plan's is" in caplog.text
+    assert within.state.log_history[0]["memory_own_peak_bytes"] == budget.own_peak_bytes
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("budget", ["lots", "1000%", "0GiB"])
+def test_what_is_no_budget_is_refused_where_it_is_written(tmp_path, budget):
+    with pytest.raises(BudgetError, match=budget):
+        MemoryBudget(budget)
+    with pytest.raises(BudgetError, match=budget):
+        frugal(tmp_path, budget)
 
 
 def test_plan_and_memory_are_in_the_logs(tmp_path):

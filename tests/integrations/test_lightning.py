@@ -8,7 +8,7 @@ import torch
 from tiny_trainings import StepPeak, llama, padded
 from torch import nn
 
-from tightfit.errors import CannotFit, InputError, LeverError
+from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks
 
 pytestmark = [
@@ -373,6 +373,8 @@ def test_a_module_without_an_optimizer_or_that_takes_its_batches_itself_is_one_l
 def test_a_length_below_one_token_is_one_line():
     with pytest.raises(InputError, match="max_length=0: give the longest sequence in tokens"):
         MemoryBudget("0.5x", max_length=0)
+    with pytest.raises(BudgetError, match="'lots' is not an amount of memory"):
+        MemoryBudget("lots")
 
 
 class SkippingTheFirst:

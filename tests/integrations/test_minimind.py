@@ -12,6 +12,7 @@ import torch
 from command_line import tightfit
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
 from tightfit.integrations.minimind import MemoryFlags, check_unwrapped, run_minimind
+from tightfit.integrations.minimind_report import against_prediction
 from tightfit.monitoring.script import profile_script
 
 TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"
@@ -81,6 +82,23 @@ def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
     assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.002)
 
 
+def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path, alone):
+    """The script holds on to it: its states are the optimizer's, its half weights lie beside the model's."""
+    alone(PRETRAIN, "--save_to", str(tmp_path / "resume.pth"))
+    resumed = ("--resume_from", str(tmp_path / "resume.pth"))
+    plain = profile_script(PRETRAIN, resumed).watch.record()
+    run = under(PRETRAIN, *resumed, memory_budget="0.7x")
+    halves = torch.load(tmp_path / "resume.pth")["model"].values()
+    assert run.plan.plain_peak_bytes == pytest.approx(plain.peak_bytes + sum(h.nbytes for h in halves), rel=0.001)
+    assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.001)
+
+
+def test_as_predicted_is_said_only_where_it_is():
+    assert against_prediction(1_000_900, 1_000_000) == "as predicted"
+    assert against_prediction(890 << 10, 1 << 20) == "13.1% less than the 1.00 MiB predicted"
+    assert against_prediction(1_002_000, 1_000_000) == "0.2% more than the 976.56 KiB predicted"
+
+
 @pytest.mark.parametrize("flags", [{}, {"segments": 2}, {"ffn_only": True}], ids=str)
 @pytest.mark.parametrize("moe", [0, 1])
 def test_blocks_recompute_by_rule_with_the_same_losses_and_weights(flags, moe, alone, capsys):
@@ -100,7 +118,7 @@ def test_the_flags_stand_among_the_scripts_own(alone):
     assert (outcome.code, outcome.out) == (0, expected)
     assert "MiniMindForCausalLM, " in outcome.err
     assert "% of the plain one" in outcome.err
-    assert "step 2, watched operator by operator" in outcome.err
+    assert "step 2, watched operator by operator" in " ".join(outcome.err.split())
 
 
 def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():

@@ -66,6 +66,26 @@ def test_a_saved_decoder_loads_with_equal_logits_and_its_tied_weights_once(tmp_p
     assert len(load_file(tmp_path / "run" / "model.safetensors")) == len(list(model.parameters()))
 
 
+def test_a_run_of_ones_own_is_a_model_to_train_on(tmp_path):
+    saved = Decoder(TINY)
+    save_model(saved, tmp_path)
+
+    model = build_model(PretrainedModel(path=str(tmp_path)))
+    fresh = build_model(PretrainedModel(path=str(tmp_path), random_init=True), seed=1)
+
+    assert model.training
+    assert isinstance(fresh, Decoder)
+    assert fresh.config == TINY
+    for (name, weight), new in zip(saved.state_dict().items(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(model.state_dict()[name], weight)
+        assert weight.ndim == 1 or not torch.equal(new, weight)
+
+
+def test_a_run_that_holds_adapters_alone_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "holds adapters and no model: give the folder of the model that they are for" in refused(path=str(tmp_path))
+
+
 def test_untied_weights_are_saved_apart(tmp_path):
     model = build_model(DecoderConfig(hidden_size=16, num_layers=1, num_heads=2, vocab_size=40, tie_embeddings=False))
     save_model(model, tmp_path)

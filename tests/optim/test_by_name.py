@@ -11,7 +11,7 @@ from tightfit.errors import ConfigError, DeviceError, InputError
 from tightfit.levers.optimizer import build_optimizer
 from tightfit.optim import MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.optimizer_names import FOREIGN, OPTIMIZERS
+from tightfit.optimizer_names import FOR_BF16, FOREIGN, OPTIMIZERS
 from tightfit.train.optimizer import OptimizerRecipe, set_learning_rate
 
 LOW_BIT = ("adamw8bit", "adamw4bit")
@@ -37,7 +37,16 @@ def wide():
 
 @pytest.mark.parametrize("name", FREE)
 def test_it_trains_and_resumes_bit_for_bit(name):
-    resumed_equals_uninterrupted(recipe(name))
+    dtype = torch.bfloat16 if name in FOR_BF16 else torch.float32
+    resumed_equals_uninterrupted(recipe(name), lambda: net(dtype))
+
+
+@pytest.mark.parametrize("name", FOR_BF16)
+def test_one_for_bf16_weights_is_refused_where_there_are_none(name):
+    with pytest.raises(InputError, match=rf"^optimizer {name} is for bf16 weights.*model.to\(torch.bfloat16\)"):
+        recipe(name)(net())
+    with pytest.raises(InputError, match=f"optimizer {name}"):
+        build_optimizer(name, net().parameters())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler, which 4-bit states step with

@@ -19,7 +19,7 @@ from small_training import (
 from torch import nn
 
 from tightfit.errors import InputError
-from tightfit.optim import OffloadedAdamW
+from tightfit.optim import BF16AdamW, OffloadedAdamW
 from tightfit.optim.host_gradient import HostGradient
 from tightfit.optim.link import Link
 
@@ -159,6 +159,14 @@ def test_a_group_that_is_added_later_is_offloaded_too():
         train(model, optimizer, steps=4)
     assert offloaded.host_share == 1
     assert_same_weights(plain, frugal)
+
+
+@pytest.mark.parametrize("kind", [OffloadedAdamW, BF16AdamW])
+def test_settings_by_their_place_are_those_of_adamw(kind):
+    settings = (1e-2, (0.8, 0.9), 1e-6, 0.3)
+    theirs, ours = torch.optim.AdamW(net().parameters(), *settings), kind(net().parameters(), *settings)
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert ours.param_groups[0][name] == theirs.param_groups[0][name]
 
 
 def test_settings_out_of_range_are_refused():

@@ -35,6 +35,31 @@ def test_the_rough_bound_is_that_of_looking_at_every_number(name, limit):
     assert len(asked) <= 2 * math.log2(4000)
 
 
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("guess", [1, 2, 776, 1200, 4000])
+def test_the_rough_bound_is_the_same_from_wherever_it_begins(name, guess):
+    asked = []
+
+    def measure(n):
+        asked.append(n)
+        return CURVES[name](n)
+
+    assert rough_bound(measure, 50_000, 4000, guess=guess) == bound(CURVES[name], 50_000, 4000)
+    assert len(set(asked)) == len(asked)
+    assert len(asked) <= 2 * math.log2(4000) + 2
+
+
+def test_a_guess_near_the_bound_of_a_straight_line_takes_few_questions():
+    asked = []
+
+    def measure(n):
+        asked.append(n)
+        return 12_345 + 678 * n
+
+    assert rough_bound(measure, 678 * 50_000, 60_000, guess=50_300) == (678 * 50_000 - 12_345) // 678
+    assert len(asked) <= 5
+
+
 def test_a_straight_line_takes_few_questions_wherever_it_ends():
     asked = []
 

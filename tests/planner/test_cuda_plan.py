@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from tightfit import TokenBatch, estimate, plan, verify
+from tightfit import Plan, TokenBatch, estimate, maximise, plan, verify
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, DeviceError
 from tightfit.levers.micro_batch import as_parts
@@ -149,3 +149,43 @@ def test_a_share_of_the_device_includes_the_context():
 
 def tiny_peak(model: nn.Module) -> int:
     return estimate(model, BATCH, precision="bf16", device="rtx4090").peak_bytes
+
+
+def test_a_budget_in_bytes_says_what_the_device_holds_beside_the_tensors_and_one_in_per_cent_bounds_it():
+    model = build_dry(gpt2)
+    card = "rtx4090,memory=2GiB"
+    peak = estimate(model, BATCH, device=card).peak_bytes
+    made = plan(model, BATCH, peak + 2**20, device=card)
+    assert made.room is not None
+    assert made.room.device_bytes == 2 * 2**30
+    assert made.room.taken_bytes > made.budget_bytes >= made.peak_bytes
+    assert not made.room.is_bounded
+    said = " ".join(str(made).split())
+    assert "a budget in bytes bounds the tensors alone (max_memory_allocated)" in said
+    assert ",memory=" in said
+    shared = plan(model, BATCH, "90%", device=card)
+    assert shared.room is not None
+    assert shared.room.is_bounded
+    assert "the budget bounds all of that" in " ".join(str(shared).split())
+    assert Plan.from_dict(made.to_dict()) == made
+
+
+def test_an_estimate_of_what_does_not_fit_says_so_in_its_first_line():
+    small = estimate(build_dry(gpt2), BATCH, device="rtx4090,memory=1GiB")
+    assert not small.fits
+    assert "does not fit" in str(small).splitlines()[0]
+    large = estimate(build_dry(gpt2), BATCH, device="rtx4090")
+    assert large.fits
+    assert "does not fit" not in str(large)
+
+
+def test_where_the_device_has_no_room_that_is_the_reason_and_not_the_budget():
+    model = build_dry(gpt2)
+    found = maximise(
+        lambda size: (model, TokenBatch(size, 512, VOCABULARY)), "8GiB", what="batch_size", device="rtx4090,memory=2GiB"
+    )
+    assert found.above is not None
+    assert found.above.taken_bytes is not None
+    assert found.above.least_bytes < found.plan.budget_bytes
+    assert found.above.taken_bytes > 2 * 2**30
+    assert "for which RTX 4090 with memory=2GiB has no room" in found.sentence

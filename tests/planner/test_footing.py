@@ -1,8 +1,10 @@
 """What a footing tells of the peak: which tensors are there, and where in the step each point of the timeline lies."""
 
 import pytest
+import torch
 
-from tightfit import estimate, plan
+from round_device import round_device
+from tightfit import Plan, estimate, plan
 from tiny import VOCABULARY, decoder, token_batch
 
 
@@ -47,3 +49,25 @@ def test_a_kept_output_knows_the_module_that_makes_it():
     assert len(choice.kept_modules) == len(choice.kept)
     assert dict(zip(choice.kept, choice.kept_modules, strict=True))["aten.rsqrt.default", 0] == "attention_norm"
     assert "attention_norm (rsqrt)" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "said"),
+    [
+        (torch.float32, "fp32", "fp32 weights, no autocast"),
+        (torch.float32, "bf16", "fp32 weights, bf16 autocast"),
+        (torch.bfloat16, "fp32", "bf16 weights, no autocast"),
+    ],
+)
+def test_an_estimate_and_a_plan_name_the_dtype_of_the_weights_beside_the_precision(dtype, precision, said):
+    model, how = decoder().to(dtype), {"precision": precision, "device": round_device()}
+    estimated, planned = estimate(model, token_batch(2), **how), plan(model, token_batch(2), "2x", **how)
+    assert f"{said}, adamw, round" in str(estimated).splitlines()[0]
+    assert str(planned).startswith(f"{said}, adamw, round")
+    assert estimated.to_dict()["weights"] == planned.to_dict()["weights"] == said.split()[0]
+
+
+def test_a_plan_that_was_written_before_weights_were_named_can_be_read():
+    written = plan(decoder(), token_batch(2), "2x", device=round_device()).to_dict()
+    del written["weights"]
+    assert str(Plan.from_dict(written)).startswith("fp32, adamw, round")

@@ -8,6 +8,7 @@ from torch import nn
 
 from tightfit import Plan, TokenBatch, plan, verify
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
+from tightfit.planner.request import allowed_levers
 from tightfit.verification import PARTS_SPREAD
 from tiny import allocator_peak, decoder, token_batch
 
@@ -146,3 +147,23 @@ def test_the_table_tells_plain_and_planned_and_what_was_not_taken():
     text = str(plan(decoder(), token_batch(8), "0.7x"))
     for word in ("plain", "planned", "peak", "activations", "layers.0", "not taken"):
         assert word in text.lower()
+
+
+def test_a_budget_of_exactly_the_plain_peak_needs_no_lever_and_holds_when_measured():
+    model, batch = decoder(), token_batch()
+    plain = plan(model, batch, "2x").plain_peak_bytes
+    for budget in ("1x", "1.0x", plain, f"{plain}B"):
+        made = plan(model, batch, budget)
+        assert made.peak_bytes == plain
+        assert all(choice.action == "keep" for choice in made.choices)
+        assert allocator_peak(model, batch) <= made.budget_bytes
+    below = plan(model, batch, plain - 1)
+    assert below.budget_bytes == plain - 1
+    assert below.peak_bytes < plain
+
+
+def test_a_class_of_levers_may_have_names_beside_it():
+    assert allowed_levers(["rounding", "offload"]) == allowed_levers("rounding") | {"offload"}
+    assert allowed_levers(("exact", "tile")) == {"recompute", "tile"}
+    with pytest.raises(InputError, match="lever 'magic' is not known: choose exact, rounding, and any of"):
+        plan(decoder(), token_batch(8), "0.5x", levers=["rounding", "magic"])

@@ -32,3 +32,13 @@ def test_what_compiled_blocks_keep_is_a_share_and_its_bytes_are_not_told():
         "layers.0",
         "layers.1",
     ]
+
+
+def test_blocks_that_do_the_same_in_turns_are_named_together():
+    turns = [BlockChoice(f"layers.{i}", "recompute" if i % 2 else "keep") for i in range(12)]
+    assert [(name, len(same)) for name, same in alike(turns)] == [
+        ("layers.0, layers.2, … layers.10 (6 blocks)", 6),
+        ("layers.1, layers.3, … layers.11 (6 blocks)", 6),
+    ]
+    apart = [BlockChoice(f"layers.{i}", "recompute" if i == 3 else "keep") for i in range(6)]
+    assert [name for name, _ in alike(apart)] == ["layers.0 … layers.2, layers.4 … layers.5", "layers.3"]

@@ -4,13 +4,11 @@ import psutil
 import torch
 
 from tightfit import TokenBatch, build_dry, estimate
-from tightfit.devices.present import present
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 
 
 def test_a_model_larger_than_the_machine_is_estimated():
-    present("cpu")  # where this device has not been measured yet, that takes hundreds of MB
     before = psutil.Process().memory_info().rss
     config = DecoderConfig(
         hidden_size=16384, num_layers=4, num_heads=128, num_kv_heads=8, intermediate_size=53248, vocab_size=128256,

@@ -2,8 +2,8 @@
 
 import torch
 
-from tightfit.trace.cuda.allocator import MIB, round_size
-from tightfit.trace.cuda.workspace import blas_workspace, cuda_workspace
+from tightfit.trace.cuda.allocator import round_size
+from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.shapes import TensorShape
 
 
@@ -63,25 +63,59 @@ def embedding_backward(tokens: int, padding: int) -> int:
 def test_the_embeddings_backward_sums_runs_of_ten_rows_in_fp32_where_there_are_many_tokens():
     tokens = 8192
     runs = tokens // 10 + tokens
-    sizes = [8 * tokens] * 5 + [8 * runs, 4 * runs * 256]
+    sizes = [8 * tokens] * 5 + [8 * runs, 4 * runs * 256, 8, 8]
     assert embedding_backward(tokens, -1) == sum(map(round_size, sizes))
     assert embedding_backward(3072, -1) == 0
     assert embedding_backward(3072, 0) > 0
 
 
-def test_long_rows_are_sorted_into_second_buffers():
-    def scratch(rows: int, length: int, dim: int = -1) -> int:
-        source = TensorShape.of(torch.empty(rows, length, device="meta"))
-        return cuda_workspace("aten.sort.default", [source], [source, source], (dim, True))
-
-    assert scratch(2048, 4096) == 0
-    assert scratch(2048, 8192) == 8 * 2048 * 8192 + round_size(12 * 2048 * 8192 + 255)
-    assert scratch(2048, 8192, dim=0) == 0
+def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> TensorShape:
+    return TensorShape.of(torch.empty(sizes, dtype=dtype, device="meta"))
 
 
-def test_cublas_keeps_more_on_hopper():
-    assert blas_workspace((9, 0)) == 32 * MIB
-    assert blas_workspace((8, 0)) == 8 * MIB + 128 * 1024
+def turned(*sizes: int) -> TensorShape:
+    """Of these sizes, the last two dimensions in the other order in memory."""
+    return TensorShape.of(torch.empty(*sizes[:-2], sizes[-1], sizes[-2], device="meta").transpose(-1, -2))
+
+
+def test_the_embeddings_backward_copies_a_gradient_that_is_not_contiguous():
+    weight, index = shape(32000, 256), shape(1024, dtype=torch.int64)
+    name = "aten.embedding_dense_backward.default"
+    assert cuda_workspace(name, [shape(1024, 256), index], [weight], (32000, -1, False)) == 0
+    assert cuda_workspace(name, [turned(1024, 256), index], [weight], (32000, -1, False)) == 4 * 1024 * 256
+
+
+def test_index_put_sorts_its_places_where_values_accumulate():
+    rows, index, values = shape(1000, 64), shape(512, dtype=torch.int64), shape(512, 64)
+    name = "aten.index_put.default"
+    assert cuda_workspace(name, [rows, index, values], [rows], ([index], False)) == 0
+    assert cuda_workspace(name, [rows, index, values], [rows], ([index], True)) == 6 * 8 * 512
+    copied = cuda_workspace(name, [rows, index, turned(512, 64)], [rows], ([index], True))
+    assert copied == 6 * 8 * 512 + 4 * 512 * 64
+
+
+def test_long_sorts_have_second_buffers_and_short_ones_none():
+    def sort(*sizes: int) -> int:
+        return cuda_workspace("aten.sort.default", [shape(*sizes)], [], (-1,))
+
+    assert sort(1000, 4096) == 0
+    assert sort(8192) == 8 * 8192 + 12 * 8192
+    assert sort(64, 8192) == (8 + 8 + 4 + 12) * 64 * 8192
+    assert sort(128, 8192) == (8 + 12) * 128 * 8192
+
+
+def test_operators_made_of_others_take_what_lies_between_those():
+    scores, row = shape(8, 128, 512), shape(8, 128)
+    assert cuda_workspace("aten._safe_softmax.default", [scores], [scores], (-1,)) == 8 * 128 * 512 + 8 * 128 + 512
+    assert cuda_workspace("aten.logsumexp.default", [scores], [row], ([2],)) == scores.bytes + row.bytes
+
+
+def test_running_sums_convert_or_copy_their_input_as_a_whole():
+    counts = shape(64, 512, dtype=torch.int64)
+    name = "aten.cumsum.default"
+    assert cuda_workspace(name, [shape(64, 512, dtype=torch.bool)], [counts], (1,)) == counts.bytes
+    assert cuda_workspace(name, [shape(64, 512)], [shape(64, 512)], (1,)) == 0
+    assert cuda_workspace(name, [turned(64, 512)], [shape(64, 512)], (1,)) == 4 * 64 * 512
 
 
 def test_other_operators_need_nothing():

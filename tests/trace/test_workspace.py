@@ -36,3 +36,46 @@ def test_attention_takes_the_scratch_memory_that_is_predicted(heads, kv_heads, l
     arguments = (torch.randn_like(out), q, k, v, out, logsumexp)
     measured = highest_above_results(lambda: backward(*arguments, 0.0, True), q.nbytes + k.nbytes + v.nbytes)
     assert cpu_workspace(str(backward), [TensorShape.of(t) for t in arguments]) == measured
+
+
+def scratch(operator, *arguments, **options):
+    """Measured bytes of a call beside its result, and predicted ones."""
+    results = []
+
+    def call():
+        results[:] = [operator(*arguments, **options)]
+        return results
+
+    call()
+    measured = highest_above_results(call, results[0].untyped_storage().nbytes())
+    inputs = [TensorShape.of(a) for a in arguments if isinstance(a, torch.Tensor)]
+    constants = tuple(a for a in arguments if not isinstance(a, torch.Tensor))
+    return measured, cpu_workspace(str(operator), inputs, [TensorShape.of(results[0])], constants)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_made_of_others_take_what_lies_between_those(dtype):
+    rows = torch.randn(64, 1000).to(dtype)
+    measured, predicted = scratch(aten.logsumexp.default, rows, [1])
+    assert predicted == measured > rows.nbytes
+    measured, predicted = scratch(aten._safe_softmax.default, rows, 1)
+    assert predicted == measured > rows.numel()
+
+
+@pytest.mark.parametrize(
+    ("operator", "source", "options"),
+    [
+        (aten.sum.dim_IntList, torch.ones(64, 1000, dtype=torch.bool), {}),
+        (aten.sum.dim_IntList, torch.ones(64, 1000, dtype=torch.bfloat16), {"dtype": torch.float32}),
+        (aten.mean.dim, torch.ones(64, 1000, dtype=torch.bfloat16), {}),
+        (aten.mean.dim, torch.ones(64, 1000, dtype=torch.bfloat16), {"dtype": torch.float32}),
+    ],
+)
+def test_sums_in_another_dtype_convert_their_input_as_a_whole(operator, source, options):
+    measured, predicted = scratch(operator, source, [1], **options)
+    assert predicted == measured >= 4 * source.numel()
+
+
+def test_running_counts_of_a_mask_convert_it_as_a_whole():
+    measured, predicted = scratch(aten.cumsum.default, torch.ones(64, 1000, dtype=torch.bool), 1)
+    assert predicted == measured == 8 * 64000

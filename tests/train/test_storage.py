@@ -18,7 +18,8 @@ def decoder() -> Decoder:
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path):
-    RunFolder(tmp_path / "runs" / "first").claim(overwrite=False)
+    with RunFolder(tmp_path / "runs" / "first").claimed(overwrite=False):
+        pass
 
     assert list((tmp_path / "runs" / "first").iterdir()) == []
 
@@ -27,7 +28,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
 
     with pytest.raises(OutputError, match=r"file/run: cannot be written: .*choose another output.folder"):
-        RunFolder(tmp_path / "file" / "run").claim(overwrite=True)
+        RunFolder(tmp_path / "file" / "run").claimed(overwrite=True).__enter__()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -35,7 +36,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path):
     tmp_path.chmod(0o500)
 
     with pytest.raises(OutputError, match="cannot be written"):
-        RunFolder(tmp_path).claim(overwrite=True)
+        RunFolder(tmp_path).claimed(overwrite=True).__enter__()
 
 
 def test_an_earlier_run_is_kept_unless_it_may_be_overwritten(tmp_path: Path):
@@ -43,8 +44,9 @@ def test_an_earlier_run_is_kept_unless_it_may_be_overwritten(tmp_path: Path):
     folder.write(RESULT, "{}")
 
     with pytest.raises(OutputError, match=r"holds an earlier run \(result.json\).*output.overwrite"):
-        folder.claim(overwrite=False)
-    folder.claim(overwrite=True)
+        folder.claimed(overwrite=False).__enter__()
+    with folder.claimed(overwrite=True):
+        pass
 
     assert (tmp_path / RESULT).exists()  # it goes only when the new run begins
 
@@ -53,6 +55,8 @@ def test_clearing_removes_an_earlier_run_and_nothing_else(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.write(PLAN, "{}")
     (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / ".part-killed").mkdir()  # a killed run's
+    (tmp_path / ".part-killed" / "model.safetensors").touch()
     (tmp_path / "notes.txt").write_text("mine")
 
     folder.clear()
@@ -121,8 +125,8 @@ def test_metrics_are_one_json_object_a_line_with_null_for_what_is_not_finite(tmp
     folder = RunFolder(tmp_path)
     metrics = StepMetrics(1, float("inf"), 0.1, float("nan"), 64, 10.0, 6.4, 1000)
 
-    folder.append(METRICS, metrics.to_json())
-    folder.append(METRICS, metrics.to_json())
+    folder.append(METRICS, [metrics.to_json()])
+    folder.append(METRICS, [metrics.to_json()])
 
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert len(lines) == 2

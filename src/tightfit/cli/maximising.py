@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import typer
 from torch import nn
 
 from tightfit.cli import sources
@@ -47,6 +48,7 @@ def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Q
             what=what,
             multiple_of=multiple_of or dimension.multiple_of,
             at_most=dimension.at_most,
+            notice=lambda line: typer.echo(line, err=True),
             **first.how,
         )
     except TightfitError:

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 def devices(as_json: options.Json = False) -> None:
     """Show the devices that can be asked about: those that are here, and common cards by their published figures.
 
-    Their names are what `--device` takes, written as you like.
+    Their names are what `--device` takes, written as you like. Figures of
+    your own may follow a name, or stand for it: memory (all that the device
+    holds), bandwidth, fp32, tf32, bf16, fp16, capability, link, sms. Without
+    a name, memory, bandwidth, fp32 and capability are needed; the rest is
+    that of the card which is most alike. YAML and Python take the same text.
 
     [dim]tightfit devices --json[/]
 
     [dim]tightfit estimate --model cpu26 --device rtx4090[/]
+
+    [dim]tightfit estimate --model cpu26 --device rtx3080,memory=8GiB[/]
+
+    [dim]tightfit estimate --model cpu26 --device memory=8GiB,bandwidth=400GB/s,fp32=20TFLOPS,capability=8.6[/]
     """
     from tightfit.cli.device_tables import describe_devices
 
@@ -111,5 +119,5 @@ def _origin(key: str) -> dict[str, Any]:
         "origin": "published",
         "sources": known.sources,
         "memory_source": known.memory_source,
-        "shares_source": known.shares_source,
+        "kernels_source": known.kernels_source,
     }

@@ -84,7 +84,10 @@ GradClip = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="cpu, cuda, or a card such as rtx4090 (else the one present).", rich_help_panel=THE_STEP
+        metavar="NAME",
+        help="cpu, cuda, a card such as rtx4090 (else the one present), or figures of your own: rtx3080,memory=8GiB; "
+        "`devices --help` says which.",
+        rich_help_panel=THE_STEP,
     ),
 ]
 Budget = Annotated[
@@ -99,8 +102,8 @@ Levers = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="What a plan may use: exact (bit-equal), rounding (also equal to rounding), or names with commas "
-        "between: recompute, offload, compile, chunked_loss, micro_batch, tile (else CONFIG's, or exact with --model).",
+        help="What a plan may use, with commas between: exact (bit-equal), rounding (also equal to rounding), "
+        "recompute, offload, compile, chunked_loss, micro_batch, tile (else CONFIG's, or exact with --model).",
         rich_help_panel=THE_BUDGET,
     ),
 ]

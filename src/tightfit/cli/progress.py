@@ -1,5 +1,6 @@
 """How a training goes, on stderr: a bar on a terminal, plain lines elsewhere."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -15,14 +16,23 @@ LINES = 15  # of a training whose output is no terminal, beside the first and th
 BESIDE = 21  # columns that step, bar and remaining time take at least
 
 
+class Screen(Console):
+    """A console that leaves it to us what becomes of a training whose output nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class ProgressReporter:
     """Shows loss, speed and memory while a training runs. A context manager: the bar is taken down at its end.
 
+    Where the terminal was closed, or the pipe's reader has ended, the training goes on and nothing more is shown.
     `plan` and `result` are what it was told last, None before.
     """
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(stderr=True, highlight=False, markup=False)
+        self._is_gone = False
+        self.console = console or Screen(stderr=True, highlight=False, markup=False)
         self.plan: Plan | None = None
         self.result: TrainResult | None = None
         self._start: Start | None = None
@@ -45,19 +55,19 @@ class ProgressReporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._show(self._bar.stop)
 
     def on_note(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        self._show(lambda: self.console.print(line, soft_wrap=True))
 
     def on_plan(self, plan: Plan) -> None:
         self.plan = plan
-        self.console.print(rendered("", *summary(plan), "", width=self.console.width))
+        self._show(lambda: self.console.print(rendered("", *summary(plan), "", width=self.console.width)))
 
     def on_start(self, start: Start) -> None:
         self._start = start
         self._bar.update(self._task, total=start.max_steps)
-        self._bar.start()
+        self._show(self._bar.start)
 
     def on_peak(self, measured_peak_bytes: int) -> None:
         self._peak_bytes = measured_peak_bytes
@@ -75,6 +85,13 @@ class ProgressReporter:
 
     def on_end(self, result: TrainResult) -> None:
         self.result = result
+
+    def _show(self, write: Callable[[], object]) -> None:
+        if not self._is_gone:
+            try:
+                write()
+            except OSError:
+                self._is_gone = True
 
     def memory(self, metrics: StepMetrics) -> tuple[str, str]:
         """The peak of a step beside its budget, and what is in use now."""

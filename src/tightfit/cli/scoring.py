@@ -8,6 +8,8 @@ import typer
 if TYPE_CHECKING:
     from tightfit import TextScore
 
+LEAST_TOKENS = 2  # each is scored after those before it
+
 
 def score(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)],
@@ -29,11 +31,14 @@ def score(
     from tightfit import score as score_ids
     from tightfit.data.corpus import read_text
     from tightfit.data.tokenizer import load_tokenizer
+    from tightfit.errors import DataError
     from tightfit.models.saving import load_model
 
     model, tokenizer = load_model(run), load_tokenizer(run)
-    ids = torch.tensor(tokenizer.encode(read_text(file))[:max_tokens])
-    typer.echo(outcome(score_ids(model, ids, chunk_size=chunk_size)))
+    ids = tokenizer.encode(read_text(file))[:max_tokens]
+    if len(ids) < LEAST_TOKENS:
+        raise DataError(f"{file}: holds too little text, {len(ids)} tokens: give at least {LEAST_TOKENS}")
+    typer.echo(outcome(score_ids(model, torch.tensor(ids), chunk_size=chunk_size)))
 
 
 def outcome(scored: "TextScore") -> str:

@@ -6,6 +6,7 @@ import typer
 
 from tightfit.cli import options
 from tightfit.cli.asking import columns
+from tightfit.cli.ending import ends_in_order
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,23 +24,24 @@ def train(
 
     The peak is predicted before the first step, and measured. The run's
     folder then holds the weights, the tokenizer, the plan, the metrics, a
-    picture of the memory and a page for the browser. Ctrl-C ends it after
-    the step that runs.
+    picture of the memory and a page for the browser. Ctrl-C, SIGTERM and
+    SIGHUP end it after the step that runs, with all of that written.
 
     [dim]tightfit train examples/quickstart.yaml[/]
 
     [dim]tightfit train my.yaml memory.budget=20GiB training.precision=bf16[/]
     """
-    from tightfit.cli.progress import ProgressReporter
-    from tightfit.train import train as run
+    with ends_in_order():
+        from tightfit.cli.progress import ProgressReporter
+        from tightfit.train import train as run
 
-    reporter = ProgressReporter()
-    try:
-        with reporter:
-            run(config, tuple(overrides or ()), reporter=reporter)
-    finally:  # an interrupted training has an outcome too
-        if reporter.result is not None:
-            typer.echo(outcome(reporter.result, reporter.plan, columns()))
+        reporter = ProgressReporter()
+        try:
+            with reporter:
+                run(config, tuple(overrides or ()), reporter=reporter)
+        finally:  # an interrupted training has an outcome too
+            if reporter.result is not None:
+                typer.echo(outcome(reporter.result, reporter.plan, columns()))
 
 
 def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:

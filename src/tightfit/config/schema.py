@@ -28,14 +28,14 @@ from tightfit.exclusions import (
 )
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optimizer_names import parse_optimizer
-from tightfit.units import parse_budget, parse_bytes
+from tightfit.units import check_budget, parse_bytes
 
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch", "tile", "offload", "compile"]
+LeverName = Literal["recompute", "chunked_loss", "micro_batch", "tile", "offload", "compile", "exact", "rounding"]
 
 
 class Section(BaseModel):
@@ -45,10 +45,10 @@ class Section(BaseModel):
 
 
 def _readable_budget(budget: int | str | None) -> int | str | None:
-    """The budget as written. Shares are checked against a stand-in, since the device and the peak come later."""
+    """The budget as written."""
     if budget is not None:
         try:
-            parse_budget(budget, device_bytes=2**40, plain_peak_bytes=2**40)
+            check_budget(budget)
         except BudgetError as error:
             raise ValueError(str(error)) from error
     return budget
@@ -101,7 +101,7 @@ class PretrainedModel(Section):
     """A causal language model from `transformers`."""
 
     path: str
-    """A local Hugging Face folder, or a config.json."""
+    """A local Hugging Face folder, a config.json, or the folder of a finished run of tightfit."""
     random_init: bool = False
     """Build the model from its config with new weights instead of loading the weights."""
     gguf_file: str | None = None
@@ -180,7 +180,8 @@ class TrainingConfig(Section):
     log_every: Count = 1
     """Steps between two lines of metrics."""
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """`auto` takes CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`."""
+    """`auto` takes CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`, or
+    one with figures of your own: `rtx3080,memory=8GiB`."""
     num_threads: Count | None = None
     """Threads of the CPU's operators; null: PyTorch's own choice."""
 
@@ -225,7 +226,8 @@ class MemoryConfig(Section):
         "rounding"
     )
     """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch, tile, and offload and compile, which are used only where they are named."""
+    recompute, chunked_loss, micro_batch, tile, and offload and compile, which are used only where they are named. A
+    list may begin with a class: `[rounding, offload]`."""
     offload_folder: str | None = None
     """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
     temporary files (`TMPDIR`)."""

@@ -2,17 +2,20 @@
 
 import json
 import pydoc_data.topics
+import re
 import sysconfig
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from tightfit.data.encodings import what_to_do
 from tightfit.errors import DataError
 
 DEFAULT_SOURCE = "default"
 # Packages that somebody installed lie inside the standard library's folder; they differ from machine to machine.
 _NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # of JSON; an escaped backslash begins no other
 _JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 
@@ -80,7 +83,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}: convert or remove it") from None
+        found = what_to_do(error.object)
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}: {found}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -101,7 +105,9 @@ def _text_of_line(line: bytes, path: Path, number: int) -> str:
     try:
         record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}, column {error.start + 1}: not UTF-8 text: {error.reason}") from None
+        raise DataError(
+            f"{place}, column {error.start + 1}: not UTF-8 text: {error.reason}: {what_to_do(line)}"
+        ) from None
     except json.JSONDecodeError as error:
         # A JSON line is one line: what the decoder calls its second line is the line's own end.
         raise DataError(f"{place}, column {error.pos + 1}: not valid JSON: {error.msg}") from None
@@ -111,4 +117,31 @@ def _text_of_line(line: bytes, path: Path, number: int) -> str:
     if not isinstance(text, str):
         column = line.decode("utf-8").find('"text"') + 1
         raise DataError(f'{place}, column {column}: "text" is {type(text).__name__}, wanted a string')
+    if not _is_whole(text):
+        column = _lone_surrogate(line.decode("utf-8")) + 1
+        raise DataError(f"{place}, column {column}: half of a surrogate pair, which is no character: remove it")
     return text
+
+
+def _is_whole(text: str) -> bool:
+    """Whether every character is one: JSON can spell halves of pairs, and no encoding has them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _lone_surrogate(line: str) -> int:
+    """Where in a line of JSON the first escape stands that spells half of a pair."""
+    pending: re.Match[str] | None = None
+    for escape in _ESCAPE.finditer(line):
+        code = int(escape[1], 16) if escape[1] else 0
+        is_second = 0xDC00 <= code < 0xE000
+        follows = pending is not None and pending.end() == escape.start()
+        if pending is not None and not (is_second and follows):
+            break
+        if is_second and pending is None:
+            return escape.start()
+        pending = escape if 0xD800 <= code < 0xDC00 else None
+    return 0 if pending is None else pending.start()

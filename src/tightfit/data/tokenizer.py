@@ -49,12 +49,16 @@ class TextTokenizer:
         """The text of `ids`; special tokens are left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def to_text(self) -> str:
+        """What tokenizer.json holds."""
+        return self._tokenizer.to_str(pretty=True)
+
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json into `folder`. Raises `OutputError`."""
         path = Path(folder) / TOKENIZER_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self._tokenizer.to_str(pretty=True), "utf-8")
+            path.write_text(self.to_text(), "utf-8")
         except OSError as error:
             raise OutputError(f"{path}: the tokenizer cannot be written: {error.strerror}") from error
 

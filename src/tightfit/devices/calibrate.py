@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import torch
 
+from tightfit.activity import aside
 from tightfit.devices.calls import (
     AttentionCase,
     Buffers,
@@ -36,6 +37,7 @@ SECONDS = 7.0  # shared out over the kinds of calls; a slow or busy device takes
 ROUNDS = 6
 
 
+@aside()
 def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
 

@@ -58,8 +58,8 @@ def workspaces() -> Mapping[str, int]:
     """Bytes that libraries take from PyTorch's allocator for themselves, seen by the allocator's own count.
 
     `"cublas"` and `"cublaslt"` stay taken until the process ends, once a product (or one with a bias) in half precision
-    has run; `"attention_backward"` is taken while the backward of attention in half precision runs, at
-    `ATTENTION_SHAPE`.
+    has run; from torch 2.15 on they are 0, since each product gives its workspace back. `"attention_backward"` is taken
+    while the backward of attention in half precision runs, at `ATTENTION_SHAPE`.
     """
     torch.cuda.synchronize()
     clear_cublas_workspaces()

@@ -9,6 +9,7 @@ from tightfit.devices.spec import DeviceSpec
 
 LAYOUT = "nt"  # of the products whose rate stands for all: that of a linear layer's forward
 FLOPS_PER_MULTIPLY_ADD = 2
+LINK_SHARE = 0.8  # of a link's published rate that copies reach: assumed
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class CopyRates(NamedTuple):
 def copy_rates(spec: DeviceSpec) -> CopyRates | None:
     """Rates between a CUDA device and pinned host memory; None for a CPU, and where they were not measured.
 
-    Of a published rate copies are presumed to reach the share that streams reach of the device's memory.
+    Of a published rate copies are assumed to reach `LINK_SHARE`.
     """
     if spec.roofline is not None:
-        rate = spec.roofline.link_bytes_per_second * spec.roofline.stream_share
+        rate = spec.roofline.link_bytes_per_second * LINK_SHARE
         return CopyRates(rate, rate)
     measured = spec.link_bytes_per_second
     if "to_host/pinned" not in measured or "to_device/pinned" not in measured:

@@ -1,4 +1,7 @@
-"""Graphics cards by name, from `known.toml`: figures of a device that need not be here."""
+"""Graphics cards by name: figures of a device that need not be here.
+
+`known.toml` has what their makers publish, `kernels.toml` what kernels make of that, fitted to what others measured.
+"""
 
 import difflib
 import re
@@ -9,10 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tightfit.devices.spec import DeviceSpec, Roofline
-
-# Seconds that eager PyTorch takes to launch a kernel, autograd included. Assumed: 5 to 10 µs are usual.
-LAUNCH_SECONDS = 7e-6
+from tightfit.devices.spec import DeviceSpec, Kernels, Roofline
 
 # Bytes per second of a PCIe lane in one direction, by generation: transfers per second less the line code (128b/130b).
 LANE_BYTES_PER_SECOND = {generation: 2 ** (generation - 3) * 8e9 / 8 * 128 / 130 for generation in (3, 4, 5)}
@@ -30,7 +30,7 @@ class KnownDevice:
     spec: DeviceSpec
     memory_source: str
     sources: tuple[str, ...]
-    shares_source: str
+    kernels_source: str
 
 
 def plain(name: str) -> str:
@@ -41,9 +41,19 @@ def plain(name: str) -> str:
 @cache
 def known_devices() -> Mapping[str, KnownDevice]:
     """Every device of the list, by key."""
-    text = resources.files("tightfit.devices").joinpath("known.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
-    return {key: _device(key, entry, data["sustained"][entry["sustained"]]) for key, entry in data["device"].items()}
+    return {key: _device(key, entry) for key, entry in _table("known.toml")["device"].items()}
+
+
+@cache
+def kernels_of(kind: str) -> Kernels:
+    """How kernels use the cards of a kind, as `kernels.toml` names it."""
+    entry = _table("kernels.toml")[kind]
+    return Kernels(**{key: value for key, value in entry.items() if key != "source"})
+
+
+@cache
+def _table(name: str) -> Mapping[str, Any]:
+    return tomllib.loads(resources.files("tightfit.devices").joinpath(name).read_text(encoding="utf-8"))
 
 
 def find(name: str) -> KnownDevice | None:
@@ -66,17 +76,14 @@ def _by_plain_name() -> Mapping[str, KnownDevice]:
     return {plain(name): d for d in known_devices().values() for name in (d.key, d.spec.name, *d.aliases)}
 
 
-def _device(key: str, entry: Mapping[str, Any], shares: Mapping[str, Any]) -> KnownDevice:
+def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
     roofline = Roofline(
         flops_per_second={dtype: rate * 1e12 for dtype, rate in entry["teraflops"].items()},
         memory_bytes_per_second=entry["gigabytes_per_second"] * 1e9,
         link_bytes_per_second=entry["link"]["lanes"] * LANE_BYTES_PER_SECOND[entry["link"]["pcie"]],
         l2_bytes=int(entry["l2_mib"] * 2**20),
-        product_share=shares["products"],
-        attention_share=shares["attention"],
-        attention_backward_share=shares["attention_backward"],
-        stream_share=shares["streams"],
-        launch_seconds=LAUNCH_SECONDS,
+        sm_count=entry["sm_count"],
+        kernels=kernels_of(entry["kernels"]),
     )
     major, minor = entry["compute_capability"]
     spec = DeviceSpec(
@@ -87,5 +94,6 @@ def _device(key: str, entry: Mapping[str, Any], shares: Mapping[str, Any]) -> Kn
         sm_count=entry["sm_count"],
         roofline=roofline,
     )
-    sources = tuple(entry["source"])
-    return KnownDevice(key, tuple(entry.get("aliases", ())), spec, entry["memory_source"], sources, shares["source"])
+    kernels_source = _table("kernels.toml")[entry["kernels"]]["source"]
+    aliases, sources = tuple(entry.get("aliases", ())), tuple(entry["source"])
+    return KnownDevice(key, aliases, spec, entry["memory_source"], sources, kernels_source)

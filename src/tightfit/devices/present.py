@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tightfit.devices.calibrate import calibrate
+from tightfit.devices.described import Description, changed, of_ones_own, read_description
 from tightfit.devices.known import KnownDevice, find, nearest
 from tightfit.devices.machine import device_name, fingerprint
 from tightfit.devices.quiet import is_quiet_now
@@ -108,10 +109,14 @@ def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice |
 
     None, `"cpu"`, `"cuda"` or a `torch.device` is one that is present; `"rtx4090"`, `"RTX 4090"` or `"a100-40"` is a
     card of the list, measured figures where it is the one that is present, published ones elsewhere; a `DeviceSpec` is
-    itself. Raises `DeviceError`, with the nearest names, for a name that is not known.
+    itself. Figures of the user's may follow a name (`"rtx3080,memory=8GiB"`), or stand for it (`devices.described`).
+    Raises `DeviceError`, with the nearest names, for a name that is not known, and for figures that cannot be read.
     """
     if isinstance(name, DeviceSpec):
         return name
+    description = read_description(name) if isinstance(name, str) else None
+    if description is not None:
+        return _described(description, notice)
     kind = _present_kind(name)
     if kind is not None or name is None:
         return present(kind, notice)
@@ -122,10 +127,22 @@ def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice |
     return present("cuda", notice) if is_present(known) else known.spec
 
 
+def _described(description: Description, notice: Notice | None) -> DeviceSpec:
+    """The device of a description. Published figures serve for a card that is present, where rates of it are given."""
+    if not description.base:
+        return of_ones_own(description)
+    known = find(description.base)
+    if known is not None and set(description.figures) != {"memory"}:
+        return changed(known.spec, description)
+    return changed(lookup(description.base, notice), description)
+
+
 def lookup_present(name: str | torch.device | None, notice: Notice | None = None) -> DeviceSpec:
     """Like `lookup`, for a device that is to run something. Raises `DeviceError` where it is not here."""
-    known = None if name is None or _present_kind(name) is not None else find(str(name))
-    if known is not None and not is_present(known):
+    description = read_description(name) if isinstance(name, str) else None
+    base = name if description is None else description.base
+    known = None if base is None or _present_kind(base) is not None else find(str(base))
+    if (known is not None and not is_present(known)) or base == "":
         raise DeviceError(
             f"device {str(name)!r} is not in this machine: estimate and plan can be asked about it, but to run "
             "something take 'auto', 'cpu' or 'cuda'"

@@ -1,47 +1,123 @@
 """Seconds of an operator from a device's published rates, for a device that was never measured.
 
 The model is the roofline: a kernel takes as long as its arithmetic at the rate of its dtype, or as its bytes at the
-memory's rate, whichever is longer (Williams, Waterman, Patterson, "Roofline", CACM 2009); and never less than its
-launch, since eager code launches one kernel after the other. Sorts and scattered writes are priced by their bytes too.
+memory's rate, whichever is longer (Williams, Waterman, Patterson, "Roofline", CACM 2009), each at the share of the rate
+that kernels of its kind reach. The shares were fitted to step times and operators' times that others published. More
+work never takes less time: every term grows with every size.
 """
 
 import torch
 
 from tightfit.devices.families import Family
 from tightfit.devices.spec import Roofline
-from tightfit.devices.work import AttentionShape, Work
+from tightfit.devices.work import AttentionShape, ProductShape, Work
 
 FLOPS_PER_MULTIPLY_ADD = 2
 # Forward: two products, queries with keys and scores with values. Backward: five (FlashAttention-2, arXiv:2307.08691,
 # section 3.1: the scores again, and the gradients of values, scores, queries and keys).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+TILE = 64  # rows and columns that a product computes at a time, at least
+ALIGNED_BYTES = 16  # what a vector load takes: rows of another length are loaded number by number
+HALVES = ("bfloat16", "float16")
+ZEROS = "copy/even/float32"
+
+# Families whose kernels walk over their tensors element by element: bound by memory, whatever the instruction.
+ELEMENTWISE = {Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION}
+COPYING = {Family.FILL, Family.COPY, Family.TRANSPOSE}
 
 
 class RooflineLaw:
     """Prices the work of operators by a roofline."""
 
     def __init__(self, roofline: Roofline):
-        self.roofline = roofline
+        self.roofline, self.kernels = roofline, roofline.kernels
         self.tf32 = torch.get_float32_matmul_precision() != "highest"
 
     def seconds(self, work: Work) -> float:
         """Predicted seconds of this work: its kernel's, or its launch's where that takes longer."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
-        moving = work.bytes / (self.roofline.memory_bytes_per_second * self.roofline.stream_share)
-        return max(self._computing(work), moving, self.roofline.launch_seconds)
+        return max(self.kernel_seconds(work), self.kernels.launch_seconds)
+
+    def kernel_seconds(self, work: Work) -> float:
+        """What the device takes, however long the host took to launch it."""
+        if work.family is Family.FREE or work.elements == 0:
+            return 0.0
+        picking = work.picked_rows * self.kernels.pick_seconds
+        return self.kernels.kernel_seconds + max(self._computing(work), self._moving(work)) + picking
+
+    def _moving(self, work: Work) -> float:
+        if work.family is Family.SCATTER:
+            return self._scattering(work)
+        return self._stream(work.bytes, stream_of(work, self.kernels.long_row_bytes))
+
+    def _scattering(self, work: Work) -> float:
+        """Zeros are written; sources are read in the order of their sorted indexes; rows are written here and there."""
+        written = sum(work.fresh_bytes)
+        rows = work.elements * (2 if work.dtype in HALVES else 4)
+        moving = self._stream(work.bytes - written, "scatter/read") + self._stream(rows, "scatter/write")
+        return self._stream(written, ZEROS) + moving + self.kernels.scatter_seconds
+
+    def _stream(self, size: int, kind: str) -> float:
+        return size / (self.roofline.memory_bytes_per_second * self.kernels.shares[kind])
 
     def _computing(self, work: Work) -> float:
         if work.attention is not None:
             return self._attention(work.attention, work.family is Family.ATTENTION_BACKWARD, work.dtype)
-        multiply_adds = sum(product.multiply_adds for product in work.products)
-        rate = self.roofline.rate(work.dtype, self.tf32)
-        return FLOPS_PER_MULTIPLY_ADD * multiply_adds / (rate * self.roofline.product_share)
+        return sum(self._product(product, work.dtype) for product in work.products)
+
+    def _product(self, product: ProductShape, dtype: str) -> float:
+        """Whole tiles, each with what it takes to write it, spread over the multiprocessors; and the beginning and the
+        end, when not all of them work.
+        """
+        batch, m, n, k, _ = product
+        rate = self.roofline.rate(dtype, self.tf32) * self.kernels.shares[self._product_kind(dtype)]
+        if dtype in HALVES and not is_aligned(product, ALIGNED_BYTES // 2):
+            rate *= self.kernels.shares["product/unaligned"]
+        tiles = batch * -(-m // TILE) * -(-n // TILE)
+        depth = min(k, self.kernels.ramp_depth)
+        depths = tiles * (k + self.kernels.tile_depth) + self.roofline.sm_count * depth
+        flops = FLOPS_PER_MULTIPLY_ADD * TILE * TILE * depths
+        return flops / rate
+
+    def _product_kind(self, dtype: str) -> str:
+        """By the units that compute it: a dtype without units of its own is computed as float32."""
+        rates = self.roofline.flops_per_second
+        if dtype in HALVES and dtype in rates:
+            return "product/half"
+        return "product/tf32" if self.tf32 and dtype not in HALVES and "tf32" in rates else "product/float32"
 
     def _attention(self, attention: AttentionShape, backward: bool, dtype: str) -> float:
-        """A causal mask lets a fused kernel leave out the half that it hides."""
+        """A causal mask lets a fused kernel leave out the blocks that it hides; each row of blocks has a beginning."""
         products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
-        share = self.roofline.attention_backward_share if backward else self.roofline.attention_share
+        share = self.kernels.shares["attention/backward" if backward else "attention/forward"]
         scores = attention.scores / 2 if attention.causal else attention.scores
-        flops = FLOPS_PER_MULTIPLY_ADD * products * scores * attention.width
-        return flops / (self.roofline.rate(dtype, self.tf32) * share)
+        scores += attention.heads * attention.query_length * self.kernels.attention_ramp
+        # beside its products each score takes an exponential
+        width = attention.width + self.kernels.exponential_width
+        return FLOPS_PER_MULTIPLY_ADD * products * scores * width / (self.roofline.rate(dtype, self.tf32) * share)
+
+
+def is_aligned(product: ProductShape, numbers: int) -> bool:
+    """Whether rows of both sides and of the result begin at multiples of so many numbers."""
+    _, m, n, k, layout = product
+    left, right = layout
+    return all(length % numbers == 0 for length in (k if left == "n" else m, n if right == "n" else k, n))
+
+
+def stream_of(work: Work, long_row_bytes: float) -> str:
+    """Which share of the memory's rate a kernel reaches that does this work."""
+    width = "half" if work.dtype in HALVES else "float32"
+    match work.family:
+        case family if family in ELEMENTWISE:
+            return f"elementwise/{'even' if work.even else 'uneven'}/{work.dtype if work.dtype == 'mixed' else width}"
+        case family if family in COPYING:
+            turned = family is Family.TRANSPOSE or not work.even
+            return f"copy/{'uneven' if turned else 'even'}/{work.dtype if work.dtype == 'mixed' else width}"
+        case Family.SOFTMAX | Family.SOFTMAX_BACKWARD:
+            return f"{work.family}/{'long' if work.row_bytes > long_row_bytes else 'short'}"
+        case Family.PRODUCT | Family.ATTENTION | Family.ATTENTION_BACKWARD:
+            return "product"
+        case Family.SCAN | Family.SORT:
+            return "scan"
+    return str(work.family)

@@ -23,8 +23,36 @@ class AttentionPoint:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """How PyTorch's kernels use the cards of one kind.
+
+    `shares`: of a rate of the card, by kind of kernel: `"product/half"` (`"/tf32"`, `"/float32"`) and
+    `"attention/forward"` (`"/backward"`) of its arithmetic, `"product/unaligned"` of a product's own share, all others
+    of its memory's rate.
+
+    `kernel_seconds`: from one kernel to the next, beside its work; `launch_seconds`: of the host, for an operator.
+    `tile_depth`: what a product's tile takes beside its own depth, and `ramp_depth` what one on every multiprocessor
+    takes at the beginning and the end, both as a depth. `attention_ramp`: keys that each query costs beside those it
+    sees; `exponential_width`: what a score costs beside its products, as a width of heads.
+    `pick_seconds`: for each number that a loss picks; `scatter_seconds`: for sorting the indexes of what is scattered.
+    `long_row_bytes`: of a row that a softmax has to read more than once.
+    """
+
+    shares: Mapping[str, float]
+    kernel_seconds: float
+    launch_seconds: float
+    tile_depth: float
+    ramp_depth: float
+    attention_ramp: float
+    exponential_width: float
+    pick_seconds: float
+    scatter_seconds: float
+    long_row_bytes: float
+
+
+@dataclass(frozen=True)
 class Roofline:
-    """Published rates of a device, and the shares of them that kernels reach.
+    """Published rates of a device, and how kernels use them.
 
     `flops_per_second` by dtype: `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"`; a dtype without units of its own is
     missing. Bytes in bytes, times in seconds.
@@ -34,11 +62,8 @@ class Roofline:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     l2_bytes: int
-    product_share: float
-    attention_share: float
-    attention_backward_share: float
-    stream_share: float
-    launch_seconds: float
+    sm_count: int
+    kernels: Kernels
 
     def rate(self, dtype: str, tf32: bool) -> float:
         """FLOP/s of products in a dtype (`"mixed"` is computed in float32)."""
@@ -114,7 +139,7 @@ class DeviceSpec:
                     "attention": {k: tuple(AttentionPoint(**p) for p in ps) for k, ps in data["attention"].items()},
                     "streams": {k: tuple((float(x), float(s)) for x, s in c) for k, c in data["streams"].items()},
                     "compute_capability": _pair(data.get("compute_capability")),
-                    "roofline": None if data.get("roofline") is None else Roofline(**data["roofline"]),
+                    "roofline": None if data.get("roofline") is None else _roofline(data["roofline"]),
                 }
             )
             sound = all(math.isfinite(figure) and figure >= 0 for figure in _figures(spec))
@@ -140,6 +165,10 @@ class DeviceSpec:
         if not isinstance(data, dict):
             raise DeviceError(f"{path}: not a device spec but a {type(data).__name__}: calibrate the device again")
         return cls.from_dict(data)
+
+
+def _roofline(data: Mapping[str, Any]) -> Roofline:
+    return Roofline(**{**data, "kernels": Kernels(**data["kernels"])})
 
 
 def _pair(capability: Any) -> tuple[int, int] | None:
@@ -173,4 +202,7 @@ def _figures(spec: DeviceSpec) -> list[float]:
 
 def _roofline_figures(roofline: Roofline) -> list[float]:
     figures = asdict(roofline)
-    return [*figures.pop("flops_per_second").values(), *figures.values()]
+    kernels = figures.pop("kernels")
+    return [
+        *figures.pop("flops_per_second").values(), *figures.values(), *kernels.pop("shares").values(), *kernels.values()
+    ]  # fmt: skip

@@ -52,7 +52,11 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one call does. `fresh_bytes` are the sizes of the outputs that are newly allocated."""
+    """What one call does. `fresh_bytes` are the sizes of the outputs that are newly allocated.
+
+    `even`: all large tensors lie in memory alike, so that a kernel can walk over them in one line. `row_bytes` is the
+    size of a row of what is normalised; `picked_rows` how many rows a loss picks a number of.
+    """
 
     family: Family
     dtype: str  # "float32" (wider ones and integers too), "bfloat16" (narrower ones too), "float16" or "mixed"
@@ -61,6 +65,9 @@ class Work:
     fresh_bytes: tuple[int, ...] = ()
     products: tuple[ProductShape, ...] = ()
     attention: AttentionShape | None = None
+    even: bool = True
+    row_bytes: int = 0
+    picked_rows: int = 0
 
 
 def work_of(
@@ -81,6 +88,9 @@ def work_of(
         tuple(_bytes(t) for t in written),
         _products(name, inputs, outputs, arguments) if family is Family.PRODUCT else (),
         _attention(name, inputs[family is Family.ATTENTION_BACKWARD :], arguments) if _is_attention(family) else None,
+        _lie_alike((*inputs, *outputs)) if not _takes_lists(name) else True,
+        _row_bytes(inputs) if family in (Family.SOFTMAX, Family.SOFTMAX_BACKWARD) else 0,
+        _numel(inputs[1]) if base_name(name) == "nll_loss_forward" and len(inputs) > 1 else 0,
     )
 
 
@@ -131,6 +141,36 @@ def _bytes(tensor: TensorShape) -> int:
     return _numel(tensor) * tensor.dtype.itemsize
 
 
+def _takes_lists(name: str) -> bool:
+    return "_foreach_" in name or "._fused_" in name
+
+
+def _lie_alike(tensors: Sequence[TensorShape]) -> bool:
+    """Whether all tensors as large as the largest have its strides and no gaps, and nothing else is spread over it."""
+    largest = max(tensors, key=lambda t: math.prod(t.shape), default=None)
+    if largest is None:
+        return True
+    size = math.prod(largest.shape)
+    alike = [t for t in tensors if math.prod(t.shape) == size]
+    strides = {t.stride for t in alike if len(t.shape) == len(largest.shape)}
+    spread = [t for t in tensors if 1 < math.prod(t.shape) < size]
+    return len(strides) <= 1 and not spread and all(_is_dense(t) for t in alike)
+
+
+def _is_dense(tensor: TensorShape) -> bool:
+    """Whether the elements fill one stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _row_bytes(inputs: Sequence[TensorShape]) -> int:
+    return inputs[0].shape[-1] * inputs[0].dtype.itemsize if inputs and inputs[0].shape else 0
+
+
 def _rows_are_contiguous(tensor: TensorShape) -> bool:
     return tensor.stride[-1] <= 1 or tensor.shape[-1] == 1
 
@@ -147,9 +187,19 @@ def _bytes_moved(
     if family is Family.FREE:
         return 0
     if family is Family.FILL:
-        return written or sum(map(_bytes, inputs[:1]))
+        # The gradient of a slice is copied into the zeros.
+        copied = 2 * read if base_name(name) in ("slice_backward", "select_backward") else 0
+        return copied + (written or sum(map(_bytes, inputs[:1])))
     if family is Family.GATHER:
         return 2 * written + sum(_bytes(t) for t in inputs if not t.dtype.is_floating_point)
+    if family is Family.NORM_BACKWARD and inputs:
+        # CUDA's kernels and the CPU's want a whole gradient: one that was spread over it is written out first.
+        spread = math.prod(inputs[0].shape) - _numel(inputs[0])
+        return read + written + 2 * spread * inputs[0].dtype.itemsize
+    if base_name(name) in ("nll_loss_forward", "nll_loss2d_forward"):
+        return read - _bytes(inputs[0]) + written  # one number of each row
+    if base_name(name) == "masked_fill" and not is_in_place(name):
+        return read + 3 * written  # a copy, which is then filled
     if base_name(name) == "copy" and is_in_place(name):
         return read  # source and target
     if base_name(name).startswith("_fused_adam"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tightfit.activity import aside
 from tightfit.doctor.diagnosis import Remedy
 from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
@@ -41,6 +42,7 @@ class _Trial:
     needs_budget: bool = False  # its lines say the peak that it reaches
 
 
+@aside()
 def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
     """Run the step dry as it is, and with each remedy.
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.in_force import note, take_off_earlier
-from tightfit.integrations.planning import GuestStep, Wish, plan_for_all
+from tightfit.integrations.planning import GuestStep, Wish, own_peak, plan_for_all
 from tightfit.planner.apply import AppliedPlan
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 
@@ -54,6 +54,7 @@ def apply_budget(
     wish = Wish(budget, levers, blocks).without_micro_batches()
     taken = take_over(model)
     try:
+        own = own_peak(step, [batch], taken)
         plan = plan_for_all(step, [batch], wish)
         applied = plan.apply(model)
     except BaseException:
@@ -61,7 +62,7 @@ def apply_budget(
             taken.remove()
         raise
     if taken is not None:
-        logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+        logger.warning(what_is_taken_over(own, plan.peak_bytes))
         applied = AppliedPlan(plan, model, [taken, applied])
     note(applied, model)
     return applied

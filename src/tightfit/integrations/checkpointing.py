@@ -1,12 +1,14 @@
 """Gradient checkpointing that the user switched on, and models in wrappers: what a plan must know before it begins."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from tightfit.errors import LeverError
+from tightfit.units import format_bytes
 
 SWITCH = "gradient_checkpointing"  # the attribute of a layer or model that `transformers` asks
 
@@ -16,13 +18,32 @@ class TakenOver:
 
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = modules
-        for module in modules:
-            setattr(module, SWITCH, False)
+        self._switch(False)
 
     def remove(self) -> None:
-        for module in self._modules:
-            setattr(module, SWITCH, True)
+        self._switch(True)
         self._modules = ()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Inside, the guest's own checkpointing is on."""
+        self._switch(True)
+        try:
+            yield
+        finally:
+            self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        for module in self._modules:
+            setattr(module, SWITCH, on)
+
+
+def what_is_taken_over(own_peak_bytes: int | None, planned_peak_bytes: int) -> str:
+    """A line for the user: what becomes of the checkpointing that was switched on, and what either takes."""
+    line = "gradient checkpointing is taken over: the memory plan decides what is recomputed"
+    if own_peak_bytes is None:
+        return line
+    return f"{line}; its peak was {format_bytes(own_peak_bytes)}, the plan's is {format_bytes(planned_peak_bytes)}"
 
 
 def take_over(model: nn.Module) -> TakenOver | None:

@@ -20,10 +20,10 @@ import torch
 
 from tightfit.errors import InputError, LeverError, VerificationFailed
 from tightfit.integrations.batches import checked_length, first_samples
-from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.guests import missing
 from tightfit.integrations.in_force import note, take_off_earlier
-from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
+from tightfit.integrations.planning import GuestStep, Wish, figures, own_peak, plan_for_all
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
@@ -52,7 +52,9 @@ class MemoryBudget(TrainerCallback):
     searched for the longest. `verify=True` proves the plan on a part of the first batch before the training begins.
 
     When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is distributed or
-    compiled, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in force.
+    compiled, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in force,
+    `own_peak_bytes` the predicted peak under the gradient checkpointing that it takes over. A `budget` that is none
+    raises `BudgetError` at once.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class MemoryBudget(TrainerCallback):
         self.max_length = checked_length(max_length)
         self.verifies = verify
         self.plan: Plan | None = None
+        self.own_peak_bytes: int | None = None  # of the gradient checkpointing that was taken over
         self.weighing: Weighing | None = None  # of micro-batches, once it was measured
         self.trainer: Trainer | None = None
         self._applied = Applied([])
@@ -85,7 +88,7 @@ class MemoryBudget(TrainerCallback):
         taken = take_over(model)
         try:
             with nothing_noted(trainer):
-                self.plan = self._planned(trainer, model, kwargs["train_dataloader"])
+                self.plan = self._planned(trainer, model, kwargs["train_dataloader"], taken)
         except BaseException:
             if taken is not None:
                 taken.remove()
@@ -94,9 +97,9 @@ class MemoryBudget(TrainerCallback):
         self._applied = Applied([*parts, self.plan.apply(model)])
         note(self._applied, model)
         if taken is not None:
-            logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+            logger.warning(what_is_taken_over(self.own_peak_bytes, self.plan.peak_bytes))
         logger.info("%s", self.plan)
-        trainer.log(figures(self.plan))
+        trainer.log(figures(self.plan, self.own_peak_bytes))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.plan is None or logs is None:
@@ -116,9 +119,10 @@ class MemoryBudget(TrainerCallback):
         """Take the plan off the model: done when a training ends, or a later one begins on the model."""
         self._applied.undo()
 
-    def _planned(self, trainer: Trainer, model: Any, loader: Any) -> Plan:
+    def _planned(self, trainer: Trainer, model: Any, loader: Any, taken: TakenOver | None) -> Plan:
         batches = trainer_batches(trainer, loader, self.max_length)
         step = trainer_step(trainer, model, batches[-1])
+        self.own_peak_bytes = own_peak(step, batches, taken)
         splits = "micro_batch" in allowed_levers(self.wish.levers)
         try:
             self.weighing = self._measured(trainer, step, batches[-1]) if splits else None

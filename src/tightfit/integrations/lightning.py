@@ -21,7 +21,7 @@ from torch import nn
 from tightfit.devices.present import lookup
 from tightfit.errors import LeverError
 from tightfit.integrations.batches import checked_length, stretched
-from tightfit.integrations.checkpointing import refuse_wrapped, take_over
+from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
@@ -33,7 +33,7 @@ from tightfit.integrations.lightning_step import (
     refuse_unplannable,
     step_traits,
 )
-from tightfit.integrations.planning import GuestStep, Wish, figures, plan_for_all
+from tightfit.integrations.planning import GuestStep, Wish, figures, own_peak, plan_for_all
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.levers.recompute.lever import apply_policies
@@ -88,7 +88,7 @@ class MemoryBudget(Callback):
 
     Raises `CannotFit` where nothing fits, `InputError` for a batch without tensors that can be seen, and `LeverError`
     for a model that is distributed or compiled, that steps its optimizers itself or has none, or whose `training_step`
-    takes a `dataloader_iter`; all of them before anything is trained. A batch for which `training_step` returns None is
+    takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a budget that is none. A batch for which `training_step` returns None is
     not planned for.
     """
 
@@ -103,6 +103,7 @@ class MemoryBudget(Callback):
         self.wish = Wish(budget, levers, blocks).without_micro_batches()
         self.max_length = checked_length(max_length)
         self.plan: Plan | None = None
+        self.own_peak_bytes: int | None = None  # of the gradient checkpointing that is taken over
         self._applied: Applied | None = None
         self._extents = Extents()
 
@@ -131,7 +132,7 @@ class MemoryBudget(Callback):
                 plan = self._plan_anew(step, leaves, traits)
                 logger.info("%s", plan)
                 for destination in trainer.loggers:
-                    destination.log_metrics(figures(plan), step=trainer.global_step)
+                    destination.log_metrics(figures(plan, self.own_peak_bytes), step=trainer.global_step)
             self._extents.add(leaves, traits)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -181,6 +182,7 @@ class MemoryBudget(Callback):
         self.undo()
         taken = take_over(step.model)
         try:
+            self.own_peak_bytes = own_peak(step, [leaves], taken)
             made = self._plan_for_all(step, leaves, wish)
         finally:
             if taken is not None:
@@ -202,7 +204,7 @@ class MemoryBudget(Callback):
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)
         if taken is not None:
-            logger.warning("gradient checkpointing is taken over: the memory plan decides what is recomputed")
+            logger.warning(what_is_taken_over(self.own_peak_bytes, plan.peak_bytes))
         self._applied = Applied([*([] if taken is None else [taken]), plan.apply(model)])
 
 

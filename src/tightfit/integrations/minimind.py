@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
 from tightfit.integrations.running_step import RunningRequest, running_request
@@ -18,11 +18,10 @@ from tightfit.planner.blocks import find_blocks
 from tightfit.planner.plan import Plan
 from tightfit.planner.request import Combination
 from tightfit.planner.search import Search
-from tightfit.units import parse_budget
+from tightfit.units import check_budget
 
 MODEL_FILE = Path("model") / "model_minimind.py"
 FEED_FORWARD = ("mlp", "ffn", "feed_forward")  # what blocks call theirs; MiniMind's: mlp
-_ANY_BYTES = 2**60  # a device and a peak for which every budget that can be read is one
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class MemoryFlags:
             both = "exclude each other" if self.use_checkpoint else "are both missing"
             raise InputError(f"--use_checkpoint and --memory_budget {both}: give one of them")
         if self.memory_budget is not None:
-            parse_budget(self.memory_budget, device_bytes=_ANY_BYTES, plain_peak_bytes=_ANY_BYTES)
+            check_budget(self.memory_budget)
         if self.segments is not None and self.memory_budget is not None:
             raise InputError("--segments goes with --use_checkpoint: for a --memory_budget the plan chooses them")
         if self.segments is not None and self.ffn_only:
@@ -104,12 +103,13 @@ class _Planner:
     refusal: TightfitError | None = None
     applied: list[AppliedPlan] = field(default_factory=list)
 
-    def __call__(self, model: nn.Module) -> None:
+    def __call__(self, model: nn.Module) -> tuple[Tensor, ...]:
         try:
             check_unwrapped(model)
             with running_request(model, blocks=blocks_of(model, self.flags)) as request:
                 self.plan = make_plan(request, self.flags)
             self.applied.append(self.plan.apply(model))
+            return request.resident
         except TightfitError as error:  # kept here too: the script may catch what passes through it
             self.refusal = error
             raise

@@ -1,5 +1,6 @@
 """A plan that holds for every batch that a guest's training may show it."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from tightfit.devices.present import lookup
-from tightfit.errors import CannotFit
+from tightfit.errors import CannotFit, TraceError
 from tightfit.integrations.batches import all_labels_counted, repeated
+from tightfit.integrations.checkpointing import TakenOver
 from tightfit.levers.micro_batch import batch_size
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
@@ -19,18 +21,26 @@ from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
 from tightfit.planner.request import allowed_levers
 from tightfit.step import Batch, Loss, Precision
-from tightfit.units import format_bytes, parse_budget
+from tightfit.units import check_budget, format_bytes, parse_budget
+
+logger = logging.getLogger(__name__)
 
 TIGHTENINGS = 4  # how often a plan that does not hold for another batch is made anew
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asks for: a budget as `tightfit.plan` takes it, levers and blocks likewise."""
+    """What the user asks for: a budget as `tightfit.plan` takes it, levers and blocks likewise.
+
+    Raises `BudgetError` for what is no budget.
+    """
 
     budget: int | str
     levers: str | Sequence[str] | None = None
     blocks: str | None = None
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
 
     def without_micro_batches(self) -> "Wish":
         """For those who cannot split the batch: the guest's own loop runs it."""
@@ -107,6 +117,18 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     )
 
 
+def own_peak(step: GuestStep, batches: Sequence[Batch], taken: TakenOver | None) -> int | None:
+    """The peak under the guest's own checkpointing; None where none was taken over, or it cannot be run dry."""
+    if taken is None:
+        return None
+    try:
+        with taken.given_back():
+            return max(step.footing(batch, step.accumulated).peak_bytes for batch in batches)
+    except TraceError as error:
+        logger.info("the peak of the own gradient checkpointing is not known: %s", error)
+        return None
+
+
 def tightened(step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch], wish: Wish) -> Plan | None:
     """The plan for one batch, made anew within less until it fits the others; its figures are of whichever takes most.
     None where nothing does.
@@ -177,9 +199,11 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
     return min(plans, key=lambda plan: plan.step_seconds)
 
 
-def figures(plan: Plan) -> dict[str, float]:
-    """A plan in a guest's logs: bytes and seconds."""
+def figures(plan: Plan, own_peak_bytes: int | None = None) -> dict[str, float]:
+    """A plan in a guest's logs: bytes and seconds; beside them the peak of the checkpointing that was taken over."""
+    own = {} if own_peak_bytes is None else {"memory_own_peak_bytes": own_peak_bytes}
     return {
+        **own,
         "memory_budget_bytes": plan.budget_bytes,
         "memory_planned_peak_bytes": plan.peak_bytes,
         "memory_plain_peak_bytes": plan.plain_peak_bytes,

@@ -23,6 +23,7 @@ from tightfit.integrations.batches import ignores_labels, is_mask
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.internals import set_version_counters
 from tightfit.levers.micro_batch import IGNORE_INDEX
+from tightfit.levers.optimizer import state_tensors
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.step import Batch, Part, StepSettings
 from tightfit.trace.restore import everything_restored
@@ -80,19 +81,22 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
     step = find_step(loop_frames())
     variables = {**step.frame.f_globals, **step.frame.f_locals}
     names = {name: variables[name] for name in step.reads if name in variables}
-    device = lookup(next(model.parameters()).device)
+    here = next(model.parameters()).device
+    device = lookup(here)
     others = [m for m in names.values() if isinstance(m, nn.Module) and not _is_part(m, model)]
     if device.kind != "cpu":
         names = {name: _played(value) for name, value in names.items()}
     batch = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
     kept = [value for name, value in variables.items() if name not in step.binds]
-    inside = [leaf for value in kept for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+    optimizer = optimizer_of(model)
+    tensors = [leaf for value in kept for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+    inside = without_states([tensor for tensor in tensors if tensor.device == here], optimizer)
     held = [tensor for other in others for tensor in (*other.parameters(), *other.buffers(), *plain_tensors(other))]
     request = RunningRequest(
         model=model,
         batch=batch,
         loss=WrittenLoss(step, names),
-        optimizer=optimizer_of(model),
+        optimizer=optimizer,
         settings=StepSettings(grad_clip=_CLIPPED if step.clips else None),
         device=device,
         levers=allowed_levers("exact"),
@@ -157,6 +161,16 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         ):
             return thing
     raise ModelError(f"{type(model).__name__} is called for training, but no optimizer holds its parameters")
+
+
+def without_states(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that are none of the optimizer's states: those a dry run makes itself.
+
+    A checkpoint that a loop holds on to is one with them: `load_state_dict` copies nothing that has the right dtype
+    and device.
+    """
+    states = {state.untyped_storage()._cdata for state in state_tensors(optimizer)}
+    return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in states]
 
 
 def _is_part(module: nn.Module, model: nn.Module) -> bool:

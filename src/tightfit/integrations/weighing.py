@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.activity import aside
 from tightfit.errors import LeverError
 from tightfit.integrations.batches import first_samples, is_table, stretched
 from tightfit.integrations.planning import GuestStep
@@ -38,6 +39,7 @@ NEXT_TOKENS = Weighing(valid_tokens)
 WEIGHINGS = (SUM, NEXT_TOKENS, Weighing(valid_labels), Weighing(batch_size))
 
 
+@aside()
 def measure_weighing(step: GuestStep, batch: Batch) -> Weighing:
     """The weighing for which the losses of two samples make the loss of both: where several do, the first of them.
     Dropout is off meanwhile; model and random states are afterwards as they were.

@@ -22,6 +22,7 @@ from tightfit.levers.cpp_compiler import demand_compiler
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import FrugalForward
+from tightfit.module_paths import module_at
 
 
 def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Applied:
@@ -48,10 +49,10 @@ def compile_paths(model: nn.Module, shares: Mapping[str, float], *, whole: bool 
     if shares and (first is None or first.device.type == "cpu"):
         demand_compiler("compile_blocks compiles blocks")
     for path in shares:
-        replaced = model.get_submodule(path).__dict__.get("forward")
+        replaced = module_at(model, path).__dict__.get("forward")
         if replaced is not None and not isinstance(replaced, FrugalForward):
             raise LeverError(f"{path}: its forward was replaced on this instance, so it shares no code with its kind")
-    return install(CompiledForward(model.get_submodule(path), path, keep, whole) for path, keep in shares.items())
+    return install(CompiledForward(module_at(model, path), path, keep, whole) for path, keep in shares.items())
 
 
 class CompiledForward(FrugalForward):
@@ -65,7 +66,7 @@ class CompiledForward(FrugalForward):
         self.whole = whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self.steps_aside:
             return self.original(*args, **kwargs)
         if now.dry_compiled is not None and not now.playing_cuda:
             return self.written(now.dry_compiled, args, kwargs)

@@ -19,9 +19,12 @@ class Applied:
         return bool(self._parts)
 
     def undo(self) -> None:
-        """Take every lever off, last applied first. Calling it again does nothing."""
+        """Take every lever off, last applied first. Calling it again does nothing, and goes on with what is left where
+        it was interrupted. A module that is gone, or has another forward by now, needs nothing.
+        """
         while self._parts:
-            self._parts.pop().remove()
+            self._parts[-1].remove()
+            self._parts.pop()
 
     remove = undo
 

@@ -25,7 +25,7 @@ class DeferringForward(FrugalForward):
         head = self.module
         assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
         # The compiler sees the plain head: it has its own ways with the logits.
-        if torch.compiler.is_compiling() or not can_defer(head, input):
+        if torch.compiler.is_compiling() or self.steps_aside or not can_defer(head, input):
             return self.original(input)
         made = Head(input, head.weight, head.bias, self.chunk_size)
         return DeferredLogits.of(made, input, made.dtype)

@@ -15,7 +15,7 @@ from tightfit.memory.allocator import memory_of
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.optimizer_names import OptimizerName, parse_optimizer
+from tightfit.optimizer_names import FOR_BF16, OptimizerName, parse_optimizer
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 _ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -50,7 +50,8 @@ def build_optimizer(
 
     `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `optimizer_names`), a callable that takes
     parameters, or an optimizer whose class and settings are taken over, group by group, but not its state. Raises
-    `InputError` for an unknown name or a missing package, `DeviceError` where it cannot run on the parameters' device.
+    `InputError` for an unknown name, a missing package or weights that it is not for, `DeviceError` where it cannot run
+    on the parameters' device.
     """
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(kind, torch.optim.Optimizer):
@@ -69,7 +70,21 @@ def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, A
     options = {key: value for key, value in settings.items() if key in known}
     if fraction is not None:
         options["fraction"] = fraction
+    groups = list(groups)
+    if kind in FOR_BF16:
+        _demand_bf16(kind, groups)
     return _KINDS[kind](groups, **options)
+
+
+def _demand_bf16(kind: str, groups: list[Any]) -> None:
+    """On fp32 weights alone, these would be plain AdamW and save nothing."""
+    given = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    members = [parameter for group in given for parameter in group]
+    if members and not any(p.dtype == torch.bfloat16 for p in members):
+        raise InputError(
+            f"optimizer {kind} is for bf16 weights, and none that is trained here is bf16: convert the model with "
+            "model.to(torch.bfloat16), or take adamw"
+        )
 
 
 def _parsed(name: str) -> OptimizerName:

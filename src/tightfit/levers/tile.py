@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tightfit.activity import now
 from tightfit.errors import LeverError
+from tightfit.internals import transforms_are_active
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import matching_modules
 from tightfit.levers.recompute.region import FrugalForward
@@ -54,6 +55,8 @@ class TiledForward(FrugalForward):
         self.tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.removed or transforms_are_active():
+            return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() != 3:
             raise LeverError(f"tile: {self.path} is not given one tensor (B, T, n): leave it out of the pattern")
         (x,) = args

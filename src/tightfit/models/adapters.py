@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
@@ -49,11 +49,16 @@ def is_adapted(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
+def adapter_state(model: Any) -> dict[str, Tensor]:
+    """The weights of the adapters alone, by the names that `peft` gives them."""
+    return _peft().get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapters alone, as `peft` does, for `PeftModel.from_pretrained(base, folder)`. Its page about the model
     is left out: it would be a form to fill in.
     """
-    state = _peft().get_peft_model_state_dict(model, save_embedding_layers=False)
+    state = adapter_state(model)
     save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / ADAPTER_WEIGHTS)
     config = model.peft_config[model.active_adapter]
     trains = config.inference_mode

@@ -2,27 +2,44 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from tightfit.config.schema import ModelConfig, PretrainedModel
-from tightfit.models.adapters import add_adapter
+from tightfit.errors import ModelError
+from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
 from tightfit.models.decoder import Decoder
+from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decoder
 from tightfit.models.pretrained import build_pretrained
 
 
 def build_model(config: ModelConfig, *, seed: int | None = None) -> nn.Module:
     """The model that the section `model` describes, fp32, in training mode, on the CPU; under adapters if it has any.
 
-    `seed` makes new weights reproducible and leaves torch's own random state as it was. Raises `ModelError` where the
-    model is missing or is no language model, or a package is missing.
+    `model.path` may also name a run of the reference decoder. `seed` makes new weights reproducible and leaves torch's
+    own random state as it was. Raises `ModelError` where the model is missing or is no language model, or a package is
+    missing.
     """
     with _seeded(seed):
-        model = build_pretrained(config) if isinstance(config, PretrainedModel) else Decoder(config)
+        model = _saved_model(config) if isinstance(config, PretrainedModel) else Decoder(config)
         if isinstance(config, PretrainedModel) and config.adapter is not None:
             model = add_adapter(model, config.adapter)
     return model.train()
+
+
+def _saved_model(config: PretrainedModel) -> nn.Module:
+    """The model that `model.path` names: what a run of ours left, or one of `transformers`."""
+    folder = Path(config.path)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
+        raise ModelError(
+            f"model.path {config.path!r} holds adapters and no model: give the folder of the model that they are for, "
+            "and model.adapter for new ones"
+        )
+    if not is_own(folder):
+        return build_pretrained(config)
+    return Decoder(decoder_config(folder)) if config.random_init else load_decoder(folder)
 
 
 def vocabulary_size(model: nn.Module) -> int | None:

@@ -1,28 +1,23 @@
 """A trained model's folder: `model.safetensors` and `config.json`, or the adapters alone; read back by `load_model`."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_model as load_weights
-from safetensors.torch import save_model as save_weights
-from torch import nn
+from torch import Tensor, nn
 
 from tightfit.config import load_config
 from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError, OutputError
 from tightfit.levers.low_bit_weights import freeze_in_low_bits
-from tightfit.models.adapters import ADAPTER_CONFIG, is_adapted, load_adapter, save_adapter
-from tightfit.models.decoder import Decoder, DecoderConfig
+from tightfit.models.adapters import ADAPTER_CONFIG, adapter_state, is_adapted, load_adapter, save_adapter
+from tightfit.models.decoder import Decoder
 from tightfit.models.loading import build_model
+from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_config, save_decoder
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+__all__ = ["CONFIG_FILE", "MODEL_TYPE", "RUN_CONFIG", "WEIGHTS_FILE", "load_model", "save_model", "saved_bytes"]
+
 RUN_CONFIG = "config.yaml"  # what a training writes beside the model
-MODEL_TYPE = "tightfit_decoder"
 
 
 def save_model(model: nn.Module, folder: str | Path) -> None:
@@ -35,7 +30,7 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(model, Decoder):
-            _save_decoder(model, folder)
+            save_decoder(model, folder)
         elif is_adapted(model):
             save_adapter(model, folder)
         elif hasattr(model, "save_pretrained"):
@@ -44,6 +39,21 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
             raise ModelError(f"{type(model).__name__} has no config to save: give a Decoder or a transformers model")
     except OSError as error:
         raise OutputError(f"{folder}: the model cannot be written: {error.strerror or error}") from error
+    except SafetensorError as error:  # what its writer makes of an error of the system
+        raise OutputError(f"{folder}: the model cannot be written: {error}") from error
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What `save_model` writes of weights: each storage's tensor once, and the names, dtypes and shapes before them."""
+    state = adapter_state(model) if is_adapted(model) else model.state_dict()
+    tensors = {(t.data_ptr(), t.nbytes): t for t in state.values() if isinstance(t, Tensor)}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    header = {
+        name: {"dtype": str(t.dtype), "shape": list(t.shape), "data_offsets": [total, total]}
+        for name, t in state.items()
+        if isinstance(t, Tensor)
+    }
+    return total + len(json.dumps(header))
 
 
 def load_model(folder: str | Path) -> nn.Module:
@@ -51,15 +61,8 @@ def load_model(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         return load_adapter(_base_of(folder), folder).eval()
-    raw = _read_config(folder / CONFIG_FILE)
-    if raw.get("model_type") != MODEL_TYPE:
-        return build_model(PretrainedModel(path=str(folder))).eval()
-    model = Decoder(_decoder_config(raw, folder))
-    try:
-        load_weights(model, str(folder / WEIGHTS_FILE))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{folder / WEIGHTS_FILE}: does not hold this model's weights: {error}") from error
-    return model.eval()
+    read_config(folder / CONFIG_FILE)  # a folder without one holds no model
+    return build_model(PretrainedModel(path=str(folder))).eval()
 
 
 def _base_of(folder: Path) -> nn.Module:
@@ -73,34 +76,7 @@ def _base_of(folder: Path) -> nn.Module:
         if section.adapter.base != "fp32":
             freeze_in_low_bits(base, section.adapter.base)
         return base
-    name = _read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    name = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
         raise ModelError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path does not name the model they are for")
     return build_model(PretrainedModel(path=name))
-
-
-def _save_decoder(model: Decoder, folder: Path) -> None:
-    save_weights(model, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
-    config = {"model_type": MODEL_TYPE, **asdict(model.config)}
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}: give the folder of a finished run") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path}: holds no mapping: give the folder of a finished run")
-    return raw
-
-
-def _decoder_config(raw: dict[str, Any], folder: Path) -> DecoderConfig:
-    keys = {key: value for key, value in raw.items() if key != "model_type"}
-    try:
-        return TypeAdapter(DecoderConfig).validate_python(keys)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ModelError(f"{folder / CONFIG_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.activity import now
 from tightfit.internals import current_node, is_profiling
 from tightfit.levers.optimizer import named_states
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.operators import Traits, traits_of
 from tightfit.optim.gradients import gradient_memory
 from tightfit.trace.dry_run import DryRun, answers_itself, tensors_in
-from tightfit.trace.ledger import Cell, Ledger, take_off
+from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
 from tightfit.trace.shapes import TensorShape
@@ -34,7 +35,9 @@ class RealLedger(Ledger):
     """
 
     def __init__(self, device: torch.device):
-        super().__init__(rounding=CUDA_ROUNDING if device.type == "cuda" else 1)
+        # Others watch the same storages: a dry run, another monitor. A cell keeps its ledger alive, so that no two
+        # ledgers have the same number.
+        super().__init__(rounding=CUDA_ROUNDING if device.type == "cuda" else 1, key=f"_tightfit_watch_{id(self)}")
         self.device = device
         self.seen: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -62,7 +65,7 @@ class RealLedger(Ledger):
         for reference in self.seen:
             storage = reference()
             if storage is not None:
-                take_off(storage)
+                self.take_off(storage)
         self.seen.clear()
 
 
@@ -84,12 +87,20 @@ class WatchedModules(ModuleTracker):
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
         return self
 
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not now.aside:
+            super()._enter(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not now.aside:
+            super()._leave(module, args, output)
+
 
 class RealRun(DryRun):
     """The mode under which a real step is watched. It changes nothing of what is computed.
 
     `phase` is told from outside; `on_backward` is called at the first operator that autograd's engine runs. While
-    `passive`, it watches nothing.
+    `passive`, and in what runs aside of the training, it watches nothing.
     """
 
     def __init__(self, device: torch.device, modules: ModuleTracker, on_backward: Callable[[], None]):
@@ -106,7 +117,7 @@ class RealRun(DryRun):
         kwargs = kwargs or {}
         if any(map(answers_itself, types)):
             return NotImplemented  # its own operators on the tensors inside come by here
-        if self.passive:
+        if self.passive or now.aside:
             return func(*args, **kwargs)
         if self.phase is not Phase.BACKWARD and current_node() is not None:
             self.on_backward()
@@ -156,7 +167,7 @@ class RealRun(DryRun):
         self.levels.append(self.ledger.live_bytes + wanted)
         self.operators.append(
             OperatorRecord(
-                traits.name, self.phase, self.modules.attribute(self.phase), 0.0, wanted, None, -1, reads, (), False
+                traits.name, self.phase, self.modules.attribute(self.phase)[0], 0.0, wanted, None, -1, reads, (), False
             )
         )
         if out_of_memory is not None:

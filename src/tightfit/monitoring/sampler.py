@@ -56,6 +56,11 @@ class Sampler:
             self._keep(Sample(began - self._began, step, str(phase), *_figures(reading)))
         self._spent += time.perf_counter() - began
 
+    def skip(self) -> None:
+        """Read the counters anew where something else than the training ran since the last reading."""
+        if self._last is not None:
+            self._last = read_counters(self._device)
+
     def _raise_peaks(self, phase: Phase, before: Reading, after: Reading) -> None:
         rss = _reached(before.rss_bytes, before.rss_highest_bytes, after.rss_bytes, after.rss_highest_bytes)
         self.rss_peak = max(self.rss_peak, rss)

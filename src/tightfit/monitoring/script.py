@@ -4,7 +4,7 @@ import gc
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tightfit.activity import now
 from tightfit.errors import InputError
 from tightfit.monitoring.watch import TRACED_STEP, Watch
 
@@ -32,12 +33,13 @@ def profile_script(
     arguments: Sequence[str] = (),
     *,
     traced_step: int | None = TRACED_STEP,
-    prepare: Callable[[nn.Module], None] | None = None,
+    prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None,
 ) -> ScriptRun:
     """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and watch what it trains.
 
     The model is the first module that is called at top level with gradients and has parameters to train; optimizers
-    are those that step. `prepare` is given the model, inside its first call, before its forward begins. Raises
+    are those that step. `prepare` is given the model, inside its first call, before its forward begins, and
+    returns the tensors that lie beside it. Raises
     `InputError` where there is no such script; exceptions of the script itself, and of `prepare`, of any kind, are
     returned.
     """
@@ -77,7 +79,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 class Discovery:
     """Finds the model and the optimizers of a running script by PyTorch's global hooks, and hands them to a watch."""
 
-    def __init__(self, watch: Watch, prepare: Callable[[nn.Module], None] | None = None):
+    def __init__(self, watch: Watch, prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None):
         self.watch = watch
         self.prepare = prepare
         self.depth = 0  # of module calls
@@ -95,18 +97,21 @@ class Discovery:
             self.handles.pop().remove()
 
     def _call_begins(self, module: nn.Module, args: tuple) -> None:
+        if now.aside:
+            return
         self.depth += 1
         if self.depth == 1 and torch.is_grad_enabled() and _is_trained(module):
             self._found(module, args)
 
     def _call_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.depth -= 1
+        if not now.aside:
+            self.depth -= 1
 
     def _found(self, model: nn.Module, args: tuple) -> None:
         """Watch from here on; its own hooks, being new, are not called for this call."""
         self.__exit__()
         if self.prepare is not None:
-            self.prepare(model)
+            self.watch.add_resident(self.prepare(model))
         self.handles = [  # from here on: what steps meanwhile, dry, is not the script's
             register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
             register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),

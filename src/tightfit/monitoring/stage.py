@@ -3,7 +3,8 @@
 Forward begins where the model is called, backward where the gradient of one of its results arrives, the optimizer's
 part where backward ends: clipping, setting gradients to None and loading the next batch belong to it. A step ends where
 the model is called again after an optimizer stepped (after a backward, where there is no optimizer): several optimizers
-and several micro-batches are one step.
+and several micro-batches are one step. What runs aside of the training (a dry run, a comparison of two runs) is no
+part of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.activity import now
 from tightfit.internals import at_end_of_backward, current_node
 from tightfit.trace.record import Phase
 
@@ -64,7 +66,7 @@ class Stage:
             self.phase = phase
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if current_node() is not None:  # somebody's recomputation of the whole model
+        if now.aside or current_node() is not None:  # the latter: somebody's recomputation of the whole model
             return
         if self._stepped:
             self._stepped = False
@@ -73,6 +75,8 @@ class Stage:
         self.on_inputs(args, kwargs)
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if now.aside:
+            return
         for result in _tensors(output):
             if result.requires_grad and result.grad_fn is not None:
                 result.register_hook(self._gradient_arrives)
@@ -94,11 +98,12 @@ class Stage:
             self._stepped = self._stepped or not self.has_optimizer
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self.enter(Phase.OPTIMIZER)
-        self.on_optimizer(optimizer)
+        if not now.aside:
+            self.enter(Phase.OPTIMIZER)
+            self.on_optimizer(optimizer)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self._stepped = True
+        self._stepped = self._stepped or not now.aside
 
     def ends(self) -> None:
         """The watching ends: a step that has stepped is whole."""

@@ -2,8 +2,9 @@
 
 import statistics
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from tightfit.activity import now
 from tightfit.errors import InputError
 from tightfit.internals import compiled_code_off, is_innermost
 from tightfit.memory.counters import allocator_state
@@ -23,6 +25,7 @@ from tightfit.monitoring.sampler import Sampler
 from tightfit.monitoring.stage import Stage
 from tightfit.monitoring.where import Place, place_of_error
 from tightfit.planner.footing import footing
+from tightfit.planner.wrapped import refuse_sharded
 from tightfit.trace.record import Category, Phase, StepTrace
 
 RECENT_STEPS = 101  # whose median is the step's time
@@ -37,10 +40,11 @@ def monitor(
     Steps up to `traced_step` are watched operator by operator (those steps are slower, and not otherwise changed);
     after that the counters of the system and of CUDA's allocator are read where phases change. None traces no step.
     Without `optimizer`, each backward ends a step. Nothing stays on the model afterwards; exceptions pass through, and
-    the record is kept. Raises `InputError` for a wrong argument.
+    the record is kept. Raises `InputError` for a wrong argument, `ModelError` for a sharded model.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    refuse_sharded(model, "the monitor")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
     if traced_step is not None and traced_step < 1:
@@ -68,6 +72,7 @@ class Watch:
         )
         self._models: dict[str, nn.Module] = {}  # by the prefix of its paths
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._resident: list[weakref.ref[torch.Tensor]] = []
         self._device = torch.device("cpu")
         self._traced = 0  # the number of the step in `trace`
         self._complete = False
@@ -76,7 +81,7 @@ class Watch:
         self._stance: Callable[[], None] = lambda: None  # lets compiled code run again
         self._record: Record | None = None
         self._sampler = Sampler()
-        self._step_began = time.perf_counter()
+        self._step_began = self._aside_began = time.perf_counter()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
 
     # What is watched
@@ -87,6 +92,10 @@ class Watch:
         while prefix in self._models:
             prefix = f"{prefix[:-1]}'."
         self._models[prefix] = model
+
+    def add_resident(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors that lie beside the model whether or not a step reads them; counted as long as they are there."""
+        self._resident += [weakref.ref(tensor) for tensor in tensors]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -118,6 +127,7 @@ class Watch:
         self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self._sampler.start(self._device)
         self._step_began = time.perf_counter()
+        now.on_aside = (*now.on_aside, self._on_aside)
         if self.traced_step:
             self._start_tracing()
 
@@ -137,6 +147,7 @@ class Watch:
         finally:  # what watches the training is taken off, whatever becomes of the record
             self.stage.remove()
             self._stop_tracing()
+            now.on_aside = tuple(told for told in now.on_aside if told != self._on_aside)
         self._record = self._make_record()
         self._models, self._optimizers = {}, []
 
@@ -169,6 +180,10 @@ class Watch:
         """Say what the model's and the optimizers' storages are for."""
         if self._run is None or self._run.ledger.closed:
             return
+        for reference in self._resident:
+            tensor = reference()
+            if tensor is not None and tensor.device == self._run.device:
+                self._run.ledger.enter(tensor, Category.INPUT)
         names: dict[torch.Tensor, str] = {}
         for prefix, model in self._models.items():
             self._run.enter_model(model, prefix)
@@ -199,6 +214,15 @@ class Watch:
             if old is Phase.BACKWARD:
                 self._label()  # gradients, before anybody sets them to None
 
+    def _on_aside(self, begins: bool) -> None:
+        """Something that is no part of the training begins, or has ended: its time and memory do not count."""
+        if begins:
+            self._sampler.sample(self.steps + 1, self.stage.phase)
+            self._aside_began = time.perf_counter()
+        else:
+            self._sampler.skip()
+            self._step_began += time.perf_counter() - self._aside_began
+
     def _inputs(self, args: tuple, kwargs: dict) -> None:
         if self._run is not None and not self._run.passive:
             for leaf in tree_iter((args, kwargs)):
@@ -206,11 +230,11 @@ class Watch:
                     self._run.ledger.enter(leaf, Category.INPUT)
 
     def _step_ends(self) -> None:
-        now = time.perf_counter()
+        ended = time.perf_counter()
         if self._run is not None:
             self._traced_step_ends(self._run)
         else:
-            self._step_seconds.append(now - self._step_began)
+            self._step_seconds.append(ended - self._step_began)
         self.steps += 1
         self._step_began = time.perf_counter()
 

@@ -1,14 +1,14 @@
 """AdamW for bf16 weights that loses no small update: by stochastic rounding, or by the 16 bits that bf16 leaves off."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tightfit.errors import InputError
 from tightfit.optim.adamw_step import MOMENTS, adamw_step, new_moments
-from tightfit.optim.base import FrugalOptimizer, Shared
+from tightfit.optim.base import FrugalOptimizer
 
 Keeping = Literal["remainder", "stochastic"]
 REMAINDER = "remainder"
@@ -30,13 +30,15 @@ class BF16AdamW(FrugalOptimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
         *,
         keeping: Keeping = "remainder",
         seed: int = 0,
-        **shared: Unpack[Shared],
     ):
         self.prepare(keeping=keeping, seed=seed)
-        super().__init__(params, lr, **shared)
+        super().__init__(params, lr, betas, eps, weight_decay)
 
     def prepare(self, *, keeping: Keeping, seed: int) -> None:
         if keeping not in get_args(Keeping):

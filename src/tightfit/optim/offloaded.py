@@ -8,7 +8,7 @@ is computed. On a CPU the same happens without streams; it costs a copy of the w
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from tightfit.activity import host_memory, now
 from tightfit.errors import InputError
 from tightfit.optim.adamw_step import adamw_step, new_moments
-from tightfit.optim.base import FrugalOptimizer, Shared
+from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.host_gradient import HostGradient
 from tightfit.optim.link import HOST, Link
 
@@ -51,13 +51,15 @@ class OffloadedAdamW(FrugalOptimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
         *,
         fraction: float = 1.0,
         fused: bool = False,
-        **shared: Unpack[Shared],
     ):
         self.prepare(fraction=fraction, fused=fused)
-        super().__init__(params, lr, **shared)
+        super().__init__(params, lr, betas, eps, weight_decay)
 
     def prepare(self, *, fraction: float, fused: bool) -> None:
         if not 0 <= fraction <= 1:

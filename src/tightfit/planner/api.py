@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tightfit.activity import aside
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
@@ -17,19 +18,23 @@ from tightfit.planner.arguments import check_levers, check_settings, check_step
 from tightfit.planner.candidates import Candidate
 from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
-from tightfit.planner.footing import fingerprint, footing
+from tightfit.planner.footing import dtypes_of, fingerprint, footing
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Action, BlockChoice, OffloadTier
 from tightfit.planner.request import Request, allowed_levers
 from tightfit.planner.search import Search
 from tightfit.planner.tradeoff import POINTS, Tradeoff
+from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.trace.copies import AWAY
 from tightfit.trace.record import StepTrace
+from tightfit.trace.twin import real_tensors, twin_of, with_memory
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
 
+@aside()
+@real_tensors()
 def estimate(
     model: nn.Module,
     batch: Batch,
@@ -45,13 +50,16 @@ def estimate(
 
     `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; with
     `micro_batches` it is split in as many, whose gradients accumulate. `loss` is `callable(model, batch) ->
-    scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device` or a name.
+    scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name
+    with figures of one's own: `"rtx3080,memory=8GiB"`.
     Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
     """
     request = make_request(model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip)
     return make_estimate(request)
 
 
+@aside()
+@real_tensors()
 def plan(
     model: nn.Module,
     batch: Batch,
@@ -72,7 +80,8 @@ def plan(
     """The fastest combination of levers whose true peak is within the budget.
 
     `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
-    those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them. `blocks` is a
+    those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them, or one of these
+    and more: `["rounding", "offload"]`. `blocks` is a
     glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
     those of `estimate`; `micro_batches="auto"` takes the largest micro-batch that fits: the fewest equal parts of the
     batch for which there is a plan, so that the effective batch stays what it is (and the lever `"micro_batch"` is
@@ -107,6 +116,8 @@ def plan(
     return replace(as_plan(search, found), curve=drawn)
 
 
+@aside()
+@real_tensors()
 def curve(
     model: nn.Module,
     batch: Batch,
@@ -175,6 +186,8 @@ def make_request(
     check_step(model, batch, loss, optimizer, precision)
     check_settings(micro_batches, grad_clip, blocks)
     check_levers(levers)
+    refuse_distributed(model, "a plan or an estimate")
+    model, batch = as_twins(model, batch, optimizer)
     return Request(
         model=model,
         batch=batch,
@@ -186,6 +199,17 @@ def make_request(
         blocks=blocks,
         micro_batches=micro_batches,
     )
+
+
+def as_twins(model: nn.Module, batch: Batch, optimizer: Optimizer) -> tuple[nn.Module, Batch]:
+    """Model and batch, those on meta or fake as twins that can be run dry. Raises `InputError`, `ModelError`."""
+    twin = twin_of(model)
+    if twin is not model and isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: this {type(optimizer).__name__} holds parameters without memory (meta, or fake): give its "
+            "name, or a callable that takes parameters"
+        )
+    return twin, with_memory(batch, model)
 
 
 def as_plan(search: Search, candidate: Candidate) -> Plan:
@@ -208,6 +232,8 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         offload=offload_tier(request, candidate.trace),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
+        weights=dtypes_of(request.model),
+        room=search.room(candidate.trace),
     )
 
 

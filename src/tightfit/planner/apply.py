@@ -14,10 +14,12 @@ from tightfit.levers.offload import HostShelf, OffloadSettings
 from tightfit.levers.offload.shelf import DISK, HOST
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
+from tightfit.levers.recompute.region import forwards_on
 from tightfit.levers.tile import tile_paths
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import BlockChoice, ChunkedLoss, OffloadTier, TiledModules
+from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 from tightfit.units import format_bytes
 
@@ -29,6 +31,18 @@ class AppliedPlan(Applied):
         super().__init__(parts)
         self.plan = plan
         self.model = model
+        self._numbers = {forward.number for forward in forwards_on(model)}
+
+    def undo(self) -> None:
+        """Take every lever off, those on copies of blocks too that have been put into the model since. Calling it again
+        does nothing.
+        """
+        super().undo()
+        for forward in forwards_on(self.model):
+            if forward.number in self._numbers:
+                forward.remove()
+
+    remove = undo
 
     def parts(self, batch: Batch, loss: Loss | None = None) -> list[Part]:
         """The batch in the plan's micro-batches, each with its weight in the loss of the whole batch."""
@@ -57,9 +71,10 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
     """Put a plan's levers on the model it was made for.
 
     Raises `LeverError` where the model is another one, and where there is less room to offload to than the plan needs;
-    `OutputError` where the folder cannot be used.
+    `ModelError` where it is wrapped for several processes; `OutputError` where the folder cannot be used.
     """
     if fingerprint(model) != plan.fingerprint:
+        refuse_wrapped(model, "applying a plan")
         raise LeverError(
             "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): "
             "plan again"

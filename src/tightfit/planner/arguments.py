@@ -55,7 +55,7 @@ def check_settings(micro_batches: int, grad_clip: float | None, blocks: str | No
 def check_levers(levers: Any) -> None:
     """Raises `InputError` for what cannot be names of levers."""
     if levers is not None and not isinstance(levers, str | Sequence | set | frozenset):
-        raise InputError(f"levers is a {type(levers).__name__}, wanted 'exact', 'rounding' or a list of names")
+        raise InputError(f"levers is a {type(levers).__name__}, wanted 'exact', 'rounding' or a list of them and names")
 
 
 def is_positive(number: Any) -> bool:

@@ -9,23 +9,24 @@ there on: mostly twice, for the number and for the one above it.
 from collections.abc import Callable
 
 GROWTH = 16  # the most that one guess is larger than what is known to fit
+UNBRACKETED = 3  # guesses that may all be too large before the secant gives way to a bisection
 UNBOUNDED = 2**30  # a number that nothing reaches whose memory grows with it
 
 
-def rough_bound(measure: Callable[[int], int], limit: int, top: int) -> int:
-    """The largest number from 1 to `top` whose measure is at most `limit`, presuming that the measure never falls; 0
-    where there is none.
+def rough_bound(measure: Callable[[int], int], limit: int, top: int, guess: int = 1) -> int:
+    """The largest number from 1 to `top` whose measure is at most `limit`, assuming that the measure never falls; 0
+    where there is none. The number is thought to lie near `guess`.
     """
     answers: list[tuple[int, int]] = []
     low, high, span = 0, top + 1, top + 1
-    guess = 1
     while high - low > 1:
         answers.append((guess, measure(guess)))
         low, high = (guess, high) if answers[-1][1] <= limit else (low, guess)
-        too_slow = high <= top and (high - low) * 2 > span
+        is_bracketed = high <= top and (low > 0 or len(answers) > UNBRACKETED)
+        too_slow = is_bracketed and (high - low) * 2 > span
         guess = (low + high) // 2 if too_slow else _secant(answers[-2:], limit, high - 1)
         span = high - low
-        guess = max(low + 1, min(guess, high - 1, max(low, 1) * GROWTH))
+        guess = max(low + 1, min(guess, high - 1, low * GROWTH if low else high))
     return low
 
 

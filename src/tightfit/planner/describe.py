@@ -9,10 +9,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.devices.known import find
 from tightfit.planner.curve import Curve
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import BlockChoice, CurvePoint, Footing
-from tightfit.report.words import alike, keeps, kept_bytes, where, without_folders
+from tightfit.report.words import alike, arithmetic, keeps, kept_bytes, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
     """Peak, what it is made of, where it stands, and the time."""
     footing = estimate.footing
     return rendered(
-        f"{estimate.parameters / 1e6:.1f}M parameters, {estimate.precision}, {estimate.optimizer}, {estimate.device}",
+        f"{estimate.parameters / 1e6:.1f}M parameters, {arithmetic(estimate.weights, estimate.precision)}, "
+        f"{estimate.optimizer}, {estimate.device}{does_not_fit(estimate)}",
         f"Peak {format_bytes(footing.peak_bytes)} ({footing.peak_bytes:,} bytes), "
         f"{footing.peak_bytes / estimate.device_bytes:.1%} of the device; step {format_seconds(footing.step_seconds)}.",
         *device_footprint(estimate),
@@ -66,15 +68,22 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
     )
 
 
+def does_not_fit(estimate: "Estimate") -> str:
+    """That the step is too large for the device as it stands; empty where it fits."""
+    if estimate.fits:
+        return ""
+    whole = (estimate.reserved_bytes or estimate.peak_bytes) + estimate.context_bytes
+    return f": does not fit, {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}"
+
+
 def device_footprint(estimate: "Estimate") -> list[str]:
     """What a CUDA device has to hold beside the tensors."""
     if estimate.reserved_bytes is None:
         return []
     whole = estimate.reserved_bytes + estimate.context_bytes
-    fits = "" if whole <= estimate.device_bytes else "; as it stands this does not fit"
     return [
         f"The allocator reserves {format_bytes(estimate.reserved_bytes)}; with {format_bytes(estimate.context_bytes)} "
-        f"presumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}{fits}."
+        f"presumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}."
     ]
 
 
@@ -122,13 +131,33 @@ def summary(plan: Plan) -> list[str]:
     """The answer in sentences."""
     step = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
     lines = [
-        f"{plan.precision}, {plan.optimizer}, {plan.device}; batch {plan.batch}",
+        f"{arithmetic(plan.weights, plan.precision)}, {plan.optimizer}, {plan.device}; batch {plan.batch}",
         f"Fits: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
         f"with {step:.2f}x the time of the plain step.",
+        *device_room(plan),
     ]
     if not used_levers(plan):
         lines.append("No lever is needed.")
     return lines + used_levers(plan)
+
+
+def device_room(plan: Plan) -> list[str]:
+    """What a plan takes of a CUDA device as a whole, and what its budget has to do with that."""
+    room = plan.room
+    if room is None:
+        return []
+    whole = (
+        f"With what the allocator reserves and {format_bytes(room.context_bytes)} assumed for the context, the step "
+        f"takes {format_bytes(room.taken_bytes)} of the {format_bytes(room.device_bytes)} of the device"
+    )
+    if room.is_bounded:
+        return [f"{whole}; the budget bounds all of that."]
+    lines = [f"{whole}: a budget in bytes bounds the tensors alone (max_memory_allocated)."]
+    if room.taken_bytes > plan.budget_bytes:
+        size, known = format_bytes(plan.budget_bytes).replace(" ", ""), find(plan.device)
+        name = "NAME" if known is None else known.key
+        lines.append(f"For a device that holds {size} in all: device {name},memory={size}, and a budget of 100%.")
+    return lines
 
 
 def used_levers(plan: Plan) -> list[str]:

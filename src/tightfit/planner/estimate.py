@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.planner.footing import footing
+from tightfit.planner.footing import dtypes_of, footing
 from tightfit.planner.records import Footing
-from tightfit.planner.request import Combination, Request, Tracer
+from tightfit.planner.request import Combination, Request, Tracer, lacking
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 
 
@@ -24,7 +24,9 @@ class Estimate:
     device_bytes: int
     assumptions: tuple[str, ...]
     context_bytes: int = 0  # on CUDA: what the process takes of the device outside of the allocator; an assumption
+    fits: bool = True  # as it stands, into the device: on CUDA with what the allocator reserves and the context
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one of most elements first
 
     @property
     def peak_bytes(self) -> int:
@@ -97,7 +99,9 @@ def make_estimate(request: Request) -> Estimate:
         device_bytes=request.device.memory_bytes,
         assumptions=told(trace.assumptions),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
+        fits=not lacking(trace, request.device.memory_bytes),
         worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
+        weights=dtypes_of(request.model),
     )
 
 

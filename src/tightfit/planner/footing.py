@@ -13,6 +13,8 @@ TIMELINE_POINTS = 600
 TOP_GROUPS = 20
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^. ])")  # a part of a path that is only a number: which block
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
 
 def footing(trace: StepTrace) -> Footing:
     """The figures of a traced step. The timeline is thinned to some hundred points, of which one is the peak
@@ -79,6 +81,16 @@ def _picked(trace: StepTrace) -> list[int]:
     runs = min(count, TIMELINE_POINTS)
     bounds = [k * count // runs for k in range(runs + 1)]
     return [max(range(a, b), key=trace.levels.__getitem__) for a, b in itertools.pairwise(bounds)]
+
+
+def dtypes_of(model: nn.Module) -> str:
+    """The dtypes of the parameters, the one of most elements first: `bf16`, or `bf16 and fp32`."""
+    elements: dict[str, int] = {}
+    for parameter in model.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        name = _SHORT.get(name, name)
+        elements[name] = elements.get(name, 0) + parameter.numel()
+    return " and ".join(sorted(elements, key=lambda name: -elements[name]))
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ from tightfit.planner.describe import device_footprint, summary
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
 from tightfit.report.page import Page, render
-from tightfit.report.words import where, without_folders
+from tightfit.report.words import arithmetic, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def estimate_page(estimate: "Estimate") -> str:
     """What the plain step takes. Raises `InputError` where plotly is not installed."""
     footing = estimate.footing
+    computed = arithmetic(estimate.weights, estimate.precision)
     share = f"{footing.peak_bytes / estimate.device_bytes:.1%} of {estimate.device}"
     return render(
         Page(
@@ -25,12 +26,12 @@ def estimate_page(estimate: "Estimate") -> str:
             facts=[
                 ("peak", format_bytes(footing.peak_bytes), share),
                 ("step", format_seconds(footing.step_seconds), "predicted"),
-                ("parameters", f"{estimate.parameters / 1e6:.1f}M", estimate.precision),
+                ("parameters", f"{estimate.parameters / 1e6:.1f}M", computed),
             ],
             plain=footing,
             plain_name=f"As it stands: no lever, {estimate.optimizer}",
             notes=without_folders(estimate.assumptions),
-            setting=f"{estimate.precision}, {estimate.optimizer}, {estimate.device}; {_version()}",
+            setting=f"{computed}, {estimate.optimizer}, {estimate.device}; {_version()}",
         )
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.planner.curve import Curve
-from tightfit.planner.records import BlockChoice, ChunkedLoss, Footing, OffloadTier, Rejected, TiledModules
+from tightfit.planner.records import BlockChoice, ChunkedLoss, DeviceRoom, Footing, OffloadTier, Rejected, TiledModules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tightfit.planner.apply import AppliedPlan
     from tightfit.step import Precision
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Plan:
     offload: OffloadTier | None = None
     tiled: TiledModules | None = None
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one of most elements first; empty in plans of earlier versions
+    room: DeviceRoom | None = None  # of a CUDA device, with the planned step's figures
 
     @property
     def peak_bytes(self) -> int:
@@ -122,7 +124,7 @@ class Plan:
             raise ValueError(f"a {type(raw).__name__}, wanted a mapping")
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
-        fields = {name: raw[name] for name in cls.__dataclass_fields__}
+        fields = {name: raw[name] for name in cls.__dataclass_fields__ if name != "weights"}
         choices = tuple(
             BlockChoice(
                 **{
@@ -136,12 +138,14 @@ class Plan:
             for c in raw["choices"]
         )
         fields |= {
+            "weights": raw.get("weights", ""),
             "planned": Footing.from_dict(raw["planned"]),
             "plain": Footing.from_dict(raw["plain"]),
             "choices": choices,
             "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
             "offload": None if raw["offload"] is None else OffloadTier(**raw["offload"]),
             "tiled": None if raw["tiled"] is None else TiledModules.from_dict(raw["tiled"]),
+            "room": None if raw["room"] is None else DeviceRoom(**raw["room"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),

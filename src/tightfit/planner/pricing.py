@@ -11,10 +11,10 @@ from itertools import compress
 from torch import nn
 
 from tightfit.levers.recompute import KEEP_ALL, Policy
-from tightfit.planner.blocks import BlockGraph, block_graph
+from tightfit.planner.block_graph import BlockGraph, block_graph
 from tightfit.planner.frontier import KeepSet, frontier
 from tightfit.planner.solve import Chain, Option
-from tightfit.planner.windows import Footprint, Window, footprint, level_at, windows
+from tightfit.planner.windows import Footprint, Window, calls_of, footprint, is_chain, level_at, windows
 from tightfit.trace.record import StepTrace, highest
 
 OPTIONS_PER_KIND = 12
@@ -68,6 +68,7 @@ def price(
     `replaying_seconds` is what the executor takes, beside its kernel, for an operator that it runs again.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
+    in_turn = is_chain(plain, paths)
     spans = windows(plain, paths)
     found = {w.path: block_graph(plain, model, w.path, replaying_seconds=replaying_seconds) for w in spans}
     graphs = {path: graph for path, graph in found.items() if graph is not None}
@@ -75,19 +76,29 @@ def price(
     order = [w.path for w in spans]
     kinds = {graph.kind: graph for graph in graphs.values()}
     by_kind = {kind: _choices(graph, recomputes, offloads) for kind, graph in kinds.items()}
+    choices = tuple(by_kind[graphs[p].kind] for p in order)
+    if not in_turn:
+        members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
+        priced = {kind: _apart(members[kind], by_kind[kind], plain, trace) for kind in by_kind}
+        chain = _heap(plain, [priced[graphs[p].kind] for p in order], fixed_bytes)
+        return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
+    calls = {path: calls_of(plain, path) for path in order}
     plain_prints = {w.path: footprint(plain, w) for w in spans}
     measured = _measure(order, graphs, by_kind, plain_prints, trace, beside)
     options = tuple(
         tuple(
             Option(
-                f.kept_bytes, f.forward_bytes, f.backward_bytes, (choice.seconds + f.lever_seconds) * plain.loop_repeats
+                f.kept_bytes,
+                f.forward_bytes,
+                f.backward_bytes,
+                (choice.seconds * calls[path] + f.lever_seconds) * plain.loop_repeats,
             )
             for f, choice in zip(measured[graphs[path].kind], by_kind[graphs[path].kind], strict=True)
         )
         for path in order
     )
     chain = _chain(plain, spans, options, plain_prints, fixed_bytes)
-    return Priced(tuple(order), tuple(graphs[p] for p in order), tuple(by_kind[graphs[p].kind] for p in order), chain)
+    return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
 
 
 def _choices(graph: BlockGraph, recomputes: bool, offloads: bool) -> tuple[Choice, ...]:
@@ -153,3 +164,20 @@ def _chain(
     middle = highest(plain.levels, spans[-1].forward[1], spans[-1].backward[0]) - kept
     ends = [*plain.levels[first : spans[0].forward[0]], *plain.levels[spans[0].backward[1] : last]]
     return Chain(options, tuple(forward_base), tuple(backward_base), middle, max([fixed_bytes, *ends]))
+
+
+def _apart(paths: Sequence[str], choices: Sequence[Choice], plain: StepTrace, trace: Tracer) -> tuple[Option, ...]:
+    """The options of alike blocks that do not run one after the other: what each moves the peak and the seconds by is
+    its share of what it does on all of them. No point of a block's own is known, so none is given.
+    """
+    applied = [plain, *(trace(dict.fromkeys(paths, choice.policy)) for choice in choices[1:])]
+    saved = [(plain.peak_bytes - one.peak_bytes) // len(paths) for one in applied]
+    added = [max(0.0, one.step_seconds - plain.step_seconds) / len(paths) for one in applied]
+    return tuple(Option(max(saved) - mine, 0, 0, seconds) for mine, seconds in zip(saved, added, strict=True))
+
+
+def _heap(plain: StepTrace, options: Sequence[tuple[Option, ...]], fixed_bytes: int) -> Chain:
+    """A chain whose peak is the plain one, less what the choices save."""
+    nowhere = (0,) * len(options)
+    kept = sum(mine[0].kept_bytes for mine in options)
+    return Chain(tuple(options), nowhere, nowhere, plain.peak_bytes - kept, fixed_bytes)

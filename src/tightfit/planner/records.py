@@ -67,6 +67,26 @@ class OffloadTier:
 
 
 @dataclass(frozen=True)
+class DeviceRoom:
+    """What a step takes of a CUDA device as a whole, in bytes: what the allocator reserves for its tensors at most, and
+    an assumption for the context. A budget in per cent of the device bounds that (`is_bounded`); one in bytes bounds
+    the tensors alone, `max_memory_allocated`.
+    """
+
+    device_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+    is_bounded: bool
+
+    @property
+    def taken_bytes(self) -> int:
+        """The allocator's segments and the context together; near the device's limit the allocator gives back what is
+        free.
+        """
+        return min(self.reserved_bytes + self.context_bytes, self.device_bytes)
+
+
+@dataclass(frozen=True)
 class TensorGroup:
     """Tensors of one kind that are there at the peak: `count` of them, `bytes` together.
 

@@ -24,6 +24,8 @@ from tightfit.planner.records import ChunkedLoss, TiledModules
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.copies import AWAY, BACK
 from tightfit.trace.cuda import CudaRole
+from tightfit.trace.cuda.replay import fits_device
+from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 from tightfit.trace.dry_run import ExecutorCost, OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.rules import ONE_SIDED, Routing
@@ -35,19 +37,20 @@ ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch", "tile")
 LEVERS = (*ROUNDING_LEVERS, "offload", "compile")  # what takes disk space, pinned memory or a compiler: where named
 
 
+LEVER_CLASSES = {"exact": EXACT_LEVERS, "rounding": ROUNDING_LEVERS}
+
+
 def allowed_levers(levers: str | Sequence[str] | None) -> frozenset[str]:
-    """The levers a planner may use: None or `"exact"`, `"rounding"`, or names. Raises `InputError` for an unknown
-    one.
+    """The levers a planner may use: those of a class, `"exact"` (also None) or `"rounding"`, and those that are named;
+    a list may hold both, `["rounding", "offload"]`. Raises `InputError` for an unknown one.
     """
-    if levers is None or levers == "exact":
-        return frozenset(EXACT_LEVERS)
-    if levers == "rounding":
-        return frozenset(ROUNDING_LEVERS)
-    named = (levers,) if isinstance(levers, str) else tuple(levers)
+    named = ("exact",) if levers is None else (levers,) if isinstance(levers, str) else tuple(levers)
+    allowed: set[str] = set()
     for name in named:
-        if name not in LEVERS:
-            raise InputError(f"lever {name!r} is not known: choose exact, rounding, or some of {', '.join(LEVERS)}")
-    return frozenset(named)
+        if name not in LEVERS and name not in LEVER_CLASSES:
+            raise InputError(f"lever {name!r} is not known: choose exact, rounding, and any of {', '.join(LEVERS)}")
+        allowed.update(LEVER_CLASSES.get(name, (name,)))
+    return frozenset(allowed)
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,16 @@ class Tracer:
 def state_bytes(trace: StepTrace) -> int:
     """Bytes of the optimizer's states in a traced step."""
     return trace.by_category(0)[Category.OPTIMIZER_STATE]
+
+
+def lacking(trace: StepTrace, device_bytes: int) -> int:
+    """Bytes that a device of this size lacks for a traced step; none where it fits. On CUDA the allocator's segments
+    and the context have to find room too, and free segments are given back where they are in the way.
+    """
+    if trace.reserved_bytes is None:
+        return max(0, trace.peak_bytes - device_bytes)
+    room = device_bytes - CONTEXT_BYTES
+    return 0 if trace.reserved_bytes <= room or fits_device(trace, room) else trace.reserved_bytes - room
 
 
 def optimizer_peak(trace: StepTrace) -> int:

@@ -26,15 +26,15 @@ from tightfit.planner.candidates import (
 )
 from tightfit.planner.head import find_head
 from tightfit.planner.pricing import Priced, price
-from tightfit.planner.records import ChunkedLoss, Rejected
-from tightfit.planner.request import Combination, Request, Tracer, optimizer_peak
+from tightfit.planner.records import ChunkedLoss, DeviceRoom, Rejected
+from tightfit.planner.request import Combination, Request, Tracer, lacking, optimizer_peak
 from tightfit.planner.solve import least_peak, solve
 from tightfit.planner.variants import SHARES, compiled, compiled_alike, tiled
-from tightfit.trace.cuda.replay import fits_device
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 from tightfit.trace.record import Phase, StepTrace
-from tightfit.units import format_bytes, parse_budget
+from tightfit.units import format_bytes, is_share_of, parse_budget
 
+Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
 
@@ -48,11 +48,20 @@ class Search:
     least: Candidate | None = None
     rejected: list[Rejected] = field(default_factory=list)
     priced: dict[Combination, Prospect] = field(default_factory=dict)
+    routing_matters: bool = False
+    wholes: dict[Applied, StepTrace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
-        in_blocks = self.request.levers & {"recompute", "offload", "compile"}
-        self.paths = find_blocks(self.request.model, self.request.blocks) if in_blocks else []
+        if self.request.blocks is not None:
+            find_blocks(self.request.model, self.request.blocks)  # a glob that matches nothing costs no trace
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Where the blocks are that levers may be put on."""
+        if not self.request.levers & {"recompute", "offload", "compile"}:
+            return []
+        return find_blocks(self.request.model, self.request.blocks, self.plain)
 
     @cached_property
     def plain(self) -> StepTrace:
@@ -61,8 +70,13 @@ class Search:
 
     @cached_property
     def budget_bytes(self) -> int:
-        device_bytes = self.request.device.memory_bytes
-        return parse_budget(self.budget, device_bytes=device_bytes, plain_peak_bytes=self.plain.peak_bytes)
+        """The budget in bytes. One that is stated as the plain step's own peak, by our figure or as `1x` and more,
+        means that step: it includes the bytes that every plan leaves free for what no dispatch mode sees.
+        """
+        plain = self.plain.peak_bytes
+        budget = parse_budget(self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=plain)
+        is_plain = budget == plain or (is_share_of(self.budget, "x") and budget > plain)
+        return max(budget, plain + UNSEEN_BYTES) if is_plain else budget
 
     def run(self) -> Candidate:
         """The best candidate. Raises `CannotFit` with the least peak found."""
@@ -83,17 +97,23 @@ class Search:
 
     # Combinations
 
-    def combinations(self) -> list[Combination]:
-        """Micro-batches and loss, the fewest micro-batches first."""
+    def combinations(self, plain: StepTrace | None = None) -> list[Combination]:
+        """Micro-batches and loss, the fewest micro-batches first. `plain` is a step of the same model in which the head
+        is found, where the search's own is not to be traced for that.
+        """
         losses: list[ChunkedLoss | None] = [None]
         if "chunked_loss" in self.request.levers:
-            head = find_head(self.plain, self.request.model)
+            head = find_head(plain or self.plain, self.request.model)
             losses += [] if head is None else [ChunkedLoss(head, None)]
+        return [Combination(count, loss) for count in self.counts() for loss in losses]
+
+    def counts(self) -> list[int]:
+        """Numbers of micro-batches that a plan may take, the fewest first."""
         counts = [self.request.micro_batches]
         if "micro_batch" in self.request.levers:
             size = self.request.size
             counts += [n for n in range(counts[0] + 1, size + 1) if size % n == 0]
-        return [Combination(count, loss) for count in counts for loss in losses]
+        return counts
 
     def solve_combinations(self) -> None:
         """All of them; or none with more micro-batches than the first that fits, where the fewest are asked for."""
@@ -273,9 +293,16 @@ class Search:
         choice: tuple[int, ...] = (),
         joined: tuple[str, ...] = (),
     ) -> Candidate:
-        trace = self.tracer.whole(combination, policies, joined)
+        trace = self.whole(combination, policies, joined)
         routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
         return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
+
+    def whole(self, combination: Combination, policies: dict[str, Policy], joined: tuple[str, ...] = ()) -> StepTrace:
+        """The step with these levers, traced once."""
+        key = (combination, frozenset(policies.items()), joined)
+        if key not in self.wholes:
+            self.wholes[key] = self.tracer.whole(combination, policies, joined)
+        return self.wholes[key]
 
     def consider(self, candidate: Candidate, name: str) -> None:
         """Keep the candidate if it is the fastest that fits, and note why the other one is not taken."""
@@ -301,16 +328,21 @@ class Search:
         the context: together they may take all of it, or the share that a budget in per cent gives them.
         """
         over = candidate.needed_bytes - self.budget_bytes
-        reserved = candidate.trace.reserved_bytes
-        if over > 0 or reserved is None:
+        if over > 0 or candidate.trace.reserved_bytes is None:
             return over
-        room = self.device_bytes - CONTEXT_BYTES
-        return 0 if reserved <= room or fits_device(candidate.trace, room) else reserved - room
+        return lacking(candidate.trace, self.device_bytes)
 
     @property
     def device_bytes(self) -> int:
-        is_share = isinstance(self.budget, str) and self.budget.strip().endswith("%")
-        return self.budget_bytes if is_share else self.request.device.memory_bytes
+        """What allocator and context may take of the device."""
+        return self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
+
+    def room(self, trace: StepTrace) -> DeviceRoom | None:
+        """What a step takes of a CUDA device as a whole; None on a CPU."""
+        if trace.reserved_bytes is None:
+            return None
+        held = self.request.device.memory_bytes
+        return DeviceRoom(held, trace.reserved_bytes, CONTEXT_BYTES, is_share_of(self.budget, "%"))
 
     def reject_slower(self, name: str, candidate: Candidate) -> None:
         self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
@@ -333,15 +365,20 @@ class Search:
         least, trace = self.least, self.least.trace
         holds = max(trace.by_category().items(), key=lambda item: item[1])
         device = self.request.device
-        limit = format_bytes(self.budget_bytes)
+        limit, taken = f"{format_bytes(self.budget_bytes)} cannot fit", None
         if least.needed_bytes <= self.budget_bytes:  # then it is the device that has no room
-            limit = f"{limit} is more than {device.name} holds ({format_bytes(device.memory_bytes)}): the step"
+            taken = (trace.reserved_bytes or 0) + CONTEXT_BYTES
+            limit = (
+                f"the step cannot fit {device.name}: with what the allocator reserves and the context it takes "
+                f"{format_bytes(taken)} of {format_bytes(self.device_bytes)}"
+            )
         return CannotFit(
-            f"{limit} cannot fit: the least is {format_bytes(least.needed_bytes)} "
+            f"{limit}: the least is {format_bytes(least.needed_bytes)} "
             f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
             f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
             f"by {format_bytes(holds[1])} of {holds[0]}{self.offload_bound()}",
             least.needed_bytes,
+            taken,
         )
 
     def offload_bound(self) -> str:

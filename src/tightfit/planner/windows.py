@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from tightfit.trace.record import OperatorRecord, Phase, StepTrace, highest
 
@@ -17,45 +19,67 @@ class Window:
 
 def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
     """The windows of the blocks that ran in the last micro-batch, in forward order."""
-    first, last = trace.repeated
     spans = _spans(trace, paths)
-    order = sorted((p for p in paths if p in spans), key=lambda p: spans[p][0])
-    starts = [spans[p][0] for p in order]
-    middle = _end_of_forward(trace, first, last)
-    forwards = [*zip(starts, [*starts[1:], spans[order[-1]][1] + 1], strict=True)] if order else []
+    order = sorted(spans, key=lambda p: spans[p].forward[0])
+    starts = [spans[p].forward[0] for p in order]
+    forwards = [*zip(starts, [*starts[1:], spans[order[-1]].forward[1] + 1], strict=True)] if order else []
     result: list[Window] = []
-    begin = min((spans[p][2] for p in order), default=middle)
+    begin = min((spans[p].backward[0] for p in order), default=trace.end_of_forward)
     for path, forward in zip(reversed(order), reversed(forwards), strict=True):
-        end = max(begin, spans[path][3] + 1)
+        end = max(begin, spans[path].backward[1] + 1)
         result.append(Window(path, forward, (begin, end)))
         begin = end
     return tuple(reversed(result))
 
 
-def _spans(trace: StepTrace, paths: Sequence[str]) -> dict[str, tuple[int, int, int, int]]:
-    """For each block that ran: its first and last operator in forward, and in backward."""
+def is_chain(trace: StepTrace, paths: Sequence[str]) -> bool:
+    """Whether the blocks run one after the other, each once or several times in a row, and none runs backward before
+    all have run forward. Not where a loss calls the model twice, or takes gradients of its own.
+    """
+    spans = sorted(_spans(trace, paths).values(), key=lambda span: span.forward)
+    in_turn = all(one.forward[1] < other.forward[0] for one, other in pairwise(spans))
+    return in_turn and all(span.backward[0] >= trace.end_of_forward for span in spans)
+
+
+class _Span(NamedTuple):
+    """First and last operator of a block, in forward and in backward."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def _spans(trace: StepTrace, paths: Sequence[str]) -> dict[str, _Span]:
+    """Those of the blocks that run in forward and in backward."""
     first, last = trace.repeated
-    owner: dict[str, str | None] = {}
-    spans: dict[str, list[int]] = {}
+    owners = owning_blocks(trace, paths)
+    forward: dict[str, list[int]] = {}
+    backward: dict[str, list[int]] = {}
     for index in range(first, last):
         operator = trace.operators[index]
-        module = operator.module
-        if module not in owner:
-            owner[module] = next((p for p in paths if module == p or module.startswith(f"{p}.")), None)
-        path = owner[module]
-        if path is None:
-            continue
-        span = spans.setdefault(path, [index, index, -1, -1])
-        if operator.phase is Phase.FORWARD:
-            span[1] = index
-        else:
-            span[2] = index if span[2] < 0 else span[2]
-            span[3] = index
-    return {path: (a, b, c, d) for path, (a, b, c, d) in spans.items() if c >= 0}
+        path = owners[operator.call]
+        if path is not None:
+            (forward if operator.phase is Phase.FORWARD else backward).setdefault(path, []).append(index)
+    both = [path for path in forward if path in backward]
+    return {p: _Span((forward[p][0], forward[p][-1]), (backward[p][0], backward[p][-1])) for p in both}
 
 
-def _end_of_forward(trace: StepTrace, first: int, last: int) -> int:
-    return next((i for i in range(first, last) if trace.operators[i].phase is not Phase.FORWARD), last)
+def owning_blocks(trace: StepTrace, paths: Sequence[str]) -> dict[int, str | None]:
+    """For each call of a module the block that it is part of, be it the block's own; -1 stands for no call."""
+    wanted = set(paths)
+    owners: dict[int, str | None] = {-1: None}
+    for number, call in enumerate(trace.calls):
+        parts = call.path.split(".")  # a checkpoint's call in backward has no caller, but its path
+        above = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
+        owners[number] = owners[call.caller] or next((path for path in above if path in wanted), None)
+    return owners
+
+
+def calls_of(trace: StepTrace, path: str) -> int:
+    """How often a block runs forward in the last micro-batch."""
+    first, _ = trace.repeated
+    owners = owning_blocks(trace, [path])
+    own = [c for c in trace.calls if c.path == path and owners[c.caller] is None]
+    return sum(first <= call.start < trace.end_of_forward for call in own)
 
 
 def level_at(trace: StepTrace, index: int) -> int:

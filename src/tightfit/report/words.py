@@ -1,13 +1,14 @@
 """What tables, pictures and pages say in words: operators, modules, and what a block keeps."""
 
 import re
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Hashable, Sequence
+from itertools import chain, groupby
 
 from tightfit.planner.records import BlockChoice, Footing
 from tightfit.units import format_bytes
 
 _FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
+NAMED_RUNS = 3  # of blocks that do the same, before the rest is counted
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 
 
@@ -36,12 +37,30 @@ def offloaded_in_words(choice: BlockChoice) -> str:
 
 
 def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]:
-    """Neighbouring blocks that do the same, under one name: `layers.0 … layers.4`."""
-    runs = [
-        list(run)
-        for _, run in groupby(choices, key=lambda c: (c.action, c.share, c.kept, c.kept_modules, c.joined, c.offloaded))
-    ]
-    return [(run[0].path if len(run) == 1 else f"{run[0].path} … {run[-1].path}", run) for run in runs]
+    """Blocks that do the same, under one name: `layers.0 … layers.4`, or `layers.0, layers.2, … layers.30 (16)` where
+    others lie between them.
+    """
+    runs: dict[Hashable, list[list[BlockChoice]]] = {}
+    for what, run in groupby(choices, key=_what_it_does):
+        runs.setdefault(what, []).append(list(run))
+    return [(_name_of_runs(same), list(chain.from_iterable(same))) for same in runs.values()]
+
+
+def _what_it_does(choice: BlockChoice) -> Hashable:
+    return (choice.action, choice.share, choice.kept, choice.kept_modules, choice.joined, choice.offloaded)
+
+
+def _name_of_runs(runs: Sequence[Sequence[BlockChoice]]) -> str:
+    """Each run by its ends; of many runs the first ones, the last one, and how many blocks there are in all."""
+    names = [named(run[0]) if len(run) == 1 else f"{named(run[0])} … {named(run[-1])}" for run in runs]
+    if len(names) <= NAMED_RUNS:
+        return ", ".join(names)
+    return f"{', '.join(names[: NAMED_RUNS - 1])}, … {named(runs[-1][-1])} ({sum(map(len, runs))} blocks)"
+
+
+def named(choice: BlockChoice) -> str:
+    """A block by its path; that of the model itself is empty."""
+    return choice.path or "the whole model"
 
 
 def kept_in_words(operators: Sequence[str], modules: Sequence[str]) -> str:
@@ -80,6 +99,13 @@ def short(name: str) -> str:
     if "scaled_dot_product" in plain:
         return "attention backward" if "backward" in plain else "attention"
     return plain
+
+
+def arithmetic(weights: str, precision: str) -> str:
+    """`fp32 weights, bf16 autocast`; the precision alone where the weights' dtypes were not recorded."""
+    if not weights:
+        return precision
+    return f"{weights} weights, {'no' if precision == 'fp32' else precision} autocast"
 
 
 def where(footing: Footing) -> str:

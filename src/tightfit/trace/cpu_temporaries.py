@@ -1,5 +1,6 @@
 """Temporaries inside CPU operators that the allocator sees and dispatch does not: operands of mixed dtypes that are
-converted first, and what oneDNN reorders and computes on the side for a convolution.
+converted first, what operators that are made of others leave between those, and what oneDNN reorders and computes on
+the side for a convolution.
 """
 
 from collections.abc import Sequence
@@ -43,6 +44,38 @@ def common_dtype(operands: Sequence[TensorShape]) -> torch.dtype:
 
 
 # A reduced elementwise loss is computed unreduced first. Source: `TORCH_IMPL_FUNC(mse_loss_out)`, ATen/native/Loss.cpp.
+# Sums of numbers in the dtype of the result, which every other input is converted to as a whole. Source:
+# `make_reduction_from_ty` in ATen/native/ReduceOpsUtils.h, `impl_func_cum_ops` in ATen/native/ReduceOps.cpp.
+_SUMS = "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int cumsum.default cumprod.default"
+SUMS = frozenset(f"aten.{name}" for name in _SUMS.split())
+
+
+def converted_sum(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
+    """Bytes that a sum takes beside its result on the CPU."""
+    source, result = inputs[0], outputs[0]
+    if source.dtype != result.dtype:
+        return source.numel * result.dtype.itemsize
+    if name.startswith("aten.mean.") and source.dtype.itemsize == 2:  # `mean_out`, same file: in fp32, then back
+        return 4 * (source.numel + result.numel)
+    return 0
+
+
+# Operators made of others below the dispatcher, the same on every device; with the bytes of each of their temporaries.
+def composite_scratch(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
+) -> list[int]:
+    source, result = inputs[0], outputs[0]
+    if name == "aten.logsumexp.default":
+        # `logsumexp_out_impl` in ATen/native/ReduceOps.cpp: exponentials of all numbers, and the maxima
+        return [source.numel * result.dtype.itemsize, result.bytes]
+    # `_safe_softmax` in ATen/native/transformers/attention.cpp: which numbers are minus infinity, in which rows all of
+    # them are, and the zero for those
+    row = source.shape[arguments[0] if arguments else -1]
+    return [source.numel, source.numel // row, result.dtype.itemsize]
+
+
+COMPOSITES = frozenset({"aten.logsumexp.default", "aten._safe_softmax.default"})
+
 REDUCED_LOSSES = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default"})
 
 

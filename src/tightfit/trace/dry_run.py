@@ -126,6 +126,7 @@ class DryRun(TorchDispatchMode):
         for recorded in (self.operators, self.levels, self.starts):
             recorded.clear()
         self.ledger.begin_again()
+        self.modules.begin_again()
 
     # The steps of one operator
 
@@ -259,14 +260,15 @@ class DryRun(TorchDispatchMode):
     ) -> None:
         seconds, workspace = self.priced(traits, inputs, args, out, key)
         executor_seconds = self.executor.seconds()
-        phase = Phase.RECOMPUTE if now.recomputing or self.modules.recomputing(self.phase) else self.phase
+        phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
         watched = phase is Phase.FORWARD
+        module, call = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes + workspace)
         self.operators.append(
             OperatorRecord(
-                traits.name, phase, self.modules.attribute(phase), seconds + executor_seconds, workspace,
+                traits.name, phase, module, seconds + executor_seconds, workspace,
                 now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tensors_in((out,)))),
-                executor_seconds=executor_seconds,
+                executor_seconds=executor_seconds, call=call,
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)
@@ -282,10 +284,12 @@ class DryRun(TorchDispatchMode):
     ) -> None:
         """Enter something that is no operator of PyTorch's and makes no storage, after `begin`."""
         phase = Phase.RECOMPUTE if now.recomputing else self.phase
-        module = self.modules.attribute(phase)
+        module, call = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes)
         self.operators.append(
-            OperatorRecord(name, phase, module, seconds, 0, None, -1, reads, makes, False, copied_bytes=copied_bytes)
+            OperatorRecord(
+                name, phase, module, seconds, 0, None, -1, reads, makes, False, copied_bytes=copied_bytes, call=call
+            )
         )
 
     def priced(

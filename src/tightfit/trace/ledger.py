@@ -8,8 +8,6 @@ import torch
 from tightfit.activity import now
 from tightfit.trace.record import Category, StorageRecord, ValueRecord
 
-_CELL = "_tightfit_dry"
-
 
 class Cell:
     """Lies on a storage, knows its contents' state, and tells the ledger when the storage is freed."""
@@ -59,10 +57,11 @@ class Ledger:
     rounding: int = 1  # the allocator hands out multiples of this
     holders: list[Any] = field(default_factory=list)  # storages that outlive the trace and carry a cell
     closed: bool = False
+    key: str = "_tightfit_dry"  # the attribute of storages under which the cells lie
 
     def cell_of(self, tensor: torch.Tensor) -> Cell | None:
         """The cell that this ledger laid on the tensor's storage."""
-        cell = tensor.untyped_storage().__dict__.get(_CELL)
+        cell = tensor.untyped_storage().__dict__.get(self.key)
         return cell if cell is not None and cell.ledger is self else None
 
     def track(self, tensor: torch.Tensor, *, known: bool, operator: int | None, forward: bool = False) -> Cell:
@@ -71,7 +70,7 @@ class Ledger:
         cell = self.cell_of(tensor)
         if cell is None:
             size = 0 if _on_host() else -(-storage.nbytes() // self.rounding) * self.rounding
-            cell = storage.__dict__[_CELL] = Cell(self, len(self.entries), known)
+            cell = storage.__dict__[self.key] = Cell(self, len(self.entries), known)
             self.entries.append(Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype))
             self.live_bytes += size
             self.new_value(cell, operator)
@@ -129,8 +128,12 @@ class Ledger:
         """Take the cells off the storages that live on."""
         self.closed = True
         for storage in self.holders:
-            take_off(storage)
+            self.take_off(storage)
         self.holders.clear()
+
+    def take_off(self, storage: torch.UntypedStorage) -> None:
+        """Leave a storage as it was before this ledger saw it."""
+        storage.__dict__.pop(self.key, None)
 
     def storage_records(self, backward_start: int) -> tuple[StorageRecord, ...]:
         """What came out of forward (or recomputation) and was still there for backward is an activation."""
@@ -160,8 +163,3 @@ class Ledger:
 def _on_host() -> bool:
     """Whether a tensor made now lies in host memory, while the memory of another device is counted."""
     return now.host > 0 and now.playing_cuda
-
-
-def take_off(storage: torch.UntypedStorage) -> None:
-    """Leave a storage as it was before any ledger saw it."""
-    storage.__dict__.pop(_CELL, None)

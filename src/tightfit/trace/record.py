@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Phase(enum.StrEnum):
@@ -29,6 +30,17 @@ class Category(enum.StrEnum):
     ACTIVATION = "activations"
     INPUT = "inputs"
     WORKSPACE = "workspace"
+
+
+class ModuleCall(NamedTuple):
+    """One forward of a module: its path, the call that it was made in (its place among the calls; -1 for none), and
+    its operators, half open.
+    """
+
+    path: str
+    caller: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,7 @@ class OperatorRecord:
     chooses: bool  # its results are indexes: routing, sorting
     copied_bytes: int = 0  # a lever's copy out of the memory that is counted, or back
     executor_seconds: float = 0.0  # of `seconds`: what noting or running it again takes beside the kernel
+    call: int = -1  # the call of `module` that it belongs to, by its place in `StepTrace.calls`
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,7 @@ class StepTrace:
     loop_repeats: int = 1  # how often the traced micro-batch stands for more of the same (accumulation)
     repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the last traced micro-batch
     with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
+    calls: tuple[ModuleCall, ...] = ()  # every forward of a module, in the order in which they began
     reserved_bytes: int | None = None  # what CUDA's allocator holds of the device at most; None on a CPU
 
     @property
@@ -126,6 +140,12 @@ class StepTrace:
             if operator.phase is Phase.FORWARD
             for value in operator.reads
         }
+
+    @cached_property
+    def end_of_forward(self) -> int:
+        """Where the last traced micro-batch's forward has ended: a loss that takes gradients runs backward before."""
+        first, last = self.repeated
+        return next((i + 1 for i in range(last - 1, first - 1, -1) if self.operators[i].phase is Phase.FORWARD), first)
 
     @property
     def peak_bytes(self) -> int:

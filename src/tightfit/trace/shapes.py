@@ -30,6 +30,16 @@ class TensorShape(NamedTuple):
     def bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether `Tensor.contiguous` gives the tensor itself; else it copies."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
     def hollow(self, device: str = "cpu") -> torch.Tensor:
         """A tensor of this shape whose memory nobody has touched, marked so."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)

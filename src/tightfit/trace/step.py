@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from tightfit.activity import accumulation, now
+from tightfit.activity import accumulation, aside, now
 from tightfit.levers.optimizer import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.gradients import gradient_memory
@@ -19,7 +19,6 @@ from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
-from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
@@ -127,8 +126,17 @@ def _dry(
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     plain = plain_tensors(model)
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
-    with everything_restored(model, *batch), on_host(everything), ModuleTracker(model) as modules, collector_off():
-        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else cuda_workspace, routing, executor)
+    with (
+        aside(),
+        torch.inference_mode(False),  # a step is a training step, wherever it is asked about
+        torch.enable_grad(),
+        everything_restored(model, *batch),
+        on_host(everything),
+        ModuleTracker(model) as modules,
+        collector_off(),
+    ):
+        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else role.workspace, routing, executor)
+        modules.clock = lambda: len(dry.operators)
         now.dry = True
         try:
             announce(ledger, model, batch, plain)
@@ -217,6 +225,7 @@ def record(dry: DryRun, boundaries: list[int], *, repeats: int, repeated: int = 
         loop_repeats=repeats,
         repeated=(boundaries[repeated], boundaries[repeated + 1]),
         with_gradient=dry.with_gradient,
+        calls=tuple(dry.modules.calls),
     )
 
 

@@ -8,10 +8,14 @@ import torch
 
 from tightfit.memory.allocator import cpu_rise
 from tightfit.trace.cpu_temporaries import (
+    COMPOSITES,
     CONVOLUTIONS,
     PROMOTING,
     REDUCED_LOSSES,
+    SUMS,
+    composite_scratch,
     converted_operands,
+    converted_sum,
     convolution_scratch,
     unreduced_loss,
 )
@@ -153,6 +157,10 @@ def cpu_workspace(
         return convolution_scratch(name, inputs, arguments)
     if name in REDUCED_LOSSES:
         return unreduced_loss(inputs, outputs)
+    if name in SUMS:
+        return converted_sum(name, inputs, outputs)
+    if name in COMPOSITES:
+        return sum(composite_scratch(name, inputs, outputs, arguments))
     if name == _GEMM_4BIT:
         return _cpu_gemm_4bit(inputs[0], outputs[0])
     formula = _CPU.get(name)

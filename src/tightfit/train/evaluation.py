@@ -1,6 +1,6 @@
 """The loss on samples that are not trained on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,16 @@ from tightfit.train.objective import VALID_TOKENS, counted
 
 @torch.no_grad()
 def evaluation_loss(
-    model: nn.Module, samples: PackedSamples, loss: Loss, *, micro_batch_size: int, precision: Precision = "fp32"
+    model: nn.Module,
+    samples: PackedSamples,
+    loss: Loss,
+    *,
+    micro_batch_size: int,
+    precision: Precision = "fp32",
+    stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss over the valid tokens of all samples, in evaluation mode; None where there is not one valid token.
+    """Mean loss over the valid tokens of all samples, in evaluation mode; None where there is not one valid token, or
+    where `stop`, asked before each micro-batch, says so.
 
     With the training's micro-batch size, and its levers in force, an evaluation needs no more memory than a training
     step: it runs the same forward and keeps nothing for backward.
@@ -25,6 +32,8 @@ def evaluation_loss(
     total, tokens = 0.0, 0
     with evaluating(model):
         for batch in _batches(samples, micro_batch_size, device):
+            if stop():
+                return None
             with autocast(precision, device.type):
                 total += float(loss(model, batch)) * batch[VALID_TOKENS]
             tokens += batch[VALID_TOKENS]

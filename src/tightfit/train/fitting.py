@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.config.schema import Config, RecomputeConfig
+from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import LeverError
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.recompute import recompute
@@ -49,10 +50,10 @@ class Fit:
         return nullcontext() if self.recompute is None else recompute_by_hand(model, self.recompute)
 
 
-def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str) -> Fit:
+def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
-    `device` is the name of the one that it will run on; the model may lie elsewhere. Raises `CannotFit`, `LeverError`
+    `device` is the one that it will run on, or its name; the model may lie elsewhere. Raises `CannotFit`, `LeverError`
     and `TraceError`.
     """
     training, memory = config.training, config.memory

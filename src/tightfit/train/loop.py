@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import TrainingConfig
+from tightfit.errors import OutputError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.step import Loss, StepSettings, forward_backward, update
 from tightfit.train.interrupt import Interrupt
@@ -68,7 +69,7 @@ class Record:
     tokens: int = 0
     skipped: int = 0
     measured_peak_bytes: int = 0
-    interrupted: bool = False
+    unwritten: list[str] = field(default_factory=list)  # lines of metrics that have found no room yet
 
     @property
     def steps(self) -> int:
@@ -86,20 +87,35 @@ class Record:
 
 
 def run_steps(
-    stepper: Stepper, batches: Iterator[dict[str, Any]], training: TrainingConfig, folder: RunFolder, reporter: Reporter
+    stepper: Stepper,
+    batches: Iterator[dict[str, Any]],
+    training: TrainingConfig,
+    folder: RunFolder,
+    reporter: Reporter,
+    interrupt: Interrupt,
 ) -> Record:
     """All steps, or those until the user interrupts; a step that has begun is finished."""
     record = Record()
-    with Interrupt() as interrupt:
-        for step in range(1, training.max_steps + 1):
-            metrics = _one_step(step, stepper, counted(next(batches), stepper.device), training, record, reporter)
-            if step % training.log_every == 0 or step in (1, training.max_steps):
-                folder.append(METRICS, metrics.to_json())
-            reporter.on_step(metrics)
-            if interrupt.received:
-                record.interrupted = True
-                break
+    for step in range(1, training.max_steps + 1):
+        metrics = _one_step(step, stepper, counted(next(batches), stepper.device), training, record, reporter)
+        if step % training.log_every == 0 or step in (1, training.max_steps):
+            _log(metrics, record, folder, reporter)
+        reporter.on_step(metrics)
+        if interrupt.received:
+            break
     return record
+
+
+def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Reporter) -> None:
+    """The step's line, after those that found no room before: a full disk does not end a training."""
+    record.unwritten.append(metrics.to_json())
+    try:
+        folder.append(METRICS, record.unwritten)
+    except OutputError as error:
+        if len(record.unwritten) == 1:
+            reporter.on_note(f"{error}; the training goes on, and the lines wait")
+    else:
+        record.unwritten.clear()
 
 
 def measured_steps(max_steps: int) -> frozenset[int]:

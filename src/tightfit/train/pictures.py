@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tightfit.errors import InputError
 from tightfit.planner.page import plan_page, run_page
-from tightfit.report.picture import memory_picture
+from tightfit.report.picture import DOTS, HEIGHT, WIDTH, memory_picture
 from tightfit.train.fitting import Fit
 from tightfit.train.reporter import Reporter
 from tightfit.train.result import TrainResult
@@ -13,15 +13,25 @@ from tightfit.train.storage import PAGE, PICTURE, RunFolder
 
 def write_pictures(result: TrainResult, fitted: Fit, folder: RunFolder, reporter: Reporter) -> None:
     """Draw what can be drawn; a training does not fail for lack of a picture, but says so."""
+    setting = f"{result.parameters / 1e6:.1f}M parameters, {result.precision}, {result.device}"
     drawings: dict[str, Callable[[], str | bytes]] = {
         PICTURE: lambda: _picture(result, fitted),
-        PAGE: lambda: _page(result, fitted),
+        PAGE: lambda: _page(result.measured_peak_bytes, setting, fitted),
     }
     for name, draw in drawings.items():
         try:
             folder.write(name, draw())
         except InputError as error:
             reporter.on_note(str(error))
+
+
+def most_bytes(fitted: Fit) -> int:
+    """What picture and page take: the one's pixels as they are, which is more, and the other as it is predicted."""
+    pixels = round(WIDTH * DOTS) * round(HEIGHT * DOTS) * len("RGBA")
+    try:
+        return pixels + len(_page(fitted.planned.peak_bytes, "", fitted).encode())
+    except InputError:
+        return pixels
 
 
 def _picture(result: TrainResult, fitted: Fit) -> bytes:
@@ -35,8 +45,8 @@ def _picture(result: TrainResult, fitted: Fit) -> bytes:
     )
 
 
-def _page(result: TrainResult, fitted: Fit) -> str:
-    measured, before = result.measured_peak_bytes, fitted.plain_micro_batches
+def _page(measured: int, setting: str, fitted: Fit) -> str:
+    before = fitted.plain_micro_batches
     if fitted.plan is not None:
         return plan_page(fitted.plan, measured_peak_bytes=measured, plain_micro_batches=before)
     return run_page(
@@ -45,5 +55,5 @@ def _page(result: TrainResult, fitted: Fit) -> str:
         measured_peak_bytes=measured,
         plain_micro_batches=before,
         micro_batches=fitted.micro_batches,
-        setting=f"{result.parameters / 1e6:.1f}M parameters, {result.precision}, {result.device}",
+        setting=setting,
     )

@@ -1,7 +1,6 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
 import itertools
-import json
 import math
 import platform
 from collections.abc import Iterator, Sequence
@@ -13,24 +12,26 @@ import torch
 from torch import nn
 
 from tightfit import __version__
-from tightfit.config import Config, dump_config, load_config, parse_config
+from tightfit.config import Config, load_config, parse_config
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
 from tightfit.errors import VerificationFailed
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
+from tightfit.models.saving import saved_bytes
 from tightfit.planner.plan import Plan
 from tightfit.step import StepSettings
 from tightfit.train.evaluation import evaluation_loss
+from tightfit.train.files import RunFiles
 from tightfit.train.fitting import Fit, fit
+from tightfit.train.interrupt import Interrupt
 from tightfit.train.loop import Record, Stepper, run_steps
 from tightfit.train.objective import CausalLMLoss, counted
 from tightfit.train.optimizer import OptimizerRecipe
-from tightfit.train.pictures import write_pictures
 from tightfit.train.reporter import Reporter, SilentReporter, Start
 from tightfit.train.result import TrainResult
-from tightfit.train.storage import CONFIG, PLAN, RESULT, RunFolder
+from tightfit.train.storage import RunFolder
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -44,17 +45,23 @@ def train(
     The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
     memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
 
-    Ctrl-C ends it after the step that runs: what is done so far is written, then `KeyboardInterrupt` is raised.
-    Raises `InputError` for what is wrong in the configuration, the data or the folder, `CannotFit` where no plan
-    meets the budget, `VerificationFailed` where `memory.verify` finds a difference.
+    Ctrl-C ends it after the step that runs: what is done so far is written, then `KeyboardInterrupt` is raised. So do
+    SIGTERM and SIGHUP; afterwards they go to whom they would have gone, which is the end of the process unless it
+    handles them. Where the folder has no room left at the end, the run is written elsewhere, and `OutputError` says
+    where.
+
+    Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
+    writing into too), `CannotFit` where no plan meets the budget, `VerificationFailed` where `memory.verify` finds a
+    difference.
     """
     settings = _resolved(config, overrides)
-    folder = RunFolder(settings.output.folder)
-    folder.claim(overwrite=settings.output.overwrite)
-    with _threads(settings.training.num_threads):
-        result = _run(settings, folder, reporter or SilentReporter())
-    if result.interrupted:
-        raise KeyboardInterrupt
+    folder, interrupt = RunFolder(settings.output.folder), Interrupt()
+    reporter = reporter or SilentReporter()
+    with folder.claimed(overwrite=settings.output.overwrite) as is_locked, _threads(settings.training.num_threads):
+        if not is_locked:
+            reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
+        result = _run(settings, folder, reporter, interrupt)
+    interrupt.deliver()
     return result
 
 
@@ -64,7 +71,7 @@ def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
     return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
 
 
-def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
+def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Interrupt) -> TrainResult:
     training = config.training
     if config.memory.allocator is not None:
         set_allocator(config.memory.allocator)  # before anything starts CUDA
@@ -72,23 +79,27 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter) -> TrainResult:
     data = prepare_data(config.data, config.model)
     model = build_model(config.model, seed=training.seed)
     check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
+    folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
     reporter.on_note(_what_is_trained(model, data))
     batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
     first = next(batches)
-    fitted = fit(model, counted(first), CausalLMLoss(), config, device.kind)
+    fitted = fit(model, counted(first), CausalLMLoss(), config, device)
     model.to(device.kind)
     if fitted.plan is not None:
         reporter.on_plan(fitted.plan)
         if config.memory.verify:
             _verify(model, counted(first, device.kind), fitted.plan, reporter)
-    _write_beginning(config, data, fitted, folder)
-    with fitted.apply(model):
-        record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter)
-        validation = None if record.interrupted else _validate(config, model, fitted, data)
-    sample = "" if record.interrupted else sample_text(model, data, seed=training.seed)
-    result = _result(config, folder, model, fitted, record, validation, device.name, sample)
-    _write_end(result, model, fitted, folder, reporter)
-    reporter.on_end(result)
+    files = RunFiles(config, data.tokenizer, model, fitted)
+    files.demand_room(folder)
+    files.write_beginning(folder)
+    with interrupt:
+        with fitted.apply(model):
+            record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter, interrupt)
+            validation = _validate(config, model, fitted, data, interrupt)
+        sample = "" if interrupt.received else sample_text(model, data, seed=training.seed)
+        is_cut = interrupt.received is not None
+        result = _result(config, folder, model, fitted, record, is_cut, validation, device.name, sample)
+        files.write_end(result, record.unwritten, folder, reporter)
     return result
 
 
@@ -119,6 +130,7 @@ def _steps(
     batches: Iterator[dict[str, torch.Tensor]],
     folder: RunFolder,
     reporter: Reporter,
+    interrupt: Interrupt,
 ) -> Record:
     training = config.training
     stepper = Stepper(
@@ -138,10 +150,10 @@ def _steps(
         )
     )
     torch.manual_seed(training.seed)  # dropout's numbers do not depend on what was planned or verified before
-    return run_steps(stepper, batches, training, folder, reporter)
+    return run_steps(stepper, batches, training, folder, reporter, interrupt)
 
 
-def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
+def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData, interrupt: Interrupt) -> float | None:
     device = next(model.parameters()).device
     with private_pool(device):  # its sizes are not those of a training step
         return evaluation_loss(
@@ -150,6 +162,7 @@ def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData)
             CausalLMLoss(),
             micro_batch_size=config.training.batch_size // fitted.micro_batches,
             precision=config.training.precision,
+            stop=lambda: interrupt.received is not None,
         )
 
 
@@ -173,6 +186,7 @@ def _result(
     model: nn.Module,
     fitted: Fit,
     record: Record,
+    is_cut: bool,
     validation: float | None,
     device: str,
     sample: str,
@@ -193,7 +207,7 @@ def _result(
         steps=record.steps,
         skipped_steps=record.skipped,
         tokens=record.tokens,
-        interrupted=record.interrupted,
+        interrupted=is_cut,
         parameters=sum(p.numel() for p in model.parameters()),
         precision=config.training.precision,
         device=device,
@@ -208,22 +222,6 @@ def _exponential(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def _write_beginning(config: Config, data: PreparedData, fitted: Fit, folder: RunFolder) -> None:
-    """What is known before the first step; only now do the files of an earlier run go."""
-    folder.clear()
-    folder.write(CONFIG, dump_config(config))
-    folder.write_tokenizer(data.tokenizer)
-    if fitted.plan is not None:
-        folder.write(PLAN, json.dumps(fitted.plan.to_dict(), indent=1) + "\n")
-
-
-def _write_end(result: TrainResult, model: nn.Module, fitted: Fit, folder: RunFolder, reporter: Reporter) -> None:
-    """Weights, pictures, and last the result: where it stands, the run is complete."""
-    folder.write_model(model)
-    write_pictures(result, fitted, folder, reporter)
-    folder.write(RESULT, result.to_json())
 
 
 @contextmanager

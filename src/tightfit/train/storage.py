@@ -5,17 +5,21 @@ metrics.jsonl grows, a whole line at a time.
 """
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import nn
 
 from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from tightfit.errors import OutputError
+from tightfit.memory.disk import NO_ROOM
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tightfit.models.saving import CONFIG_FILE, RUN_CONFIG, WEIGHTS_FILE, save_model
+from tightfit.train.lock import locked
+from tightfit.units import format_bytes
 
 CONFIG, PLAN, METRICS, RESULT = RUN_CONFIG, "plan.json", "metrics.jsonl", "result.json"
 PICTURE, PAGE = "memory.png", "report.html"
@@ -34,6 +38,8 @@ RUN_FILES = (
     "generation_config.json",
 )
 _WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index
+_PARTS = (".part-*", *(f".{name}.part" for name in RUN_FILES))  # what a killed run was writing
+_BLOCK = 512  # bytes in the unit of `st_blocks`, whatever the file system's own
 
 
 class RunFolder:
@@ -42,27 +48,49 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
-    def claim(self, *, overwrite: bool) -> None:
-        """Make sure that the run can be written here, before anything expensive happens.
+    @contextmanager
+    def claimed(self, *, overwrite: bool) -> Iterator[bool]:
+        """While it is entered, the folder is this training's alone; False where its file system knows no locks.
 
-        Raises `OutputError` where the folder cannot be made or written, or holds a run and `overwrite` is False.
+        Entered before anything expensive happens. Raises `OutputError` where the folder cannot be made or written,
+        where another training is writing there, or where it holds a run and `overwrite` is False.
         """
+        with ExitStack() as held:
+            with self._writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                is_locked = held.enter_context(locked(self.path))
+            earlier = self._earlier()
+            if earlier and not overwrite:
+                raise OutputError(
+                    f"{self.path}: holds an earlier run ({earlier[0].name}): choose another output.folder, or set "
+                    "output.overwrite to true"
+                )
+            yield is_locked
+
+    def demand_room(self, needed_bytes: int) -> None:
+        """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
         with self._writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path) as probe:
-                probe.write(b"x")
-        earlier = self._earlier()
-        if earlier and not overwrite:
+            free = shutil.disk_usage(self.path).free
+            free += sum(path.stat().st_blocks * _BLOCK for path in self._earlier())
+        if free < needed_bytes:
             raise OutputError(
-                f"{self.path}: holds an earlier run ({earlier[0].name}): choose another output.folder, or set "
-                "output.overwrite to true"
+                f"{self.path}: {format_bytes(free)} are free, and this training writes {format_bytes(needed_bytes)} "
+                "there, most of it weights: make room, or choose another output.folder"
             )
+
+    def block_bytes(self) -> int:
+        """The unit in which the file system gives out its space."""
+        with self._writing(self.path):
+            return os.statvfs(self.path).f_frsize
 
     def clear(self) -> None:
         """Remove the files of an earlier run, and nothing else."""
         for path in self._earlier():
             with self._writing(path):
                 path.unlink()
+        for part in (part for pattern in _PARTS for part in self.path.glob(pattern)):
+            with self._writing(part):
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
 
     def write(self, name: str, content: str | bytes) -> Path:
         """A whole file, under its name only when it is complete. Raises `OutputError`."""
@@ -80,10 +108,24 @@ class RunFolder:
                 part.unlink(missing_ok=True)
         return target
 
-    def append(self, name: str, line: str) -> None:
-        """One more line at the end of a file."""
-        with self._writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+    def append(self, name: str, lines: Sequence[str]) -> None:
+        """Lines at the end of a file: all of them or, where `OutputError` is raised, none."""
+        with self._writing(self.path / name), (self.path / name).open("ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            left = memoryview("".join(f"{line}\n" for line in lines).encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def lines(self, name: str) -> list[str]:
+        """The lines of a file; none where it cannot be read."""
+        try:
+            return (self.path / name).read_text("utf-8").splitlines()
+        except OSError:
+            return []
 
     def write_tokenizer(self, tokenizer: TextTokenizer) -> None:
         self._write_files(tokenizer.save)
@@ -96,9 +138,13 @@ class RunFolder:
         """What `write` puts in a folder, moved here when all of it is there."""
         with self._writing(self.path), tempfile.TemporaryDirectory(dir=self.path, prefix=".part-") as part:
             written = Path(part)
-            write(written)
+            try:
+                write(written)
+            except OutputError as error:  # by the folder that the user knows
+                raise OutputError(str(error).replace(part, str(self.path))) from error
             for file in sorted(written.iterdir()):
                 file.chmod(_usual_mode(written))  # safetensors lets nobody but the owner read
+                _on_disk(file)
                 os.replace(file, self.path / file.name)
 
     def _earlier(self) -> list[Path]:
@@ -110,9 +156,14 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise OutputError(
-                f"{path}: cannot be written: {error.strerror or error}: choose another output.folder"
-            ) from error
+            todo = f"{'make room, or ' if error.errno in NO_ROOM else ''}choose another output.folder"
+            raise OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}") from error
+
+
+def _on_disk(path: Path) -> None:
+    """Until the file is on its disk: some file systems say only then that there was no room for it."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def _usual_mode(folder: Path) -> int:

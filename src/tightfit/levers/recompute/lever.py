@@ -10,10 +10,11 @@ from tightfit.errors import LeverError
 from tightfit.exclusions import SEGMENTS_AND_REENTRANT
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
-from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward
+from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.values import Shelf
+from tightfit.module_paths import module_at, named_modules
 
-__all__ = ["Applied", "apply_policies", "matching_modules", "recompute"]
+__all__ = ["Applied", "apply_policies", "matching_modules", "recompute", "undo"]
 
 
 def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, use_reentrant: bool = False) -> Applied:
@@ -33,7 +34,7 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
     if segments is not None and use_reentrant:
         raise LeverError(SEGMENTS_AND_REENTRANT.refusal())
     if use_reentrant:
-        return install(ReentrantForward(model.get_submodule(path), path) for path in paths)
+        return install(ReentrantForward(module_at(model, path), path) for path in paths)
     ends = segment_ends(len(paths), len(paths) if segments is None else segments)
     return apply_policies(
         model, dict.fromkeys(paths, RECOMPUTE_ALL), joined={path for i, path in enumerate(paths) if i not in ends}
@@ -48,7 +49,7 @@ def apply_policies(
     """
     joined = set(joined)
     return install(
-        RecordedForward(model.get_submodule(path), path, policy, shelf=shelf, holds_output=path not in joined)
+        RecordedForward(module_at(model, path), path, policy, shelf=shelf, holds_output=path not in joined)
         for path, policy in policies.items()
     )
 
@@ -58,10 +59,23 @@ def install(forwards: Iterable[FrugalForward]) -> Applied:
     for forward in forwards:
         if isinstance(forward.previous, FrugalForward):
             Applied(installed).undo()
-            raise LeverError(f"{forward.path} is already {forward.previous.does}: undo that first")
+            raise LeverError(
+                f"{forward.path} is already {forward.previous.does}: undo that first, by the handle's undo() or, where "
+                "there is none (a copy of a model), by tightfit.undo(model)"
+            )
         forward.install()
         installed.append(forward)
     return Applied(installed)
+
+
+def undo(model: nn.Module) -> None:
+    """Take every lever off a model, whoever put it on: for a model whose handles are lost, such as a copy of one.
+
+    Where there is a handle, its own `undo()` does the same. On a model without levers it does nothing.
+    """
+    while forwards := forwards_on(model):
+        for forward in forwards:
+            forward.remove()
 
 
 def segment_ends(count: int, segments: int) -> set[int]:
@@ -76,8 +90,8 @@ def matches(path: list[str], pattern: list[str]) -> bool:
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
     """Paths of the modules that match the glob, in the model's order. Raises `LeverError` if none does."""
     parts = pattern.split(".")
-    paths = [path for path, _ in model.named_modules() if path and matches(path.split("."), parts)]
+    paths = [path for path, _ in named_modules(model) if path and matches(path.split("."), parts)]
     if not paths:
-        known = sorted({re.sub(r"\d+", "*", path) for path, _ in model.named_modules() if path})
+        known = sorted({re.sub(r"\d+", "*", path) for path, _ in named_modules(model) if path})
         raise LeverError(f"no module matches {pattern!r}: the paths of this model are {', '.join(known[:12])}")
     return paths

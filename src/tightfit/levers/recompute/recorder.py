@@ -10,7 +10,7 @@ numbers of other libraries) happens twice.
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -63,27 +63,27 @@ class Recorder(TorchDispatchMode):
         self.counts: dict[str, int] = {}
         self.watch = Watch()
         self.exposures = ExposureWatch(region) if sees_exposures else nullcontext()
+        self.observers = ExitStack()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the whole block runs outside of dynamo; leaving it again for each operator takes time
 
-    def __enter__(self) -> "Recorder":
-        super().__enter__()
-        self.exposures.__enter__()
-        self.hooks.__enter__()
+    def start(self) -> None:
+        """Put the observers around what runs until `observers` is left. To be called inside of it, so that all of them
+        come off again whatever is raised meanwhile: one that stayed behind would see what follows this block.
+        """
         if self.shelf is not None:
             self.shelf.begin()
-        return self
+            self.observers.callback(self.shelf.end)
+        self.observers.enter_context(self)
+        self.observers.enter_context(self.exposures)
+        self.observers.enter_context(self.hooks)
+        self.observers.callback(self._close)
 
-    def __exit__(self, *exception: Any) -> None:
+    def _close(self) -> None:
         self.watch.is_open = False
-        self.hooks.__exit__(*exception)
-        self.exposures.__exit__(*exception)
-        super().__exit__(*exception)
-        if self.shelf is not None:
-            self.shelf.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -1,7 +1,9 @@
 """Puts the executor around a block of a model, on the instance, and takes it off again."""
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
-from tightfit.internals import without_dynamo
+from tightfit.internals import transforms_are_active, without_dynamo
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, enter, leave
 from tightfit.levers.recompute.values import Shelf
+
+_numbers = itertools.count()
 
 
 class FrugalForward:
@@ -25,6 +29,8 @@ class FrugalForward:
     def __init__(self, module: nn.Module, path: str):
         self.path = path
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.number = next(_numbers)  # its copies in copies of the module have the same
+        self.removed = False
         self._module = weakref.ref(module)  # the module holds this object: a strong reference would be a cycle
 
     @property
@@ -41,20 +47,41 @@ class FrugalForward:
         return type(self.module).forward.__get__(self.module)
 
     def install(self) -> None:
+        self.removed = False
         self.module.__dict__["forward"] = self
 
+    @property
+    def steps_aside(self) -> bool:
+        """Whether the original is to run as it is: no gradients are wanted, the lever was taken off while somebody
+        else holds on to this forward, or a transform of `torch.func` runs, which knows no saved-tensor hooks.
+        """
+        return self.removed or not torch.is_grad_enabled() or transforms_are_active()
+
     def remove(self) -> None:
-        """Put back exactly what was there before."""
+        """Put back exactly what was there before, where the module still has this forward; repeated, nothing.
+
+        Where somebody has put a forward of their own around this one, theirs stays, and this one becomes the original.
+        """
+        self.removed = True
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
         if self.previous is None:
-            del self.module.__dict__["forward"]
+            del module.__dict__["forward"]
         else:
-            self.module.__dict__["forward"] = self.previous
+            module.__dict__["forward"] = self.previous
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _module=weakref.ref(state["_module"]))
+
+
+def forwards_on(model: nn.Module) -> list[FrugalForward]:
+    """The forwards of levers that stand on modules of a model."""
+    found = [module.__dict__.get("forward") for module in model.modules()]
+    return [forward for forward in found if isinstance(forward, FrugalForward)]
 
 
 class RecordedForward(FrugalForward):
@@ -76,14 +103,29 @@ class RecordedForward(FrugalForward):
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self.steps_aside:
             return self.original(*args, **kwargs)
-        with Recorder(self.path, self.policy, shelf=self.shelf, sees_exposures=self.sees_exposures) as recorder:
+        recorder = Recorder(self.path, self.policy, shelf=self.shelf, sees_exposures=self.sees_exposures)
+        with recorder.observers, self._named():
+            recorder.start()
             if self.policy.offloads_inputs and self.shelf is not None:
                 enter((args, kwargs), recorder.watch, self.shelf)
             outputs = self.original(*args, **kwargs)
             leave(outputs, held=self.holds_output)
         return outputs
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Inside, PyTorch's refusal of saved-tensor hooks says which block it is about."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)):
+                raise
+            raise RecomputeError(
+                f"{self.path}: the block uses torch.func.grad, or another transform that knows no saved-tensor hooks, "
+                "and so cannot be recomputed: leave this block out"
+            ) from error
 
 
 class ReentrantForward(FrugalForward):
@@ -95,7 +137,7 @@ class ReentrantForward(FrugalForward):
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self.steps_aside:
             return self.original(*args, **kwargs)
         attributes, versions = attributes_with_tensors(self.module), buffer_versions(self.module)
         outputs = checkpoint(self.original, *args, use_reentrant=True, **kwargs)

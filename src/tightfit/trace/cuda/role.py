@@ -1,31 +1,46 @@
 """What a dry run has to be told in order to play a CUDA device with CPU tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tightfit.activity import now
 from tightfit.internals import autocast_cache_cleared_by, foreach_on_cpu, kernels_replaced
+from tightfit.trace.cuda.allocator import round_size
 from tightfit.trace.cuda.attention import Capability
 from tightfit.trace.cuda.autocast import AutocastKernels
+from tightfit.trace.cuda.by_card import scratch_by_card
 from tightfit.trace.cuda.composites import composites
-from tightfit.trace.cuda.workspace import THREADS_WITH_PRODUCTS, blas_workspace
+from tightfit.trace.cuda.products import Release, held_workspaces, installed_release, product_scratch
+from tightfit.trace.cuda.reductions import Card
+from tightfit.trace.cuda.workspace import cuda_workspace
+from tightfit.trace.shapes import TensorShape
 
 
 @dataclass(frozen=True)
 class CudaRole:
-    """A CUDA device to be played: its compute capability and its number of multiprocessors.
+    """A CUDA device to be played: its compute capability, its number of multiprocessors, and the release of PyTorch
+    that runs on it, since releases take memory for products in different ways.
 
     A model that asks a tensor for its device is told "cpu", since that is where the tensor lies.
     """
 
     capability: Capability
     multiprocessors: int
+    release: Release = field(default_factory=installed_release)
 
     @property
     def held_bytes(self) -> int:
         """What libraries keep for good of the allocator's memory: the workspaces of cuBLAS."""
-        return THREADS_WITH_PRODUCTS * blas_workspace(self.capability)
+        return held_workspaces(self.capability, self.release)
+
+    def workspace(
+        self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
+    ) -> int:
+        """Bytes of scratch memory of one operator call, as the allocator hands them out."""
+        sizes = product_scratch(name, tuple(inputs), self.capability, self.release)
+        sizes += scratch_by_card(name, inputs, outputs, arguments, Card(self.capability, self.multiprocessors))
+        return cuda_workspace(name, inputs, outputs, arguments) + sum(map(round_size, sizes))
 
     @contextmanager
     def playing(self) -> Iterator[None]:

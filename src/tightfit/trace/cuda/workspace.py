@@ -2,31 +2,22 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from tightfit.trace.cpu_temporaries import COMPOSITES, composite_scratch
 from tightfit.trace.cuda import normalisation
 from tightfit.trace.cuda.allocator import MIB, round_size, round_up
 from tightfit.trace.shapes import TensorShape
 
-Capability = tuple[int, int]
 Shapes = Sequence[TensorShape]
 
 # What a process takes of the device before the first tensor: the driver's context and the kernels loaded. Not measured:
 # an assumption, until a device was calibrated.
 CONTEXT_BYTES = 512 * MIB
 
-THREADS_WITH_PRODUCTS = 2  # forward's and backward's: each has its own cuBLAS handle, and with it a workspace
-
-
-def blas_workspace(capability: Capability) -> int:
-    """Bytes that cuBLAS keeps for each handle and stream, cuBLASLt sharing them.
-
-    Source: `parseChosenWorkspaceSize` and `getCUDABlasLtWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
-    """
-    return 4096 * 8 * 1024 if capability == (9, 0) else 4096 * 1024 * 2 + 16 * 1024 * 8
-
 
 def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> int:
-    """Bytes of scratch memory of one operator call, as the allocator hands them out."""
+    """Bytes of scratch memory of one operator call, as the allocator hands them out; products' are in `products.py`."""
     formula = _FORMULAS.get(name)
     if formula is None or math.prod(inputs[0].shape) == 0:
         return 0
@@ -110,36 +101,56 @@ def _lies_by_length(shape: TensorShape) -> bool:
 
 
 def _embedding_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: indices sorted, and sums of runs of
-    # up to ten rows in fp32. Few indices without a padding index go another way that needs nothing.
-    count, (weights, width) = inputs[1].numel, outputs[0].shape
+    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: the gradient where it is not
+    # contiguous; indices sorted, and sums of runs of up to ten rows in fp32, with two counts. Few indices without a
+    # padding index go another way that needs no more than the first.
+    gradient, count, (weights, width) = inputs[0], inputs[1].numel, outputs[0].shape
+    copied = [] if gradient.is_contiguous else [gradient.bytes]
     padding = arguments[1] if len(arguments) > 1 else -1
     if count <= 3072 and padding < 0:
-        return []
+        return copied
     index = inputs[1].dtype.itemsize
     segments = min(count, weights)
     runs = count // 10 + segments
-    return [index * count] * 3 + [index * segments] * 2 + [index * runs, 4 * runs * width]
+    return [*copied, *[index * count] * 3, *[index * segments] * 2, index * runs, 4 * runs * width, 8, 8]
 
 
 def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `index_put_with_sort_kernel` in Indexing.cu, where values accumulate: linear, sorted and original indices, and the
-    # sort's second buffers of both
+    # `index_put_with_sort_kernel` in Indexing.cu, where values accumulate: the values where they are not contiguous;
+    # linear, sorted and original indices, the numbers that are sorted with them, and the sort's second buffers of both
     accumulates = next((a for a in arguments if isinstance(a, bool)), False)
     places = [shape.numel for shape in inputs[1:] if not shape.dtype.is_floating_point]
-    return [8 * max(places)] * 5 if accumulates and places else []
+    if not accumulates or not places:
+        return []
+    values = inputs[-1]
+    return [*([] if values.is_contiguous else [values.bytes]), *[8 * max(places)] * 6]
 
 
 def _sort(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `sort_cuda_kernel` and `segmented_sort_pairs` in Sort.cpp and SortStable.cu: rows of up to 4,096 are sorted in
-    # place; for longer ones (here of 128 rows or more, along the last dimension) indices before they are sorted, and
-    # CUB's second buffers of keys and indices, aligned to 256 bytes
+    # `do_launch_stable_sort_kernel` in SortStable.cu; up to 4096 numbers (`should_use_small_sort` in Sort.h) are sorted
+    # where the results lie. cub's radix sort has second buffers of keys and values; its small ones are left out.
     source = inputs[0]
-    length = source.shape[-1] if source.shape else 1
-    dim = next((a for a in arguments if isinstance(a, int) and not isinstance(a, bool)), -1)
-    if dim not in (-1, len(source.shape) - 1) or length <= 4096 or source.numel // length < 128:
+    length = source.shape[next((a for a in arguments if type(a) is int), -1)]
+    key, number, rows = source.dtype.itemsize, source.numel, source.numel // length
+    if length <= 4096:
         return []
-    return [8 * source.numel, (source.dtype.itemsize + 8) * source.numel + 255]
+    if rows == 1:
+        return [8 * length, (key + 8) * length]
+    if rows < 128:
+        return [8 * number, 8 * number, key * number, (key + 8) * number]
+    return [8 * number, (key + 8) * number]
+
+
+def _scan(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `impl_func_cum_ops` in native/ReduceOps.cpp: the input in the dtype of the result; ScanKernels.cpp: contiguous
+    source, result = inputs[0], outputs[0]
+    converted = source.dtype != result.dtype
+    return [source.numel * result.dtype.itemsize] if converted or not source.is_contiguous else []
+
+
+def _composite(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    is_copied = name == "aten._safe_softmax.default" and not inputs[0].is_contiguous  # by `_softmax` within it
+    return [*([inputs[0].bytes] if is_copied else []), *composite_scratch(name, inputs, outputs, arguments)]
 
 
 def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
@@ -162,4 +173,7 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._foreach_norm.Scalar": _foreach_norm,
     "aten.sort.default": _sort,
     "aten.sort.stable": _sort,
+    "aten.cumsum.default": _scan,
+    "aten.cumprod.default": _scan,
+    **{name: partial(_composite, name) for name in COMPOSITES},
 }

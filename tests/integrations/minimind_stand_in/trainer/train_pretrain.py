@@ -38,7 +38,14 @@ if __name__ == "__main__":
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     model = MiniMindForCausalLM(use_moe=bool(args.use_moe))
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    ckp_data = torch.load(args.resume_from) if args.resume_from else None
+    if ckp_data:
+        model.load_state_dict(ckp_data["model"])
+        optimizer.load_state_dict(ckp_data["optimizer"])
     if args.use_compile == 1:
         model = torch.compile(model)
     train_epoch(batches(args))
     fingerprint(model)
+    if args.save_to:
+        halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
+        torch.save({"model": halves, "optimizer": optimizer.state_dict()}, args.save_to)

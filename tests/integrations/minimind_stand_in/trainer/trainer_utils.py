@@ -17,6 +17,8 @@ def arguments():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--use_moe", type=int, default=0)
     parser.add_argument("--use_compile", type=int, default=0)
+    parser.add_argument("--save_to")
+    parser.add_argument("--resume_from")
     return parser.parse_args()
 
 

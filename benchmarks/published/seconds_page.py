@@ -1,0 +1,70 @@
+"""The section of docs/accuracy.md on seconds of cards, from benchmarks/results/published_seconds.json."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+
+def seconds_on_cards(record: Mapping[str, Any]) -> str:
+    """The section, of what `benchmarks/published/seconds.py` found."""
+    judged, pairs = record["judged"], record["variants"]
+    lines = [_row(row) for row in record["rows"] if not row["fitted"]]
+    sources = [f"- {key}: {s['by']}, <{s['address']}>: {s['means']}." for key, s in record["sources"].items()]
+    return f"""\
+## Seconds on cards
+
+Nothing here was measured by us. Others measured and published; `benchmarks/published/seconds.json` has what they
+published, and `python -m benchmarks.published.seconds` predicts it. How kernels use a card
+(`src/tightfit/devices/kernels.toml`) was fitted to one half of the rows
+(`python -m benchmarks.published.fit_seconds`); the half was chosen by a hash before anything was fitted. The other half
+judges:
+
+| judged by rows not fitted | rows | median error | worst | beyond 30% |
+|---|---|---|---|---|
+{_summary("all", judged["all"])}
+{_summary("training steps", judged["steps"])}
+{_summary("operators", judged["operators"])}
+{_summary("for comparison: rows fitted", record["seen"])}
+
+Of {pairs["pairs"]} pairs of training steps that differ in precision, length or batch, one of them at least not fitted,
+{pairs["in order"]} are predicted in the published order of seconds a token.
+
+What limits this: rows of one table were measured on one machine, and rows of one operator differ in its sizes, so a row
+not fitted has neighbours that were. Steps are of GPT-like models on A100, H100 and RTX 3090, eager; an operator's time
+on a small tensor is the host's, which no source names. Cards before Ampere have no rows: their figures are assumed.
+
+{chr(10).join(sources)}
+
+{len(record["unsaid"])} further rows are not judged, since a dry run cannot say them yet:
+
+{_unsaid(record)}
+
+| row | published | predicted | error |
+|---|---|---|---|
+{chr(10).join(lines)}
+"""
+
+
+def _summary(name: str, s: Mapping[str, Any]) -> str:
+    return f"| {name} | {s['rows']} | {s['median']:.1%} | {s['worst']:.1%} | {s['beyond 30%']} |"
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    error = row["predicted"] / row["seconds"] - 1
+    return f"| {row['id']} | {_ms(row['seconds'])} | {_ms(row['predicted'])} | {error:+.1%} |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _unsaid(record: Mapping[str, Any]) -> str:
+    counts = Counter((row["source"], _reason(row["unsaid"])) for row in record["unsaid"])
+    return "\n".join(f"- {count} of {source}: {reason}." for (source, reason), count in counts.items())
+
+
+def _reason(text: str) -> str:
+    """Without the figure of the row."""
+    if text.startswith("communication"):
+        return "communication of sharded weights and gradients takes more than 5% of the figure if nothing hides it"
+    return text

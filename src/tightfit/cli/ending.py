@@ -1,0 +1,38 @@
+"""Signals that end a command: with the exit code that a shell gives them, once what is open is closed."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_BASE = 128  # of a command that a signal ended, in every shell
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `SystemExit(128 + n)`, so that what is open is closed and said.
+
+    A signal that is ignored (`nohup`) or handled already is left alone.
+    """
+    before = {}
+    terminals = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream and stream.isatty()]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:  # the terminal is gone, and what is written to it would fail
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in terminals:
+                os.dup2(nowhere, descriptor)
+        raise SystemExit(EXIT_BASE + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

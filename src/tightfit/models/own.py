@@ -1,0 +1,64 @@
+"""The reference decoder in a folder: its config and weights, as a training leaves them."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_model as load_weights
+from safetensors.torch import save_model as save_weights
+
+from tightfit.errors import ModelError
+from tightfit.models.decoder import Decoder, DecoderConfig
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+MODEL_TYPE = "tightfit_decoder"
+
+
+def is_own(folder: Path) -> bool:
+    """Whether the model in a folder is a reference decoder."""
+    path = folder / CONFIG_FILE
+    return path.is_file() and read_config(path).get("model_type") == MODEL_TYPE
+
+
+def decoder_config(folder: Path) -> DecoderConfig:
+    """The shape of the decoder in a folder. Raises `ModelError`."""
+    keys = {key: value for key, value in read_config(folder / CONFIG_FILE).items() if key != "model_type"}
+    try:
+        return TypeAdapter(DecoderConfig).validate_python(keys)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ModelError(f"{folder / CONFIG_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def load_decoder(folder: Path) -> Decoder:
+    """The decoder in a folder with its weights, fp32, on the CPU. Raises `ModelError`."""
+    model = Decoder(decoder_config(folder))
+    try:
+        load_weights(model, str(folder / WEIGHTS_FILE))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{folder / WEIGHTS_FILE}: does not hold this model's weights: {error}") from error
+    return model
+
+
+def save_decoder(model: Decoder, folder: Path) -> None:
+    """Write config and weights, tied ones once."""
+    save_weights(model, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+    config = {"model_type": MODEL_TYPE, **asdict(model.config)}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The mapping in a config.json. Raises `ModelError`."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}: give the folder of a finished run") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: holds no mapping: give the folder of a finished run")
+    return raw

@@ -1,0 +1,75 @@
+"""Where a module lies in a model: its path, also where a plain list, tuple or dict of a module holds it.
+
+PyTorch registers what `nn.ModuleList`, `nn.ModuleDict` and attributes hold. A module in a plain container runs all the
+same, so it has a path here: `blocks.3` for `model.blocks[3]`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+_CONTAINERS = list | tuple | dict
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model with their paths, each once: first those that PyTorch registers, in its order, then those
+    that plain containers hold.
+    """
+    seen = set()
+    for path, module in model.named_modules():
+        seen.add(id(module))
+        yield path, module
+    for path, module in list(model.named_modules()):
+        yield from _in_containers(module, path, seen)
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """The module with a path. Raises `AttributeError` where there is none."""
+    item: Any = model
+    for part in path.split(".") if path else ():
+        item = _child(item, part)
+    if not isinstance(item, nn.Module):
+        raise AttributeError(f"{type(model).__name__} has no module {path!r}")
+    return item
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module itself holds: parameters, buffers, and plain attributes, also in containers."""
+    values = [value for name, value in vars(module).items() if name not in _REGISTERED]
+    plain = [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *plain]
+
+
+def _in_containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in list(vars(module).items()):
+        if name not in _REGISTERED and isinstance(value, _CONTAINERS):
+            yield from _held(value, f"{path}.{name}".lstrip("."), seen)
+
+
+def _held(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a container, and in the containers in it, that were not seen before."""
+    if not isinstance(item, nn.Module | _CONTAINERS) or id(item) in seen:
+        return
+    seen.add(id(item))
+    if not isinstance(item, nn.Module):
+        for name, child in item.items() if isinstance(item, dict) else enumerate(item):
+            if "." not in str(name):
+                yield from _held(child, f"{path}.{name}", seen)
+        return
+    yield path, item
+    for name, child in item.named_children():
+        yield from _held(child, f"{path}.{name}", seen)
+    yield from _in_containers(item, path, seen)
+
+
+def _child(item: Any, name: str) -> Any:
+    if isinstance(item, nn.Module):
+        return getattr(item, name)
+    if isinstance(item, dict):
+        return next((value for key, value in item.items() if str(key) == name), None)
+    if isinstance(item, _CONTAINERS) and name.isdecimal() and int(name) < len(item):
+        return item[int(name)]
+    return None

@@ -1,0 +1,47 @@
+"""Models that are spread over processes: refused in one line that says what to do instead."""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from tightfit.errors import ModelError
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def refuse_distributed(model: nn.Module, what: str) -> None:
+    """Raises `ModelError` for a model that is wrapped for several processes, or holds shards of its parameters."""
+    refuse_wrapped(model, what)
+    refuse_sharded(model, what)
+
+
+def refuse_wrapped(model: nn.Module, what: str) -> None:
+    """Raises `ModelError` for a model in a wrapper, whose parameters have other names."""
+    for path, module in model.named_modules():
+        if isinstance(module, _WRAPPERS) or _is(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+            inner = f"{path}.module".lstrip(".")
+            raise ModelError(
+                f"{what} does not support {type(module).__name__} yet: plan the module inside (model.{inner}) for one "
+                "process, and apply the plan to it before you wrap it"
+            )
+
+
+def refuse_sharded(model: nn.Module, what: str) -> None:
+    """Raises `ModelError` for a model with shards of parameters, of which a dry run does not know the memory."""
+    sharded = next((name for name, parameter in model.named_parameters() if is_distributed(parameter)), None)
+    if sharded is not None:
+        raise ModelError(
+            f"{what} does not support parameters that are DTensors yet ({sharded}): plan the model before it is "
+            "sharded (fully_shard, parallelize_module); the plan can be applied to it before or after that"
+        )
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`; without importing what makes them."""
+    return _is(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def _is(item: Any, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(item, kind)
