@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check environment clean
+.PHONY: demo test test-all check published environment clean
 
 environment: $(READY)
 
@@ -27,6 +27,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+published: $(READY)
+	$(BIN)/python -m benchmarks.published.peaks
+	$(BIN)/python -m benchmarks.published.seconds
+	$(BIN)/python benchmarks/accuracy_page.py
 
 clean:
 	rm -rf $(VENV) runs

@@ -25,9 +25,9 @@ Record = Mapping[str, Any]
 HEAD = """\
 # Accuracy
 
-Written by `python benchmarks/accuracy_page.py` from `benchmarks/results/`. No figure of a GPU has been measured yet:
-`python -m benchmarks.gpu` is the suite that will. Every causal language model class of `transformers`, made tiny, has
-a page of its own: [zoo.md](zoo.md).
+Written by `python benchmarks/accuracy_page.py` from `benchmarks/results/`. No figure here was measured by us on a GPU
+(`python -m benchmarks.gpu` is the suite that will): predictions for CUDA are compared with what others have measured
+and published. Every causal language model class of `transformers`, made tiny, has a page of its own: [zoo.md](zoo.md).
 """
 
 
@@ -90,6 +90,112 @@ def gradients(row: Record) -> str:
     if row["planned_error"] is None:
         return "bit-equal"
     return f"{row['planned_error']:.2e} / {row['plain_error']:.2e}" + ("" if row["verified"] else " MORE")
+
+
+# Peaks on graphics cards, measured and published by others
+
+WHOLE_MODELS = "step"  # the mode of rows that are a training step of a whole model
+SMALL_ERROR = 0.0001
+
+
+def published(record: Record) -> str:
+    clear = [row for row in record["results"] if row["ambiguous"] is None]
+    unclear = [row for row in record["results"] if row["ambiguous"] is not None]
+    given = [row for row in clear if not row["kept_aside"]]
+    aside = [row for row in clear if row["kept_aside"]]
+    models = [row for row in clear if row["mode"] == WHOLE_MODELS]
+    torches = record["environment"]["versions"]["torch"]
+    unlike = [row for row in clear if abs(row["error"]) > SMALL_ERROR]
+    return (
+        f"""\
+## Peaks on graphics cards, published by others
+
+Predicted with torch {torches} on a machine without a GPU, for the card, by `python -m benchmarks.published.peaks`
+(`make published`). The rows are facts in `benchmarks/published/peaks.json`, with their sources; all of them, predicted
+and published, are in `benchmarks/results/published.json`.
+
+{published_line(record)}
+
+| rows | number | median error | worst error | within 1% |
+|---|---|---|---|---|
+{published_group("all that say what they ran", clear)}
+{published_group("of these: whole models' training steps", models)}
+{published_group("of these: looked at while the rules were made", given)}
+{published_group("of these: kept aside to check them", aside)}
+
+"""
+        + rows(
+            "| source | what | card | date | rows | median error | worst error |",
+            [series_line(group) for group in published_series(clear).values()],
+        )
+        + f"""
+{len(unlike)} rows differ by more than {SMALL_ERROR:.2%}:
+
+"""
+        + rows(
+            "| what | configuration | published | predicted | error | cause |",
+            [published_row(row, row["cause"]) for row in unlike],
+        )
+        + f"""
+{len(unclear)} rows do not say all that decides their bytes, and count nowhere above:
+
+"""
+        + rows(
+            "| what | configuration | published | predicted | error | not said |",
+            [published_row(row, row["ambiguous"]) for row in unclear],
+        )
+    )
+
+
+def published_line(record: Record) -> str:
+    """The comparison in a sentence, as in the README."""
+    clear = [row for row in record["results"] if row["ambiguous"] is None]
+    errors = published_errors(clear)
+    sources = len({row["source"] for row in clear})
+    return (
+        f"Predicted for CUDA, compared with {len(clear)} published measurements from {sources} projects: "
+        f"median error {statistics.median(errors):.4%}, worst {errors[-1]:.2%}."
+    )
+
+
+def published_errors(results: Sequence[Record]) -> list[float]:
+    return sorted(abs(row["error"]) for row in results)
+
+
+def published_group(name: str, results: Sequence[Record]) -> str:
+    errors = published_errors(results)
+    within = sum(error <= 0.01 for error in errors)
+    return f"| {name} | {len(errors)} | {statistics.median(errors):.4%} | {errors[-1]:.3%} | {within} |"
+
+
+def published_series(results: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
+    series: dict[tuple[str, ...], list[Record]] = {}
+    for row in results:
+        series.setdefault((row["source"], published_what(row), row["card"], row["date"]), []).append(row)
+    return series
+
+
+def published_what(row: Record) -> str:
+    if row["mode"] == WHOLE_MODELS:
+        return f"{row['configuration']['method']} {row['configuration']['model']}"
+    plain = row["provider"] in ("torch", "huggingface")
+    return f"{row['work']}, {row['mode']}" + ("" if plain else f" ({row['provider']})")
+
+
+def series_line(group: Sequence[Record]) -> str:
+    row, errors = group[0], published_errors(group)
+    return (
+        f"| {row['source']} | {published_what(row)} | {row['card']} | {row['date']} | {len(group)} "
+        f"| {statistics.median(errors):.4%} | {errors[-1]:.3%} |"
+    )
+
+
+def published_row(row: Record, why: str) -> str:
+    configuration = ", ".join(f"{key} {value}" for key, value in row["configuration"].items())
+    return (
+        f"| {published_what(row)} | {configuration} | {row['published']:,} {row['unit']} | {row['predicted']:,.4f} "
+        f"| {row['error']:+.3%} | {why} |"
+    )
 
 
 # Step time
@@ -155,10 +261,14 @@ def plan_line(row: Record) -> str:
 
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "accuracy": peaks,
+    "published": published,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
     "plan_time": plan_time,
 }
+
+# Where the file of results has another name
+SCRIPTS = {"published": "published/peaks.py", "published_seconds": "published/seconds.py"}
 
 
 def page(results: Path = RESULTS) -> str:
@@ -169,7 +279,7 @@ def page(results: Path = RESULTS) -> str:
         if path.exists():
             parts.append(section(json.loads(path.read_text("utf-8"))))
         else:
-            missing.append(f"`benchmarks/{name}.py`")
+            missing.append(f"`benchmarks/{SCRIPTS.get(name, name + '.py')}`")
     if missing:
         parts.append(f"Not measured at this commit: {', '.join(missing)}.\n")
     return "\n".join(parts)

@@ -19,7 +19,7 @@ def test_the_page_says_what_the_results_files_say():
 
 def test_what_was_not_measured_is_said_to_be_missing(tmp_path):
     text = accuracy_page().page(tmp_path)
-    assert "Not measured at this commit: `benchmarks/accuracy.py`, `benchmarks/step_time.py`" in text
+    assert "Not measured at this commit: `benchmarks/accuracy.py`, `benchmarks/published/peaks.py`" in text
     assert "##" not in text
 
 

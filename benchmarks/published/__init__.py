@@ -1,0 +1,1 @@
+"""Predictions for graphics cards against what others have measured there and published."""

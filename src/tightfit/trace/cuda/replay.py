@@ -34,15 +34,17 @@ def fits_device(trace: StepTrace, capacity: int) -> bool:
     return True
 
 
-def play(trace: StepTrace, *, capacity: int | None = None, expandable: bool | None = None) -> Replay:
-    """Allocate and release as the step does, from the first step on. Raises `DeviceFull` beyond `capacity`.
+def play(
+    trace: StepTrace, *, capacity: int | None = None, expandable: bool | None = None, steps: int = STEPS
+) -> Replay:
+    """Allocate and release as the step does, from the first of `steps` on. Raises `DeviceFull` beyond `capacity`.
 
     `expandable` None is what the environment asks of PyTorch's allocator.
     """
     expandable = expandable_segments() if expandable is None else expandable
     player = _Player(trace, CachingAllocator(capacity=capacity, expandable=expandable))
     levels: list[int] = []
-    for step in range(STEPS):
+    for step in range(steps):
         levels = player.step(first=step == 0)
     return Replay(tuple(levels), player.allocator.peak_reserved)
 
