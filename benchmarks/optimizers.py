@@ -129,6 +129,9 @@ inexact |
 | `muon` | Muon on parameters of two dimensions, AdamW on the rest | another optimizer |
 | `adafactor`, `adam`, `sgd` | PyTorch's | other optimizers |
 
+`adamw_bf16` and `adamw_bf16_stochastic` are for models with bf16 weights (`model.to(torch.bfloat16)`); where none is,
+they are refused by name: they would be plain AdamW.
+
 ## Bytes a parameter
 
 {where(record)}

@@ -74,6 +74,7 @@ def record(rows: Sequence[Judged]) -> dict[str, Any]:
             "all": summary(unseen),
             "steps": summary([row for row in unseen if row["kind"] == "step"]),
             "operators": summary([row for row in unseen if row["kind"] == "operator"]),
+            "figures above 1 ms": summary([row for row in unseen if row["seconds"] > 1e-3]),
         },
         "seen": summary([row for row in rows if row["fitted"]]),
         "variants": {"pairs": len(pairs), "in order": sum(in_order(*pair) for pair in pairs)},

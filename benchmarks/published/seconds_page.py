@@ -24,13 +24,14 @@ judges:
 {_summary("all", judged["all"])}
 {_summary("training steps", judged["steps"])}
 {_summary("operators", judged["operators"])}
+{_summary("figures above 1 ms", judged["figures above 1 ms"])}
 {_summary("for comparison: rows fitted", record["seen"])}
 
 Of {pairs["pairs"]} pairs of training steps that differ in precision, length or batch, one of them at least not fitted,
 {pairs["in order"]} are predicted in the published order of seconds a token.
 
 What limits this: rows of one table were measured on one machine, and rows of one operator differ in its sizes, so a row
-not fitted has neighbours that were. Steps are of GPT-like models on A100, H100 and RTX 3090, eager; an operator's time
+not fitted has neighbours that were. The line of figures above 1 ms was added after the rows were judged. Steps are of GPT-like models on A100, H100 and RTX 3090, eager; an operator's time
 on a small tensor is the host's, which no source names. Cards before Ampere have no rows: their figures are assumed.
 
 {chr(10).join(sources)}

@@ -110,7 +110,7 @@ def set_allocator_settings(words: str) -> None:
 
 def compiled_code_off() -> Callable[[], None]:
     """Run what was compiled as it was written, until what this returns is called. Nothing where nothing is compiled."""
-    if "torch._dynamo" not in sys.modules:  # loading it takes seconds
+    if getattr(sys.modules.get("torch._dynamo"), "__file__", None) is None:  # not loaded: that takes seconds
         return lambda: None
     stance = torch.compiler.set_stance("force_eager")
     return partial(stance.__exit__, None, None, None)

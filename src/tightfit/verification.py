@@ -142,9 +142,7 @@ def refuse_without_memory(model: nn.Module) -> None:
     """Raises `ModelError` for a model on meta, or fake: it computes nothing that could be compared."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_no_memory(tensor):
-            raise ModelError(
-                f"verify compares numbers, and {name} has none (meta, or fake): load weights first"
-            )
+            raise ModelError(f"verify compares numbers, and {name} has none (meta, or fake): load weights first")
 
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:

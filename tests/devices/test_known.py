@@ -65,16 +65,12 @@ def test_every_figure_of_a_card_is_plausible_and_has_a_source(device):
     size = spec.memory_bytes / 2**30
     assert math.ceil(size) - size < 1 or size > 24
     assert 1e11 < roofline.link_bytes_per_second * 20 < roofline.memory_bytes_per_second * 20
-    shares = (
-        roofline.product_share,
-        roofline.attention_share,
-        roofline.attention_backward_share,
-        roofline.stream_share,
-    )
-    assert all(0 < share <= 1 for share in shares)
+    kernels = roofline.kernels
+    assert all(0 < share <= 1 for share in kernels.shares.values())
+    assert 1e-6 < kernels.kernel_seconds < kernels.launch_seconds < 1e-4
     assert all(source.startswith("https://") for source in device.sources)
     assert device.memory_source
-    assert device.shares_source
+    assert device.kernels_source
 
 
 def test_an_unknown_card_is_answered_with_the_nearest():

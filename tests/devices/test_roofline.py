@@ -1,12 +1,22 @@
+import itertools
+import random
+
 import pytest
 import torch
 
 from tightfit.devices.cost import CostModel
+from tightfit.devices.families import Family
+from tightfit.devices.known import known_devices
 from tightfit.devices.present import lookup
-from tightfit.devices.spec import DeviceSpec, Roofline
+from tightfit.devices.roofline import RooflineLaw, stream_of
+from tightfit.devices.spec import DeviceSpec, Kernels, Roofline
+from tightfit.devices.work import AttentionShape, ProductShape, Work
 from tightfit.trace.shapes import TensorShape
 
 TERA, GIGA = 1e12, 1e9
+LAWS = {key: RooflineLaw(device.spec.roofline) for key, device in known_devices().items() if device.spec.roofline}
+ATTENTION = (Family.ATTENTION, Family.ATTENTION_BACKWARD)
+STREAMS = next(iter(LAWS.values())).kernels.shares
 ROUND = DeviceSpec(
     name="round",
     kind="cuda",
@@ -18,11 +28,19 @@ ROUND = DeviceSpec(
         memory_bytes_per_second=1000 * GIGA,
         link_bytes_per_second=10 * GIGA,
         l2_bytes=2**20,
-        product_share=0.5,
-        attention_share=0.5,
-        attention_backward_share=0.25,
-        stream_share=0.5,
-        launch_seconds=1e-5,
+        sm_count=100,
+        kernels=Kernels(
+            shares={**dict.fromkeys(STREAMS, 0.5), "attention/backward": 0.25, "elementwise/uneven/half": 0.25},
+            kernel_seconds=0.0,
+            launch_seconds=1e-5,
+            tile_depth=0.0,
+            ramp_depth=0.0,
+            attention_ramp=0.0,
+            exponential_width=0.0,
+            pick_seconds=1e-8,
+            scatter_seconds=1e-4,
+            long_row_bytes=2**16,
+        ),
     ),
 )
 
@@ -92,3 +110,51 @@ def test_a_dtype_without_units_of_its_own_runs_at_the_rate_of_float32():
     half = t4.operator_seconds("aten.mm.default", [a, a], [a])
     full = t4.operator_seconds("aten.mm.default", [b, b], [b])
     assert half == full
+
+
+def test_rows_that_no_vector_load_fits_are_slower():
+    assert product(8192, 8191, 8192) > 1.9 * product(8192, 8192, 8192)
+
+
+def test_tensors_that_lie_in_memory_unlike_take_longer_to_walk_over():
+    x, turned = shape(8192, 8192), TensorShape((8192, 8192), (1, 8192), torch.bfloat16)
+    add = CostModel(ROUND).operator_seconds
+    assert add("aten.add.Tensor", [x, turned], [x]) == pytest.approx(2 * add("aten.add.Tensor", [x, x], [x]))
+
+
+def test_a_loss_picks_its_numbers_one_after_the_other():
+    rows, loss = 2**20, TensorShape((), (), torch.bfloat16)
+    logits, target = shape(rows, 64), shape(rows, dtype=torch.int64)
+    seconds = CostModel(ROUND).operator_seconds("aten.nll_loss_forward.default", [logits, target], [loss, loss])
+    assert seconds == pytest.approx(rows * 1e-8 + 8 * rows / (500 * GIGA), rel=1e-3)
+
+
+def test_every_family_has_a_share_for_every_dtype():
+    for family, dtype, even in itertools.product(Family, ("float32", "bfloat16", "float16", "mixed"), (False, True)):
+        work = Work(family, dtype, 2**20, 2**18, even=even)
+        if family is not Family.FREE:
+            assert family is Family.SCATTER or stream_of(work, 2**16) in STREAMS
+            assert all(law.seconds(work) > 0 for law in LAWS.values())
+
+
+def sizes(draw, count):
+    return [8 * draw.randint(1, 2 ** draw.randint(1, 10)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("card", LAWS)
+def test_more_of_the_same_never_takes_less_time(card):
+    draw, law = random.Random(card), LAWS[card]
+    dtypes = ("float32", "bfloat16", "float16", "mixed")
+    for _ in range(200):
+        dtype = draw.choice(dtypes)
+        size = sizes(draw, 4)
+        for grown in range(4):
+            more = [s * 2 if place == grown else s for place, s in enumerate(size)]
+            causal, attention = draw.random() < 0.5, draw.choice(ATTENTION)
+            products = [Work(Family.PRODUCT, dtype, sum(s), 8, products=(ProductShape(*s),)) for s in (size, more)]
+            seen = [Work(attention, dtype, sum(s), 8, attention=AttentionShape(*s, causal)) for s in (size, more)]
+            assert all(law.seconds(less) <= law.seconds(greater) for less, greater in (products, seen))
+        family = draw.choice([f for f in Family if f not in (Family.PRODUCT, *ATTENTION)])
+        rows = draw.choice((2**10, 2**20))
+        little, much = (Work(family, dtype, s, s, row_bytes=rows * n) for n, s in ((1, size[0]), (2, 2 * size[0])))
+        assert law.seconds(little) <= law.seconds(much)

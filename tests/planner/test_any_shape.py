@@ -8,7 +8,8 @@ from torch import nn
 
 from round_device import round_device
 from tightfit import Plan, plan, verify
-from tightfit.planner.blocks import find_blocks
+from tightfit.levers.recompute.lever import matching_modules
+from tightfit.planner.blocks import find_blocks, globs_of
 from tightfit.step import model_loss
 from tiny import allocator_peak
 
@@ -118,3 +119,21 @@ def test_a_gradient_of_gradients_under_a_plan_is_exact_over_several_steps():
                 optimizer.step()
                 optimizer.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_blocks_are_named_by_globs_that_match_them_alone():
+    found = {
+        name: globs_of(BLOCKS[name]) for name in ("module_dict", "attributes", "stage_modules", "u_net", "siamese")
+    }
+    assert found == {
+        "module_dict": ["layers.*"],
+        "attributes": ["block[0-9]*"],
+        "stage_modules": ["stage[0-9]*.blocks.*"],
+        "u_net": ["down[0-9]*", "middle", "up[0-9]*"],
+        "siamese": ["encoder.layers.*"],
+    }
+    for name, globs in found.items():
+        model = CASES[name]()[0]
+        assert sorted(path for glob in globs for path in matching_modules(model, glob)) == sorted(BLOCKS[name])
+    assert matching_modules(CASES["no_parts"]()[0], "") == [""]
+    assert matching_modules(CASES["plain_list"]()[0], "blocks.*") == BLOCKS["plain_list"]

@@ -118,6 +118,16 @@ def test_running_sums_convert_or_copy_their_input_as_a_whole():
     assert cuda_workspace(name, [turned(64, 512)], [shape(64, 512)], (1,)) == 4 * 64 * 512
 
 
+def test_what_a_loss_and_a_search_read_is_made_contiguous_first():
+    scores, targets, number = turned(64, 512), shape(64, dtype=torch.int64), shape()
+    assert cuda_workspace("aten.nll_loss_forward.default", [scores, targets], [number, number], ()) == scores.bytes
+    assert cuda_workspace("aten.nll_loss_forward.default", [shape(64, 512), targets], [number, number], ()) == 0
+    every_other = TensorShape((64,), (2,), torch.int64)
+    inputs = [number, scores, every_other, number]
+    assert cuda_workspace("aten.nll_loss_backward.default", inputs, [scores], ()) == scores.bytes + 512
+    assert cuda_workspace("aten.nonzero.default", [scores], [], ()) == scores.bytes
+
+
 def test_other_operators_need_nothing():
     shape = TensorShape.of(torch.empty(4, 4, device="meta"))
     assert cuda_workspace("aten.mul.Tensor", [shape, shape], [shape], ()) == 0

@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 import tightfit
 from tightfit.cli import asking, generating, measuring, minimind, observing, scoring, training
+from tightfit.cli.light import leave_out_idle_lines
 from tightfit.errors import OutputError, TightfitError
 from tightfit.memory.disk import NO_ROOM
 
@@ -72,6 +73,7 @@ def root(
     Exit codes: 0 done; 2 the input is wrong; 3 no plan fits the budget;
     4 a plan changed what the step computes; 128 + n on a signal.
     """
+    leave_out_idle_lines()
 
 
 app.command()(training.train)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tightfit.cli import options
+from tightfit.cli.light import answering
 from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError, VerificationFailed
 
@@ -36,11 +37,12 @@ def estimate(
 
     [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
     """
-    from tightfit.cli.subject import subject_of
     from tightfit.planner.describe import describe_estimate
 
-    subject = subject_of(question, dry=True)
-    found = subject.estimate()
+    with answering(question):
+        from tightfit.cli.subject import subject_of
+
+        found = subject_of(question, dry=True).estimate()
     write("page", found.to_html, html)
     write("picture", found.to_png, png)
     show(found.to_dict() if as_json else describe_estimate(found, columns()))
@@ -81,12 +83,13 @@ def plan(
     from tightfit.planner.describe import describe_plan
 
     largest = None
-    if maximise is not None:
-        question, largest = maximised(question, maximise, multiple_of)
-    if largest is None or curve or html is not None:
-        found = planned(subject_of(question, dry=True), curve=curve or html is not None)
-    else:
-        found = largest.plan
+    with answering(question):
+        if maximise is not None:
+            question, largest = maximised(question, maximise, multiple_of)
+        if largest is None or curve or html is not None:
+            found = planned(subject_of(question, dry=True), curve=curve or html is not None)
+        else:
+            found = largest.plan
     write("plan", found.to_json, output)
     write("page", found.to_html, html)
     write("picture", found.to_png, png)

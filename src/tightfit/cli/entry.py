@@ -18,7 +18,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, interrupt)
     try:
         from tightfit.cli.app import app
+        from tightfit.cli.light import this_process_is_ours
 
+        this_process_is_ours()
         app(prog_name="tightfit")
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

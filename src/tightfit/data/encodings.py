@@ -5,7 +5,8 @@ import codecs
 LOOKED_AT = 1 << 16  # bytes
 
 # What is most frequent in running text of a language, and hardly there in what its bytes are in another encoding:
-# function words, endings, small letters (for Chinese the top of Jun Da, "Modern Chinese Character Frequency List", 2004).
+# function words, endings, small letters (for Chinese the top of Jun Da's "Modern Chinese Character Frequency
+# List", 2004).
 _CHINESE, _TRADITIONAL = "的一是不了在人有我他这个们中来上大为和国", "的一是不了在人有我他這個們中來上大為和國"
 _JAPANESE, _KOREAN, _RUSSIAN = "のにはをたがでてとしれさるなもいう", "이다는을의에가한고지로사어자하", "оеаинтсрвл"
 _WESTERN = "äöüßéèàçñáíóúâêôåøæ"

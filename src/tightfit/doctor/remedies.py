@@ -7,7 +7,7 @@ from tightfit.activity import aside
 from tightfit.doctor.diagnosis import Remedy
 from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
-from tightfit.planner.blocks import find_blocks
+from tightfit.planner.blocks import find_blocks, globs_of
 from tightfit.planner.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.head import find_head
 from tightfit.planner.records import ChunkedLoss
@@ -75,7 +75,7 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float]:
 
 
 def _trials(request: Request, plain: StepTrace) -> Iterator[_Trial]:
-    paths = find_blocks(request.model, request.blocks)
+    paths = find_blocks(request.model, request.blocks, plain)
     head = find_head(plain, request.model)
     loss = None if head is None else ChunkedLoss(head, None)
     split = [n for n in (request.micro_batches * k for k in SPLITS) if request.size % n == 0]
@@ -92,7 +92,7 @@ def _trials(request: Request, plain: StepTrace) -> Iterator[_Trial]:
 
 
 def _recompute(combination: Combination, paths: Sequence[str]) -> _Trial:
-    globs = sorted({f"{path.rpartition('.')[0]}.*".lstrip(".") for path in paths})
+    globs = globs_of(paths)
     return _Trial(
         f"recompute all {len(paths)} blocks",
         "exact",

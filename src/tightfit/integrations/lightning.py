@@ -88,8 +88,8 @@ class MemoryBudget(Callback):
 
     Raises `CannotFit` where nothing fits, `InputError` for a batch without tensors that can be seen, and `LeverError`
     for a model that is distributed or compiled, that steps its optimizers itself or has none, or whose `training_step`
-    takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a budget that is none. A batch for which `training_step` returns None is
-    not planned for.
+    takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a budget that is
+    none. A batch for which `training_step` returns None is not planned for.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tightfit.internals import set_version_counters
+from tightfit.module_paths import named_modules
 
 _MUTABLE = (dict, list, set, deque)
 _DEPTH = 4  # how deep below a module's attribute plain containers and objects are remembered
@@ -45,7 +46,7 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
 
 def attributes_of(model: nn.Module) -> "Contents":
     """The attributes of every module of a model, with the contents of the containers and objects they hold."""
-    return Contents(module.__dict__ for module in model.modules())
+    return Contents(module.__dict__ for _, module in named_modules(model))
 
 
 class Contents:

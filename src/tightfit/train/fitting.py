@@ -13,7 +13,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.recompute import recompute
 from tightfit.planner import api
-from tightfit.planner.blocks import find_blocks
+from tightfit.planner.blocks import find_blocks, globs_of
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
 from tightfit.step import Loss
@@ -104,8 +104,8 @@ def compile_by_hand(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _block_patterns(model: nn.Module, key: str, remedy: str) -> list[str]:
-    """A glob for each list of repeated blocks."""
-    parents = sorted({path.rpartition(".")[0] for path in find_blocks(model)})
-    if not parents:
+    """A glob for each kind of repeated blocks."""
+    patterns = globs_of(find_blocks(model))
+    if not patterns:
         raise LeverError(f"{key}: the model has no repeated blocks: {remedy}")
-    return [f"{parent}.*" if parent else "*" for parent in parents]
+    return patterns

@@ -88,7 +88,11 @@ def matches(path: list[str], pattern: list[str]) -> bool:
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    """Paths of the modules that match the glob, in the model's order. Raises `LeverError` if none does."""
+    """Paths of the modules that match the glob, in the model's order; an empty one means the model itself. Raises
+    `LeverError` if none does.
+    """
+    if not pattern:
+        return [""]
     parts = pattern.split(".")
     paths = [path for path, _ in named_modules(model) if path and matches(path.split("."), parts)]
     if not paths:

@@ -148,6 +148,11 @@ def _scan(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     return [source.numel * result.dtype.itemsize] if converted or not source.is_contiguous else []
 
 
+def _made_contiguous(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `nonzero_cuda_out_impl` in Nonzero.cu; `nll_loss_forward_out_cuda_template` and the one for backward in Loss.cu
+    return [shape.bytes for shape in inputs if not shape.is_contiguous]
+
+
 def _composite(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     is_copied = name == "aten._safe_softmax.default" and not inputs[0].is_contiguous  # by `_softmax` within it
     return [*([inputs[0].bytes] if is_copied else []), *composite_scratch(name, inputs, outputs, arguments)]
@@ -173,6 +178,9 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._foreach_norm.Scalar": _foreach_norm,
     "aten.sort.default": _sort,
     "aten.sort.stable": _sort,
+    "aten.nonzero.default": _made_contiguous,
+    "aten.nll_loss_forward.default": _made_contiguous,
+    "aten.nll_loss_backward.default": _made_contiguous,
     "aten.cumsum.default": _scan,
     "aten.cumprod.default": _scan,
     **{name: partial(_composite, name) for name in COMPOSITES},
