@@ -120,8 +120,8 @@ and published, are in `benchmarks/results/published.json`.
 |---|---|---|---|---|
 {published_group("all that say what they ran", clear)}
 {published_group("of these: whole models' training steps", models)}
-{published_group("of these: looked at while the rules were made", given)}
-{published_group("of these: kept aside to check them", aside)}
+{published_group("of these: those that showed what was missing", given)}
+{published_group("of these: others, on which no rule of the dry run was made", aside)}
 
 """
         + rows(
