@@ -165,6 +165,11 @@ def test_a_seed_that_is_none(tmp_path):
         assert tightfit("generate", tmp_path, "--prompt", "x", "--seed", seed).code == 2
 
 
+def test_an_optimizer_for_bf16_weights_is_refused_where_they_are_fp32():
+    line = mistake("estimate", *DECODER, "--optimizer", "adamw_bf16")
+    assert line.startswith("optimizer adamw_bf16 is for bf16 weights, and none that is trained here is bf16")
+
+
 def test_a_disk_without_room_is_one_line(monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
