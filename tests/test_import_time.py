@@ -84,7 +84,7 @@ def test_an_estimate_at_the_command_line_loads_no_compiler_and_nothing_for_many_
 
 
 def test_a_plan_at_the_command_line_loads_no_compiler_and_is_the_same():
-    ask = ("plan", "--model", "smollm2-135m", "--seq-len", "64", "--batch-size", "4", "--device", "rtx4090", "--json")
+    ask = ("plan", "--model", "smollm2-135m", "--seq-len", "512", "--batch-size", "8", "--device", "rtx4090", "--json")
     out, _, modules = loaded_by(*ask, "--budget", "0.9x")
     assert not modules & {*UNUSED, *UNUSED_OF_DISTRIBUTED}
     assert json.loads(out) == json.loads(tightfit(*ask, "--budget", "0.9x").out)
