@@ -31,8 +31,9 @@ Of {pairs["pairs"]} pairs of training steps that differ in precision, length or 
 {pairs["in order"]} are predicted in the published order of seconds a token.
 
 What limits this: rows of one table were measured on one machine, and rows of one operator differ in its sizes, so a row
-not fitted has neighbours that were. The line of figures above 1 ms was added after the rows were judged. Steps are of GPT-like models on A100, H100 and RTX 3090, eager; an operator's time
-on a small tensor is the host's, which no source names. Cards before Ampere have no rows: their figures are assumed.
+not fitted has neighbours that were. Steps are of GPT-like models on A100, H100 and RTX 3090, eager; an operator's time
+on a small tensor is the host's, which no source names. Cards before Ampere have no rows: their figures are assumed. The
+line of figures above 1 ms was added after the rows were judged.
 
 {chr(10).join(sources)}
 
