@@ -105,6 +105,7 @@ class StepTrace:
     loop_repeats: int = 1  # how often the traced micro-batch stands for more of the same (accumulation)
     repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the last traced micro-batch
     with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
+    gradients_before: tuple[str, ...] = ()  # names of the parameters that have a gradient when the step begins
     reserved_bytes: int | None = None  # what CUDA's allocator holds of the device at most; None on a CPU
 
     @property
