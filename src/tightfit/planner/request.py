@@ -231,6 +231,7 @@ class Tracer:
                 settings=request.settings,
                 state_bytes=state_bytes(plain),
                 with_gradient=plain.with_gradient,
+                gradients_before=plain.gradients_before,
                 cost=request.cost,
                 executor=request.executor,
                 role=request.role,

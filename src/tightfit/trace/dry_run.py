@@ -22,7 +22,7 @@ from tightfit.operators import Traits, is_index, traits_of, written_arguments
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import ASKING, Questions
-from tightfit.trace.record import OperatorRecord, Phase
+from tightfit.trace.record import Category, OperatorRecord, Phase
 from tightfit.trace.rules import (
     ADDED_IN_PLACE,
     CHOOSING,
@@ -88,6 +88,8 @@ class DryRun(TorchDispatchMode):
         self.starts: list[int] = []
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and what it held
         self.with_gradient: tuple[str, ...] = ()
+        self.gradients_before: tuple[str, ...] = ()
+        self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves beside the model, their gradients
         self._costs: dict[Any, tuple[float, int]] = {}
         self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
 
@@ -131,6 +133,8 @@ class DryRun(TorchDispatchMode):
     # The steps of one operator
 
     def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        for tensor in tensors_in(args):
+            self.see(tensor)
         out = func(*args, **kwargs)
         for tensor in tensors_in((out,)):
             self.see(tensor)
@@ -138,9 +142,19 @@ class DryRun(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> Cell:
         """The cell of a tensor's storage; one that nobody announced holds real data."""
-        return self.ledger.cell_of(tensor) or self.ledger.track(
-            tensor, known=not is_hollow(tensor), operator=None, forward=self.phase is Phase.FORWARD
-        )
+        cell = self.ledger.cell_of(tensor)
+        if cell is None:
+            known = not is_hollow(tensor)
+            cell = self.ledger.track(tensor, known=known, operator=None, forward=self.phase is Phase.FORWARD)
+            if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+                self.meet(tensor)
+        return cell
+
+    def meet(self, stranger: torch.Tensor) -> None:
+        """A parameter that is none of the model's: one of the loss', or of modules in a plain list."""
+        self.strangers.append((stranger, stranger.grad))
+        if stranger.grad is not None:
+            self.ledger.announce(stranger.grad, Category.GRADIENT, known=not is_hollow(stranger.grad))
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> int:
         self.settle_sum()
@@ -326,7 +340,9 @@ class DryRun(TorchDispatchMode):
             self.levels[when] -= entry.bytes
 
     def restore(self) -> None:
-        """Put back what was overwritten for real."""
+        """Put back what was overwritten for real, and the gradients of what is none of the model's."""
+        for stranger, gradient in self.strangers:
+            stranger.grad = gradient
         with torch.no_grad():
             for alias, content in self.originals.values():
                 alias.copy_(content)

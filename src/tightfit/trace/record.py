@@ -119,6 +119,7 @@ class StepTrace:
     repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the last traced micro-batch
     with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
     calls: tuple[ModuleCall, ...] = ()  # every forward of a module, in the order in which they began
+    gradients_before: tuple[str, ...] = ()  # names of the parameters that have a gradient when the step begins
     reserved_bytes: int | None = None  # what CUDA's allocator holds of the device at most; None on a CPU
 
     @property

@@ -1,6 +1,6 @@
 """Runs a whole training step dry and returns its record."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -62,12 +62,27 @@ def trace_step(
     operator cannot be run dry.
     """
     settings = settings or StepSettings()
+    held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
     with _dry(model, parts, cost, executor, role, routing) as dry:
         twin = build_optimizer(optimizer, model.parameters())
+        stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
         traced, repeated = representatives(parts, steps_in_backward(twin))
         boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
         trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
     return trace if role is None else as_allocated(trace)
+
+
+def _steps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is the optimizer's, whose gradient it drops after each step."""
+    return any(known is parameter for group in optimizer.param_groups for known in group["params"])
+
+
+def stand_in(dry: DryRun, model: nn.Module, names: Iterable[str]) -> None:
+    """Give parameters a gradient that is there before the step begins."""
+    for name in names:
+        parameter = model.get_parameter(name)
+        parameter.grad = TensorShape.of(parameter).hollow()
+        dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False, name=name)
 
 
 def representatives(parts: Sequence[Part], in_backward: bool) -> tuple[list[Part], int]:
@@ -90,6 +105,7 @@ def trace_part(
     settings: StepSettings,
     state_bytes: int,
     with_gradient: Sequence[str],
+    gradients_before: Sequence[str] = (),
     cost: OperatorCost = no_cost,
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
@@ -97,15 +113,11 @@ def trace_part(
     """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
 
     What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
-    gradient, which is there from the start if micro-batches came before.
+    gradient, which is there from the start if micro-batches came before, and which have one when the step begins.
     """
     with _dry(model, parts, cost, executor, role) as dry:
         dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
-        if len(parts) > 1:
-            for name in with_gradient:
-                parameter = model.get_parameter(name)
-                parameter.grad = TensorShape.of(parameter).hollow()
-                dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False, name=name)
+        stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
         boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
         return record(dry, boundaries, repeats=len(parts))
 
@@ -186,6 +198,7 @@ def run_twice(
     for recorded in (False, True):
         if recorded:
             dry.begin_again()
+            dry.gradients_before = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         boundaries = run_parts(dry, model, parts, loss, settings)
         update(model, optimizer, settings, observer=_Phases(dry))
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -226,6 +239,7 @@ def record(dry: DryRun, boundaries: list[int], *, repeats: int, repeated: int = 
         repeated=(boundaries[repeated], boundaries[repeated + 1]),
         with_gradient=dry.with_gradient,
         calls=tuple(dry.modules.calls),
+        gradients_before=dry.gradients_before,
     )
 
 
