@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_iter
 from tightfit.activity import now
 from tightfit.errors import TraceError
 from tightfit.internals import ENGINE_CODE, is_dense, no_torch_dispatch
-from tightfit.operators import Traits, is_index, traits_of, written_arguments
+from tightfit.operators import Traits, is_index, map_instances, traits_of, written_arguments
+from tightfit.trace.faults import faults
+from tightfit.trace.hollow import is_hollow, set_hollow
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import ASKING, Questions
@@ -34,7 +36,7 @@ from tightfit.trace.rules import (
     in_unreduced_memory,
     presumed_choice,
 )
-from tightfit.trace.shapes import KNOWN_LIMIT, TensorShape, is_hollow, result_shapes, set_hollow, signature
+from tightfit.trace.shapes import KNOWN_LIMIT, LARGEST_KNOWN, TensorShape, call_key, result_shapes
 from tightfit.trace.workspace import Workspace, cpu_workspace
 
 aten = torch.ops.aten
@@ -90,6 +92,7 @@ class DryRun(TorchDispatchMode):
         self.with_gradient: tuple[str, ...] = ()
         self._costs: dict[Any, tuple[float, int]] = {}
         self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
+        faults.watch()
 
     # What the dispatcher calls
 
@@ -113,7 +116,7 @@ class DryRun(TorchDispatchMode):
         reads = tuple(cell.value for cell in cells)
         if func in INDEXING:
             args = self.without_masks(args)
-        key = (func, signature(args), signature(kwargs) if kwargs else None)
+        key = call_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
@@ -156,24 +159,45 @@ class DryRun(TorchDispatchMode):
         if func in ASKING:
             return True
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
-            return True
+            return traits.returns_written or not self.is_vast(func, args, kwargs, key)
         if any(t.numel() > KNOWN_LIMIT for t in inputs):
             return False
         if traits.is_random and not inputs:
             return False
-        shapes = self.shapes(func, args, kwargs, key)
         return all(
-            shape.numel <= KNOWN_LIMIT or not (shape.dtype.is_floating_point or shape.dtype.is_complex)
-            for shape in tree_iter(shapes, is_leaf=_is_shape)
-            if _is_shape(shape)
+            shape.bytes <= LARGEST_KNOWN
+            if not (shape.dtype.is_floating_point or shape.dtype.is_complex)
+            else shape.numel <= KNOWN_LIMIT
+            for shape in shapes_in(self.shapes(func, args, kwargs, key))
         )
+
+    def is_vast(self, func: Any, args: tuple, kwargs: dict, key: Any) -> bool:
+        """Whether an operator on integers makes more than is computed: a mask of a million tokens by a million."""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return False  # what it makes depends on its inputs, which are known
+        try:
+            shapes = self.shapes(func, args, kwargs, key)
+        except TraceError:
+            return False  # only the operator itself knows
+        return any(shape.bytes > LARGEST_KNOWN for shape in shapes_in(shapes))
 
     def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run the operator for real, keeping what it overwrites of memory that is not ours."""
         for target in tree_iter(written_arguments(traits, args, kwargs)):
             if isinstance(target, torch.Tensor):
                 self.keep_original(target)
-        return func(*args, **kwargs)
+        faults.operator = traits.name
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            raise TraceError(
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: this machine has no room for its "
+                "results, which are computed since they may decide what the step does"
+            ) from error
+        finally:
+            faults.operator = None
 
     def keep_original(self, target: torch.Tensor) -> None:
         cell = self.see(target)
@@ -194,7 +218,7 @@ class DryRun(TorchDispatchMode):
         shapes = self.shapes(func, args, kwargs, key)
         out = hollow_tensors(shapes)
         if func in CHOOSING:
-            self.choose(func, args, out)
+            out = self.choose(func, args, out)
         if func in REDUCED_IN_PLACE:
             out = in_unreduced_memory(out, args[0], args[1])
             set_hollow(out)
@@ -210,6 +234,8 @@ class DryRun(TorchDispatchMode):
                 return [index]
             if not self.see(index).known:
                 self.questions.note("where a computed mask is true", "everywhere", moves_peak=True)
+                if index.numel() * index.dim() * 8 > LARGEST_KNOWN:
+                    return [TensorShape((index.numel(),), (index.dim(),), torch.int64).hollow()] * index.dim()
                 index = torch.ones(index.shape, dtype=torch.bool)
             return list(index.nonzero().unbind(1))
 
@@ -232,12 +258,17 @@ class DryRun(TorchDispatchMode):
     def is_known_number(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() == 0 and self.see(tensor).known
 
-    def choose(self, func: Any, args: tuple, out: Any) -> None:
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
-                tensor.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
-                set_hollow(tensor, hollow=False)
+    def choose(self, func: Any, args: tuple, out: Any) -> Any:
+        """The results of a choice, with the presumed indexes for those that nobody knows."""
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype != torch.int64 or tensor.nbytes > LARGEST_KNOWN:
+                return tensor
+            indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return indexes.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
+
         self.questions.note(str(func), self.routing.value, moves_peak=True)
+        return map_instances(torch.Tensor, chosen, (out,))[0]
 
     def account(
         self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
@@ -350,6 +381,11 @@ def hollow_tensors(shapes: Any) -> Any:
 def answers_itself(kind: type) -> bool:
     """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
     return kind.__torch_dispatch__ is not no_torch_dispatch
+
+
+def shapes_in(shapes: Any) -> Iterator[TensorShape]:
+    """The shapes among an operator's results."""
+    return (shape for shape in tree_iter(shapes, is_leaf=_is_shape) if _is_shape(shape))
 
 
 def _is_shape(item: Any) -> bool:

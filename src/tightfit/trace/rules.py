@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tightfit.ops import flex
+from tightfit.trace.hollow import hollow_tensor
 
 aten = torch.ops.aten
 
@@ -54,8 +55,8 @@ def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.T
     """The result over memory for one element of each pair."""
     if result.dim():
         return result
-    whole = torch.empty(torch.broadcast_shapes(left.shape, right.shape), dtype=result.dtype, device=result.device)
-    return whole.as_strided((), ())
+    count = torch.broadcast_shapes(left.shape, right.shape).numel()
+    return hollow_tensor((count,), (1,), result.dtype).as_strided((), ())
 
 
 class Routing(enum.Enum):

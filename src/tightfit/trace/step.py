@@ -21,13 +21,14 @@ from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
 from tightfit.trace.cuda.workspace import cuda_workspace
 from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
+from tightfit.trace.hollow import is_hollow
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.rules import Routing
-from tightfit.trace.shapes import TensorShape, is_hollow
+from tightfit.trace.shapes import TensorShape
 from tightfit.trace.workspace import cpu_workspace
 
 
