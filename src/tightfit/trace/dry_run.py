@@ -6,6 +6,7 @@ known, so that masks, positions, routing and branches that look at data get true
 """
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from tightfit.trace.rules import (
     ADDED_IN_PLACE,
     CHOOSING,
     INDEXING,
+    LENGTHS,
     NEVER_COMPUTED,
     REDUCED_IN_PLACE,
     Routing,
@@ -92,6 +94,7 @@ class DryRun(TorchDispatchMode):
         self.with_gradient: tuple[str, ...] = ()
         self._costs: dict[Any, tuple[float, int]] = {}
         self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
+        self._imported = len(sys.modules)
         faults.watch()
 
     # What the dispatcher calls
@@ -116,6 +119,8 @@ class DryRun(TorchDispatchMode):
         reads = tuple(cell.value for cell in cells)
         if func in INDEXING:
             args = self.without_masks(args)
+        if func in LENGTHS:
+            args = self.with_lengths(func, args)
         key = call_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
@@ -145,10 +150,19 @@ class DryRun(TorchDispatchMode):
         )
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> int:
+        self.forget_imports()
         self.settle_sum()
         index = self.ledger.now = len(self.operators)
         self.starts.append(self.ledger.live_bytes)
         return index
+
+    def forget_imports(self) -> None:
+        """Free what an import within the step left behind: cycles of frames and exceptions, which hold the frames that
+        called for the import, and with them activations. Only a process's first step imports anything.
+        """
+        if len(sys.modules) != self._imported:
+            gc.collect(0)  # the youngest objects: nothing older is made by an import
+            self._imported = len(sys.modules)
 
     def is_cheap(
         self, func: Any, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, kwargs: dict, key: Any
@@ -240,6 +254,17 @@ class DryRun(TorchDispatchMode):
             return list(index.nonzero().unbind(1))
 
         return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
+
+    def with_lengths(self, func: Any, args: tuple) -> tuple:
+        """The lengths on which the results' sizes depend as numbers; unknown ones are presumed to be 0."""
+
+        def numbers(tensor: torch.Tensor) -> list[int]:
+            if self.see(tensor).known:
+                return tensor.tolist()
+            self.questions.note(f"the lengths given to {func}", "0", moves_peak=True)
+            return [0] * tensor.numel()
+
+        return tuple(numbers(a) if i in LENGTHS[func] and isinstance(a, torch.Tensor) else a for i, a in enumerate(args))
 
     def shapes(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
         try:

@@ -104,7 +104,7 @@ class Faults:
         name = self.operator or self._native_operator()
         frame = self._caller() or sys._current_frames().get(threading.main_thread().ident or 0)
         return (
-            f"{name or 'code that PyTorch does not see'} reads or writes a tensor that has a shape but no memory"
+            f"{name or 'code outside of PyTorch'} reads or writes a tensor that has a shape but no memory"
             f"{_place(frame)}: a model built dry, and what a dry run leaves out, cannot be computed with"
         )
 

@@ -135,6 +135,18 @@ def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
     return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536)]
 
 
+def _ctc(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `ctc_loss_gpu_template` in cuda/LossCTC.cu: both lengths and where each target begins, on the device. (Not played:
+    # cuDNN's loss, which takes the place of this one for fp32 with joined targets and lengths given as numbers.)
+    batch = inputs[0].shape[1]
+    return [8 * batch] * 3
+
+
+def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `ctc_loss_backward_gpu_template`, same file: these, and the sums from the other end (`log_beta`)
+    return [inputs[-1].bytes, *_ctc(inputs[1:], outputs, arguments)]
+
+
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
@@ -146,4 +158,8 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten.index_put_.default": _index_put,
     "aten.index_put.default": _index_put,
     "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten._ctc_loss.default": _ctc,
+    "aten._ctc_loss.Tensor": _ctc,
+    "aten._ctc_loss_backward.default": _ctc_backward,
+    "aten._ctc_loss_backward.Tensor": _ctc_backward,
 }
