@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.trace.host import on_host
 from tightfit.trace.hollow import is_hollow
+from tightfit.trace.host import on_host
 from tightfit.trace.shapes import KNOWN_LIMIT
 
 

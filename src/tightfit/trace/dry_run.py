@@ -264,7 +264,9 @@ class DryRun(TorchDispatchMode):
             self.questions.note(f"the lengths given to {func}", "0", moves_peak=True)
             return [0] * tensor.numel()
 
-        return tuple(numbers(a) if i in LENGTHS[func] and isinstance(a, torch.Tensor) else a for i, a in enumerate(args))
+        return tuple(
+            numbers(a) if i in LENGTHS[func] and isinstance(a, torch.Tensor) else a for i, a in enumerate(args)
+        )
 
     def shapes(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
         try:

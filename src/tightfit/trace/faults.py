@@ -32,14 +32,16 @@ _PROCESSORS = ("x86_64", "aarch64")
 _UNTAGGED = (1 << 56) - 1
 _SI_KERNEL = 0x80  # asm-generic/siginfo.h: what x86-64 says of an address that cannot be one, without telling it
 _SA_SIGINFO = 4  # asm-generic/signal-defs.h
-_PATIENCE = 1.0  # seconds that a thread of a kernel's own leaves to the one that called the kernel, which knows its name
+_PATIENCE = (
+    1.0  # seconds that a thread of a kernel's own leaves to the one that called the kernel, which knows its name
+)
 _Handler: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class _Action(ctypes.Structure):
     """`struct sigaction` of Linux's C libraries (glibc, musl)."""
 
-    _fields_ = [  # noqa: RUF012 (ctypes wants a list)
+    _fields_ = [
         ("handler", ctypes.c_void_p),
         ("mask", ctypes.c_ulong * (128 // ctypes.sizeof(ctypes.c_ulong))),
         ("flags", ctypes.c_int),

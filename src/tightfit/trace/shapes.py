@@ -10,7 +10,9 @@ from tightfit.trace.hollow import hollow_tensor
 from tightfit.trace.rules import SHAPE_RULES
 
 KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
-LARGEST_KNOWN = 1 << 27  # bytes: integers and truth values up to this size are, such as the mask of 11,000 x 11,000 tokens
+LARGEST_KNOWN = (
+    1 << 27
+)  # bytes: integers and truth values up to this size are, such as the mask of 11,000 x 11,000 tokens
 
 
 class TensorShape(NamedTuple):
