@@ -80,6 +80,7 @@ __all__ = [
     "set_allocator_settings",
     "set_version_counters",
     "tensor_without_memory",
+    "text_of_tensors_by",
     "transforms_are_active",
     "unregister_pages",
     "without_dynamo",
@@ -215,6 +216,23 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def tensor_without_memory(kind: type, like: torch.Tensor, strides: Sequence[int] | None = None) -> Any:
     """A tensor of a class that dispatches itself, with another one's shape, dtype and device and no memory."""
     return torch.Tensor._make_wrapper_subclass(kind, like.size(), strides=strides, dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def text_of_tensors_by(contents: Callable[[torch.Tensor], str | None]) -> Iterator[None]:
+    """Inside, `repr` of a tensor writes what `contents` returns in the place of its numbers, unless that is None."""
+    from torch import _tensor_str
+
+    write = _tensor_str._str
+
+    def text(self: torch.Tensor, *, tensor_contents: str | None = None) -> str:
+        return write(self, tensor_contents=contents(self) if tensor_contents is None else tensor_contents)
+
+    _tensor_str._str = text  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        _tensor_str._str = write
 
 
 def current_node() -> Any:

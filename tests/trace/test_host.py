@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tightfit.trace.hollow import is_hollow
 from tightfit.trace.host import on_host
-from tightfit.trace.shapes import KNOWN_LIMIT, is_hollow
+from tightfit.trace.shapes import KNOWN_LIMIT
 
 
 def test_large_weights_come_as_shapes_and_what_is_small_or_integer_with_its_content():

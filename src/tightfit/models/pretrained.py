@@ -32,7 +32,9 @@ def build_pretrained(config: PretrainedModel) -> nn.Module:
         model = _new(transformers, place) if config.random_init else _loaded(transformers, place, config.gguf_file)
     except ImportError as error:
         raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
+        raise ModelError(f"model.path {config.path!r} cannot be built: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path {config.path!r} is not a language model: {_line(error)}") from error
     # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
     model.config.use_cache = False

@@ -8,6 +8,7 @@ from torch import nn
 from tightfit.trace.dry_run import DryRun
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.reading import reads_answered
 
 
 def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -17,7 +18,8 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     ledger = Ledger()
     state = torch.get_rng_state()
     try:
-        with DryRun(ledger, ModuleTracker(nn.Module())):
+        dry = DryRun(ledger, ModuleTracker(nn.Module()))
+        with dry, reads_answered(dry):
             model = factory()
     finally:
         torch.set_rng_state(state)  # small tensors are drawn for real

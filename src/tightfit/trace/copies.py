@@ -14,8 +14,9 @@ import torch
 from tightfit.activity import now, offload
 from tightfit.operators import fresh_memory
 from tightfit.trace.dry_run import DryRun
+from tightfit.trace.hollow import is_hollow
 from tightfit.trace.record import OperatorRecord
-from tightfit.trace.shapes import TensorShape, is_hollow
+from tightfit.trace.shapes import TensorShape
 
 AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
 

@@ -6,6 +6,7 @@ known, so that masks, positions, routing and branches that look at data get true
 """
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_iter
 from tightfit.activity import now
 from tightfit.errors import TraceError
 from tightfit.internals import ENGINE_CODE, is_dense, no_torch_dispatch
-from tightfit.operators import Traits, is_index, traits_of, written_arguments
+from tightfit.operators import Traits, is_index, map_instances, traits_of, written_arguments
+from tightfit.trace.faults import faults
+from tightfit.trace.hollow import is_hollow, set_hollow
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import ASKING, Questions
@@ -27,6 +30,7 @@ from tightfit.trace.rules import (
     ADDED_IN_PLACE,
     CHOOSING,
     INDEXING,
+    LENGTHS,
     NEVER_COMPUTED,
     REDUCED_IN_PLACE,
     Routing,
@@ -34,7 +38,7 @@ from tightfit.trace.rules import (
     in_unreduced_memory,
     presumed_choice,
 )
-from tightfit.trace.shapes import KNOWN_LIMIT, TensorShape, is_hollow, result_shapes, set_hollow, signature
+from tightfit.trace.shapes import KNOWN_LIMIT, LARGEST_KNOWN, TensorShape, call_key, result_shapes
 from tightfit.trace.workspace import Workspace, cpu_workspace
 
 aten = torch.ops.aten
@@ -92,6 +96,8 @@ class DryRun(TorchDispatchMode):
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves beside the model, their gradients
         self._costs: dict[Any, tuple[float, int]] = {}
         self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
+        self._imported = len(sys.modules)
+        faults.watch()
 
     # What the dispatcher calls
 
@@ -115,7 +121,9 @@ class DryRun(TorchDispatchMode):
         reads = tuple(cell.value for cell in cells)
         if func in INDEXING:
             args = self.without_masks(args)
-        key = (func, signature(args), signature(kwargs) if kwargs else None)
+        if func in LENGTHS:
+            args = self.with_lengths(func, args)
+        key = call_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
@@ -157,10 +165,19 @@ class DryRun(TorchDispatchMode):
             self.ledger.announce(stranger.grad, Category.GRADIENT, known=not is_hollow(stranger.grad))
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> int:
+        self.forget_imports()
         self.settle_sum()
         index = self.ledger.now = len(self.operators)
         self.starts.append(self.ledger.live_bytes)
         return index
+
+    def forget_imports(self) -> None:
+        """Free what an import within the step left behind: cycles of frames and exceptions, which hold the frames that
+        called for the import, and with them activations. Only a process's first step imports anything.
+        """
+        if len(sys.modules) != self._imported:
+            gc.collect(0)  # the youngest objects: nothing older is made by an import
+            self._imported = len(sys.modules)
 
     def is_cheap(
         self, func: Any, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, kwargs: dict, key: Any
@@ -171,24 +188,45 @@ class DryRun(TorchDispatchMode):
         if func in ASKING:
             return True
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
-            return True
+            return traits.returns_written or not self.is_vast(func, args, kwargs, key)
         if any(t.numel() > KNOWN_LIMIT for t in inputs):
             return False
         if traits.is_random and not inputs:
             return False
-        shapes = self.shapes(func, args, kwargs, key)
         return all(
-            shape.numel <= KNOWN_LIMIT or not (shape.dtype.is_floating_point or shape.dtype.is_complex)
-            for shape in tree_iter(shapes, is_leaf=_is_shape)
-            if _is_shape(shape)
+            shape.bytes <= LARGEST_KNOWN
+            if not (shape.dtype.is_floating_point or shape.dtype.is_complex)
+            else shape.numel <= KNOWN_LIMIT
+            for shape in shapes_in(self.shapes(func, args, kwargs, key))
         )
+
+    def is_vast(self, func: Any, args: tuple, kwargs: dict, key: Any) -> bool:
+        """Whether an operator on integers makes more than is computed: a mask of a million tokens by a million."""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return False  # what it makes depends on its inputs, which are known
+        try:
+            shapes = self.shapes(func, args, kwargs, key)
+        except TraceError:
+            return False  # only the operator itself knows
+        return any(shape.bytes > LARGEST_KNOWN for shape in shapes_in(shapes))
 
     def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run the operator for real, keeping what it overwrites of memory that is not ours."""
         for target in tree_iter(written_arguments(traits, args, kwargs)):
             if isinstance(target, torch.Tensor):
                 self.keep_original(target)
-        return func(*args, **kwargs)
+        faults.operator = traits.name
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            raise TraceError(
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: this machine has no room for its "
+                "results, which are computed since they may decide what the step does"
+            ) from error
+        finally:
+            faults.operator = None
 
     def keep_original(self, target: torch.Tensor) -> None:
         cell = self.see(target)
@@ -209,7 +247,7 @@ class DryRun(TorchDispatchMode):
         shapes = self.shapes(func, args, kwargs, key)
         out = hollow_tensors(shapes)
         if func in CHOOSING:
-            self.choose(func, args, out)
+            out = self.choose(func, args, out)
         if func in REDUCED_IN_PLACE:
             out = in_unreduced_memory(out, args[0], args[1])
             set_hollow(out)
@@ -225,10 +263,25 @@ class DryRun(TorchDispatchMode):
                 return [index]
             if not self.see(index).known:
                 self.questions.note("where a computed mask is true", "everywhere", moves_peak=True)
+                if index.numel() * index.dim() * 8 > LARGEST_KNOWN:
+                    return [TensorShape((index.numel(),), (index.dim(),), torch.int64).hollow()] * index.dim()
                 index = torch.ones(index.shape, dtype=torch.bool)
             return list(index.nonzero().unbind(1))
 
         return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
+
+    def with_lengths(self, func: Any, args: tuple) -> tuple:
+        """The lengths on which the results' sizes depend as numbers; unknown ones are presumed to be 0."""
+
+        def numbers(tensor: torch.Tensor) -> list[int]:
+            if self.see(tensor).known:
+                return tensor.tolist()
+            self.questions.note(f"the lengths given to {func}", "0", moves_peak=True)
+            return [0] * tensor.numel()
+
+        return tuple(
+            numbers(a) if i in LENGTHS[func] and isinstance(a, torch.Tensor) else a for i, a in enumerate(args)
+        )
 
     def shapes(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
         try:
@@ -247,12 +300,17 @@ class DryRun(TorchDispatchMode):
     def is_known_number(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() == 0 and self.see(tensor).known
 
-    def choose(self, func: Any, args: tuple, out: Any) -> None:
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
-                tensor.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
-                set_hollow(tensor, hollow=False)
+    def choose(self, func: Any, args: tuple, out: Any) -> Any:
+        """The results of a choice, with the presumed indexes for those that nobody knows."""
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype != torch.int64 or tensor.nbytes > LARGEST_KNOWN:
+                return tensor
+            indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return indexes.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
+
         self.questions.note(str(func), self.routing.value, moves_peak=True)
+        return map_instances(torch.Tensor, chosen, (out,))[0]
 
     def account(
         self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
@@ -370,6 +428,11 @@ def hollow_tensors(shapes: Any) -> Any:
 def answers_itself(kind: type) -> bool:
     """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
     return kind.__torch_dispatch__ is not no_torch_dispatch
+
+
+def shapes_in(shapes: Any) -> Iterator[TensorShape]:
+    """The shapes among an operator's results."""
+    return (shape for shape in tree_iter(shapes, is_leaf=_is_shape) if _is_shape(shape))
 
 
 def _is_shape(item: Any) -> bool:

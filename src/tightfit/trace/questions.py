@@ -14,6 +14,7 @@ from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Assumption
 
 aten = torch.ops.aten
+UNKNOWN_FLOAT = 1.0
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
 _OURS = ("torch.", "tightfit.trace", "tightfit.levers", "tightfit.step", "tightfit.internals")
 
@@ -34,7 +35,7 @@ class Questions:
         """The documented answer, if this operator takes a number out of a tensor."""
         if func is aten._local_scalar_dense.default:
             source = args[0]
-            value: Any = 1.0 if source.is_floating_point() else False if source.dtype == torch.bool else 0
+            value: Any = UNKNOWN_FLOAT if source.is_floating_point() else False if source.dtype == torch.bool else 0
             self.note("a number read from a tensor", repr(value))
             return Answer(value)
         if func is aten.equal.default:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tightfit.ops import flex
+from tightfit.trace.hollow import hollow_tensor
 
 aten = torch.ops.aten
 
@@ -54,8 +55,8 @@ def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.T
     """The result over memory for one element of each pair."""
     if result.dim():
         return result
-    whole = torch.empty(torch.broadcast_shapes(left.shape, right.shape), dtype=result.dtype, device=result.device)
-    return whole.as_strided((), ())
+    count = torch.broadcast_shapes(left.shape, right.shape).numel()
+    return hollow_tensor((count,), (1,), result.dtype).as_strided((), ())
 
 
 class Routing(enum.Enum):
@@ -153,8 +154,26 @@ def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-# CUDA's operators, which no CPU can compute: imagined even where their inputs are small and known.
-NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD}) | frozenset(
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # It has no meta kernel. Beside the losses it keeps a row of sums for each token, and for each of the longest target's
+    # labels and the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
+    length, batch, _ = log_probs.shape
+    labels = 2 * max(target_lengths, default=0) + 1
+    return _meta((batch,), log_probs.dtype), _meta((batch, length, labels), log_probs.dtype)
+
+
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+# Operators whose results' sizes depend on the numbers in these arguments: lengths, known as a rule.
+LENGTHS = {aten._ctc_loss.Tensor: (2, 3)}
+
+# Operators whose results are imagined even where their inputs are small and known: CUDA's, which no CPU can compute, and
+# those that are given numbers for tensors.
+NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD, *LENGTHS}) | frozenset(
     getattr(aten, name).default
     for name in (
         "_scaled_dot_product_flash_attention",
@@ -172,6 +191,10 @@ NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD}) | frozenset(
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
 if hasattr(aten, "_grouped_mm"):
     SHAPE_RULES[aten._grouped_mm.default] = _grouped_mm

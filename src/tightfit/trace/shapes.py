@@ -6,9 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tightfit.trace.hollow import hollow_tensor
 from tightfit.trace.rules import SHAPE_RULES
 
 KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
+LARGEST_KNOWN = (
+    1 << 27
+)  # bytes: integers and truth values up to this size are, such as the mask of 11,000 x 11,000 tokens
 
 
 class TensorShape(NamedTuple):
@@ -40,24 +44,17 @@ class TensorShape(NamedTuple):
             expected *= size
         return True
 
-    def hollow(self, device: str = "cpu") -> torch.Tensor:
-        """A tensor of this shape whose memory nobody has touched, marked so."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        set_hollow(tensor)
-        return tensor
+    def hollow(self) -> torch.Tensor:
+        """A tensor of this shape on the CPU whose memory is not there, marked so."""
+        return hollow_tensor(self.shape, self.stride, self.dtype)
 
 
-_HOLLOW = "_tightfit_hollow"
+def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:
+    """A hashable key for a call: two calls of one key have results of the same shapes, strides and dtypes.
 
-
-def set_hollow(tensor: torch.Tensor, *, hollow: bool = True) -> None:
-    """Mark the memory under a tensor as never written (or as written after all)."""
-    tensor.untyped_storage().__dict__[_HOLLOW] = hollow
-
-
-def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether the memory under a tensor was made by a dry run and holds nothing."""
-    return tensor.untyped_storage().__dict__.get(_HOLLOW, False)
+    The default dtype decides what an operator makes that is given no floating-point tensor and no dtype.
+    """
+    return (operator, signature(args), signature(kwargs) if kwargs else None, torch.get_default_dtype())
 
 
 def signature(argument: Any) -> Any:

@@ -20,13 +20,15 @@ from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
 from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
+from tightfit.trace.hollow import is_hollow
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.reading import reads_answered
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.rules import Routing
-from tightfit.trace.shapes import TensorShape, is_hollow
+from tightfit.trace.shapes import TensorShape
 from tightfit.trace.workspace import cpu_workspace
 
 
@@ -153,7 +155,8 @@ def _dry(
         try:
             announce(ledger, model, batch, plain)
             playing = nullcontext() if role is None else role.playing()
-            with playing, dry, _filling_off(), _watching_saves(ledger), copies_played(dry), compiled_code_played(dry):
+            levers = copies_played(dry), compiled_code_played(dry)
+            with playing, dry, _filling_off(), _watching_saves(ledger), reads_answered(dry), levers[0], levers[1]:
                 yield dry
         finally:
             now.dry = False

@@ -114,6 +114,12 @@ def _cpu_adamw8bit(inputs: Sequence[TensorShape]) -> int:
     return gradient.numel * 4 * (5 if weight.dtype == torch.float32 else 6)
 
 
+def _cpu_ctc_backward(inputs: Sequence[TensorShape]) -> int:
+    # The sums from the other end, as many as forward kept. Source: `ctc_loss_backward_cpu_template` in
+    # ATen/native/LossCTC.cpp (`log_beta`). Measured equal: tests/trace/test_ctc_loss.py.
+    return inputs[-1].bytes
+
+
 _GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
 
 
@@ -141,6 +147,8 @@ _CPU: dict[str, Callable[[Sequence[TensorShape]], int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _cpu_attention_backward,
     **{f"aten.{name}.default": partial(_cpu_product, operator) for name, operator in _PRODUCTS.items()},
     **{f"aten.{name}.out": partial(_cpu_product_into, operator) for name, operator in _PRODUCTS.items()},
+    "aten._ctc_loss_backward.default": _cpu_ctc_backward,
+    "aten._ctc_loss_backward.Tensor": _cpu_ctc_backward,
     "bitsandbytes.optimizer_update_8bit_blockwise.default": _cpu_adamw8bit,
 }
 

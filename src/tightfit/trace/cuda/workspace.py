@@ -164,6 +164,18 @@ def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
     return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536)]
 
 
+def _ctc(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `ctc_loss_gpu_template` in cuda/LossCTC.cu: both lengths and where each target begins, on the device. (Not played:
+    # cuDNN's loss, which takes the place of this one for fp32 with joined targets and lengths given as numbers.)
+    batch = inputs[0].shape[1]
+    return [8 * batch] * 3
+
+
+def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `ctc_loss_backward_gpu_template`, same file: these, and the sums from the other end (`log_beta`)
+    return [inputs[-1].bytes, *_ctc(inputs[1:], outputs, arguments)]
+
+
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     **normalisation.FORMULAS,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
@@ -184,4 +196,8 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten.cumsum.default": _scan,
     "aten.cumprod.default": _scan,
     **{name: partial(_composite, name) for name in COMPOSITES},
+    "aten._ctc_loss.default": _ctc,
+    "aten._ctc_loss.Tensor": _ctc,
+    "aten._ctc_loss_backward.default": _ctc_backward,
+    "aten._ctc_loss_backward.Tensor": _ctc_backward,
 }
