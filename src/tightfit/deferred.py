@@ -10,6 +10,7 @@ Only for a process that answers one question and ends: what was marked for the c
 
 import functools
 import importlib
+import importlib.abc
 import importlib.machinery
 import operator
 import sys
@@ -49,7 +50,7 @@ def deferred(packages: Sequence[str] = PACKAGES) -> Iterator[None]:
         finder.forget()
 
 
-class _Finder:
+class _Finder(importlib.abc.Loader):
     """Finds stand-ins for packages. Mutable: those that are out of the way, since something of them was used."""
 
     def __init__(self, packages: Sequence[str]):
