@@ -157,7 +157,7 @@ def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 def _ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # It has no meta kernel. Beside the losses it keeps sums: for each frame, one for each of the longest target's labels
+    # It has no meta kernel. Beside the losses it keeps, for each frame, a sum for each of the longest target's labels
     # and the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
     length, batch, _ = log_probs.shape
     labels = 2 * max(target_lengths, default=0) + 1
