@@ -21,9 +21,9 @@ from typing import Any
 
 from tightfit.errors import TraceError
 
-# x86-64: bits 47 (56, with five levels of page tables) to 63 of an address are alike (Intel SDM, volume 1, 3.3.7.1, on
-# canonical addresses). AArch64: the highest byte may be ignored, and what lies between it and the 48 or 52 bits that are
-# translated is zero in a program's addresses (Linux, Documentation/arch/arm64/memory.rst and tagged-address-abi.rst).
+# x86-64: bits 47 (56, with five levels of page tables) to 63 of an address are alike (Intel SDM, volume 1, 3.3.7.1,
+# on canonical addresses). AArch64: the highest byte may be ignored, and what lies between it and the 48 or 52 bits that
+# are translated is zero in a program's addresses (Linux, Documentation/arch/arm64/memory.rst, tagged-address-abi.rst).
 # Bit 62 is refused by the one, bit 54 by the other.
 FIRST_ADDRESS = (1 << 62) | (1 << 54)
 LAST_ADDRESS = FIRST_ADDRESS + (1 << 54) - 1
@@ -32,9 +32,7 @@ _PROCESSORS = ("x86_64", "aarch64")
 _UNTAGGED = (1 << 56) - 1
 _SI_KERNEL = 0x80  # asm-generic/siginfo.h: what x86-64 says of an address that cannot be one, without telling it
 _SA_SIGINFO = 4  # asm-generic/signal-defs.h
-_PATIENCE = (
-    1.0  # seconds that a thread of a kernel's own leaves to the one that called the kernel, which knows its name
-)
+_PATIENCE = 1.0  # seconds that a thread of a kernel's own leaves to the one that called the kernel and knows its name
 _Handler: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 

@@ -1,7 +1,7 @@
 """In a dry run: reading a tensor's numbers behind the dispatcher's back (numpy, DLPack, a list, its text).
 
-What is read of an unknown tensor is the documented answer (`trace/questions.py`) where that is small, and refused by name
-where it is large: behind a hollow tensor there is no memory.
+What is read of an unknown tensor is the documented answer (`trace/questions.py`) where that is small. Where it is large
+it is refused by line: behind a hollow tensor there is no memory.
 """
 
 from collections.abc import Callable, Iterator

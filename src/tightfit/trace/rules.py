@@ -157,8 +157,8 @@ def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 def _ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # It has no meta kernel. Beside the losses it keeps a row of sums for each token, and for each of the longest target's
-    # labels and the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
+    # It has no meta kernel. Beside the losses it keeps, for each frame, a sum for each of the longest target's labels
+    # and the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
     length, batch, _ = log_probs.shape
     labels = 2 * max(target_lengths, default=0) + 1
     return _meta((batch,), log_probs.dtype), _meta((batch, length, labels), log_probs.dtype)
@@ -171,8 +171,8 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 # Operators whose results' sizes depend on the numbers in these arguments: lengths, known as a rule.
 LENGTHS = {aten._ctc_loss.Tensor: (2, 3)}
 
-# Operators whose results are imagined even where their inputs are small and known: CUDA's, which no CPU can compute, and
-# those that are given numbers for tensors.
+# Operators whose results are imagined even where their inputs are small and known: CUDA's, which no CPU can compute,
+# and those that are given numbers for tensors.
 NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD, *LENGTHS}) | frozenset(
     getattr(aten, name).default
     for name in (
