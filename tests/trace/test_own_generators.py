@@ -40,7 +40,7 @@ def loss(model, batch):
 def test_a_plan_of_a_block_with_a_generator_is_verified(place):
     torch.manual_seed(0)
     model = nn.Sequential(*[Noisy(place) for _ in range(3)])
-    batch = {"x": torch.randn(32, WIDTH)}
+    batch = {"x": torch.randn(512, WIDTH)}
     before = [block.generator.get_state() for block in model]
     plan = tightfit.plan(model, batch, "0.8x", loss=loss, device=round_device())
     assert any(choice.action != "keep" for choice in plan.choices)
