@@ -17,6 +17,7 @@ def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precis
         raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"{type(model).__name__} has no parameter to train: none requires a gradient")
+    refuse_compiled(model)
     check_batch(batch)
     if loss is not None and not callable(loss):
         raise InputError(f"loss is a {type(loss).__name__}, wanted callable(model, batch) -> scalar tensor, or None")
@@ -27,6 +28,18 @@ def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precis
         )
     if precision not in ("fp32", *AUTOCAST_DTYPES):
         raise InputError(f"precision {precision!r} is not known: choose fp32, bf16 or fp16")
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises `InputError` for a model that was compiled, whole or in part: a dry run would see it as it was written."""
+    for path, module in model.named_modules():
+        is_wrapper = "_orig_mod" in module._modules
+        replaced = getattr(module, "_compiled_call_impl", None) is not None
+        if is_wrapper or replaced or hasattr(module.forward, "_torchdynamo_orig_callable"):
+            raise InputError(
+                f"{path or 'the model'} is compiled by torch.compile, and what such code holds is not predicted: ask "
+                "about the model as it was before, or name the lever compile, which compiles blocks within a plan"
+            )
 
 
 def check_batch(batch: Batch) -> None:

@@ -15,12 +15,13 @@ from tightfit.internals import set_version_counters
 from tightfit.module_paths import named_modules
 
 _MUTABLE = (dict, list, set, deque)
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 _DEPTH = 4  # how deep below a module's attribute plain containers and objects are remembered
 
 
 @contextmanager
 def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
-    """Inside, the model may be run; afterwards it is as it was, and so are the random generators.
+    """Inside, the model may be run; afterwards it is as it was, and so are the random generators, its own too.
 
     The data of tensors is not covered: the dry run restores what it writes.
     """
@@ -54,6 +55,7 @@ class Contents:
 
     def __init__(self, containers: Iterable[Any], in_objects: bool = True):
         self.contents: list[tuple[Any, Any]] = []
+        self.generators: list[tuple[Any, Any]] = []  # of random numbers, with their states
         self._in_objects = in_objects
         self._seen: set[int] = set()
         for container in containers:
@@ -63,7 +65,9 @@ class Contents:
         if id(item) in self._seen or depth > _DEPTH:
             return
         self._seen.add(id(item))
-        if isinstance(item, _MUTABLE):
+        if isinstance(item, _GENERATORS):
+            self.generators.append((item, state_of(item)))
+        elif isinstance(item, _MUTABLE):
             self.contents.append((item, item.copy()))
             for child in item.values() if isinstance(item, dict) else item:
                 self._remember(child, depth + 1)
@@ -74,6 +78,8 @@ class Contents:
             self._remember(item.__dict__, depth + 1)
 
     def restore(self) -> None:
+        for generator, state in self.generators:
+            set_state(generator, state)
         for item, content in self.contents:
             if isinstance(item, dict):
                 if not _same(item, content):
@@ -86,6 +92,25 @@ class Contents:
             elif item != content:
                 item.clear()
                 item.update(content)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of PyTorch's, numpy's or Python's."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, numpy.random.RandomState) else generator.getstate()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put a state back that `state_of` told."""
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
 
 
 def _has_state(item: Any) -> bool:
