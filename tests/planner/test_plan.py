@@ -40,7 +40,7 @@ def test_an_exact_plan_changes_no_bit(dropout):
 
 def test_levers_exact_to_rounding_are_as_far_from_fp64_as_the_plain_run():
     model, batch = decoder(), token_batch(8)
-    made = plan(model, batch, "0.45x", levers="rounding")
+    made = plan(model, batch, "0.45x", levers=["chunked_loss", "micro_batch"])  # no recompute, however fast it is
     assert made.micro_batches > 1
     report = verify(model, batch, made)
     assert report.ok, str(report)
