@@ -7,7 +7,6 @@ from torch import nn
 import tightfit
 from tightfit.errors import TraceError
 
-
 LIBRARY = torch.library.Library("tightfit_refused", "DEF")  # an operator that has no shapes without data
 LIBRARY.define("no_shapes(Tensor x) -> Tensor")
 LIBRARY.impl("no_shapes", lambda x: x.clone(), "CPU")
