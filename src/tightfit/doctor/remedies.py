@@ -75,7 +75,7 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float]:
 
 
 def _trials(request: Request, plain: StepTrace) -> Iterator[_Trial]:
-    paths = find_blocks(request.model, request.blocks, plain)
+    paths = find_blocks(request.model, request.blocks)
     head = find_head(plain, request.model)
     loss = None if head is None else ChunkedLoss(head, None)
     split = [n for n in (request.micro_batches * k for k in SPLITS) if request.size % n == 0]
