@@ -30,6 +30,9 @@ def longest_segment(blocks, count):
 @pytest.mark.parametrize(("optimizer", "batch", "joins"), [("adamw", (1, 2), False), ("sgd", (4, 96), True)])
 def test_blocks_are_joined_only_where_that_can_lower_the_peak(optimizer, batch, joins, monkeypatch):
     """With AdamW and few tokens the optimizer's own step is the least peak; joining blocks changes nothing there."""
+    monkeypatch.setenv(
+        "TORCH_CUBLAS_WORKSPACE_CACHE", "1"
+    )  # or products take a workspace each, more than the step does
     tried = []
     part = Tracer.part
 
