@@ -34,9 +34,9 @@ from tightfit.trace.rules import (
     NEVER_COMPUTED,
     REDUCED_IN_PLACE,
     Routing,
+    assumed_choice,
     choice_bound,
     in_unreduced_memory,
-    presumed_choice,
 )
 from tightfit.trace.shapes import KNOWN_LIMIT, LARGEST_KNOWN, TensorShape, call_key, result_shapes
 from tightfit.trace.workspace import Workspace, cpu_workspace
@@ -254,7 +254,7 @@ class DryRun(TorchDispatchMode):
         return out
 
     def without_masks(self, args: tuple) -> tuple:
-        """Indexing by a mask, as indexing by the places where it is true; an unknown mask is presumed true
+        """Indexing by a mask, as indexing by the places where it is true; an unknown mask is assumed true
         everywhere.
         """
 
@@ -271,7 +271,7 @@ class DryRun(TorchDispatchMode):
         return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
 
     def with_lengths(self, func: Any, args: tuple) -> tuple:
-        """The lengths on which the results' sizes depend as numbers; unknown ones are presumed to be 0."""
+        """The lengths on which the results' sizes depend as numbers; unknown ones are assumed to be 0."""
 
         def numbers(tensor: torch.Tensor) -> list[int]:
             if self.see(tensor).known:
@@ -301,13 +301,13 @@ class DryRun(TorchDispatchMode):
         return tensor.dim() == 0 and self.see(tensor).known
 
     def choose(self, func: Any, args: tuple, out: Any) -> Any:
-        """The results of a choice, with the presumed indexes for those that nobody knows."""
+        """The results of a choice, with the assumed indexes for those that nobody knows."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype != torch.int64 or tensor.nbytes > LARGEST_KNOWN:
                 return tensor
             indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            return indexes.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
+            return indexes.copy_(assumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
 
         self.questions.note(str(func), self.routing.value, moves_peak=True)
         return map_instances(torch.Tensor, chosen, (out,))[0]

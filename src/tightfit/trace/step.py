@@ -58,7 +58,7 @@ def trace_step(
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
 
-    `parts` are the micro-batches, the largest last; `routing` is what is presumed of a router's
+    `parts` are the micro-batches, the largest last; `routing` is what is assumed of a router's
     choices. With a `role`, the CPU plays a CUDA device. Nothing of the model,
     its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an
     operator cannot be run dry.
