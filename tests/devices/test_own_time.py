@@ -8,8 +8,8 @@ from tightfit.devices.own_time import OwnTime, own_time
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import recompute
 from tightfit.step import model_loss
-from tightfit.trace.dry_run import ExecutorCost
 from tightfit.trace.record import Phase
+from tightfit.trace.recording import ExecutorCost
 from tightfit.trace.step import trace_step
 from tiny import decoder, token_batch
 

@@ -19,13 +19,14 @@ from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
-from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
+from tightfit.trace.dry_run import DryRun
 from tightfit.trace.hollow import is_hollow
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.reading import reads_answered
 from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, no_cost
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.rules import Routing
 from tightfit.trace.shapes import TensorShape
