@@ -235,7 +235,7 @@ def table(record: dict[str, Any]) -> str:
         same = "the same" if found["same_output"] and found["same_saved_states"] else "NOT the same"
         figures = " | ".join(f"{found[size] / 2**20:.2f}" for size in sizes)
         lines.append(f"| {found['case']} | {found['steps']} | {figures} | {same} |")
-    return rows("| trainer | steps | plain, foretold | measured | budget | planned | measured | results |", lines)
+    return rows("| trainer | steps | plain, predicted | measured | budget | planned | measured | results |", lines)
 
 
 def main() -> None:

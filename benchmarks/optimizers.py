@@ -1,4 +1,4 @@
-"""Bytes a parameter, by kind of optimizer: what the allocator records, what the dry run foretells, what a card holds.
+"""Bytes a parameter, by kind of optimizer: what the allocator records, what the dry run predicts, what a card holds.
 
     python benchmarks/optimizers.py [--kinds adamw,muon] [--output benchmarks/results/optimizers.json] [--page]
 
@@ -137,7 +137,7 @@ they are refused by name: they would be plain AdamW.
 {where(record)}
 
 A decoder of {record["results"][0]["parameters"] / 1e6:.1f}M parameters, one sequence of {TOKENS} tokens. States and
-peak are measured on the CPU, the peak by the allocator's own record; "foretold" is the dry run's. On a CPU the host is
+peak are measured on the CPU, the peak by the allocator's own record; "predicted" is the dry run's. On a CPU the host is
 the device, so that offloading saves nothing there. The last columns are a dry run for a card ({CARD}), at its peak,
 without activations and workspace.
 
@@ -161,7 +161,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{card[str(Category.OPTIMIZER_STATE)]:.2f}",
         )
         lines.append(f"| {' | '.join(columns)} |")
-    return rows("| optimizer | weights | states | peak | foretold | card: parameters | gradients | states |", lines)
+    return rows("| optimizer | weights | states | peak | predicted | card: parameters | gradients | states |", lines)
 
 
 def main() -> None:
@@ -178,7 +178,7 @@ def main() -> None:
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     for found in record["results"]:
         print(f"{found['kind']:45s} states {found['state_bytes']:6.2f}  peak {found['peak_bytes']:6.2f}  "
-              f"foretold {found['predicted_peak_bytes']:6.2f}")  # fmt: skip
+              f"predicted {found['predicted_peak_bytes']:6.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The parameters are those of `tightfit.devices.spec.Kernels`. Cards of one kind share them; the shares of the memory's
 rate, and what no kind has rows enough for, are shared by all kinds but for one factor a kind. Every parameter begins at
-a guess and is held there, weakly, by a penalty on the square of its logarithm: what no row tells of stays where it was.
+a guess and is held there, weakly, by a penalty on the square of its logarithm: what no row determines stays there.
 The search goes from parameter to parameter, multiplying and dividing by steps that shrink.
 
 What is minimised is the mean over rows of e²/(e + 0.05), e the distance of predicted and published logarithms: near a
@@ -30,7 +30,7 @@ from tightfit.devices.spec import Kernels
 from tightfit.devices.work import Work
 
 OUTPUT = Path(__file__).parents[2] / "src" / "tightfit" / "devices" / "kernels.toml"
-LONG_ROW_BYTES = 96 * 2**10  # between the rows of 64 and of 128 KiB, whose figures tell them apart
+LONG_ROW_BYTES = 96 * 2**10  # between the rows of 64 and of 128 KiB, whose figures distinguish them
 
 KINDS = {"a100-80": "ampere_a100", "a100-40": "ampere_a100", "h100": "hopper", "rtx3090": "tensor_cores",
          "rtx4090": "tensor_cores"}  # fmt: skip
@@ -72,7 +72,7 @@ GUESSED_OF_A_KIND = {
     "kernel_seconds": 3e-6,
 }
 HELD = 0.0005
-# These trade with one another and with the shares: rows of whole steps tell them apart but little.
+# These trade with one another and with the shares: rows of whole steps hardly distinguish them.
 HELD_FIRMLY = {"backward_of_attention": 0.1, "tile_depth": 0.004, "attention_ramp": 0.004, "exponential_width": 0.004}
 HIGHEST_SHARE = 0.97  # above it a penalty: no kernel exceeds a rate that its maker publishes
 FIRST_STEP, GROWN, SHRUNK = 0.25, 1.3, 0.5

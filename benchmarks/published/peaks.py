@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # (once it is imported, the first dry run of a process is like the others)
 from benchmarks.environment import environment
 from benchmarks.published import litgpt
 from benchmarks.published.head_losses import HEAD_LOSSES

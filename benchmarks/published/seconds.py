@@ -64,7 +64,7 @@ def _per_token(row: Judged, key: str = "seconds") -> float:
 
 
 def record(rows: Sequence[Judged]) -> dict[str, Any]:
-    """All that the page tells."""
+    """All that the page shows."""
     unseen = [row for row in rows if not row["fitted"]]
     pairs = list(variants(rows))
     kept = ("id", "source", "card", "kind", "seconds", "predicted", "fitted", "communication")

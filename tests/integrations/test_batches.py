@@ -95,7 +95,7 @@ def peaks_under(step, plan, *batches):
         return [step.footing(batch, 1).peak_bytes for batch in batches]
 
 
-def test_what_a_plan_foretells_is_of_the_batch_that_takes_most_under_it(step):
+def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     other = wide(51_000)
     plan = plan_for_all(step, [other, LONG], Wish("0.7x"))
     assert plan.plain_peak_bytes == step.footing(LONG, 1).peak_bytes > step.footing(other, 1).peak_bytes

@@ -1,4 +1,4 @@
-"""Compiled blocks: once for a kind, gradients as exact as the plain ones, foretold; and where they are refused."""
+"""Compiled blocks: once for a kind, gradients as exact as the plain ones, predicted; and where they are refused."""
 
 import copy
 import pickle
@@ -98,13 +98,13 @@ def test_one_compilation_serves_all_blocks_and_the_peak_falls_below_the_eager_on
     ],
 )
 @by_the_compiler
-def test_what_compiled_blocks_take_is_foretold_before_anything_is_built(keep):
+def test_what_compiled_blocks_take_is_predicted_before_anything_is_built(keep):
     model, batch = decoder(num_layers=4, hidden_size=128), token_batch(8)
     plain = tightfit.estimate(model, batch).peak_bytes
     with tightfit.compile_blocks(model, "layers.*", keep=keep):
-        foretold = tightfit.estimate(model, batch).peak_bytes
-        assert foretold == allocator_peak(model, batch)
-    assert foretold < 0.9 * plain
+        predicted = tightfit.estimate(model, batch).peak_bytes
+        assert predicted == allocator_peak(model, batch)
+    assert predicted < 0.9 * plain
 
 
 @pytest.mark.slow  # compiles C++ for some ten seconds each time
@@ -113,12 +113,12 @@ def test_what_compiled_blocks_take_is_foretold_before_anything_is_built(keep):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @by_the_compiler
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_compiled_blocks_of_other_models_take_is_foretold(name, keep, precision):
+def test_what_compiled_blocks_of_other_models_take_is_predicted(name, keep, precision):
     model, pattern = OTHERS[name]()
     batch = token_batch(4)
     with tightfit.compile_blocks(model, pattern, keep=keep):
-        foretold = tightfit.estimate(model, batch, precision=precision).peak_bytes
-        assert foretold == allocator_peak(model, batch, settings=StepSettings(precision))
+        predicted = tightfit.estimate(model, batch, precision=precision).peak_bytes
+        assert predicted == allocator_peak(model, batch, settings=StepSettings(precision))
 
 
 @by_the_compiler
@@ -136,7 +136,7 @@ def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
 
 
 @by_the_compiler
-def test_the_seconds_of_kernels_are_foretold_too():
+def test_the_seconds_of_kernels_are_predicted_too():
     model, batch = decoder(num_layers=2), token_batch(2)
     with tightfit.compile_blocks(model, "layers.*"):
         parts = as_parts(split_batch(batch, 1), model_loss)
@@ -198,13 +198,13 @@ def test_more_than_eight_blocks_that_differ_in_a_constant_are_compiled_all():
     model, batch = torch.nn.Sequential(*(Numbered(n) for n in range(9))), (torch.randn(8, 16),)
     plain = sum_of_squares(model, batch)
     with compile_paths(model, dict.fromkeys(map(str, range(9)), 1.0)):
-        foretold = tightfit.estimate(model, batch, loss=sum_of_squares, optimizer="sgd").peak_bytes
+        predicted = tightfit.estimate(model, batch, loss=sum_of_squares, optimizer="sgd").peak_bytes
         assert sum_of_squares(model, batch).item() == pytest.approx(plain.item(), rel=1e-5)
-    assert foretold > 0
+    assert predicted > 0
 
 
 @by_the_compiler
-def test_a_block_that_is_compiled_in_parts_is_foretold_as_it_was_written():
+def test_a_block_that_is_compiled_in_parts_is_predicted_as_it_was_written():
     model, batch = broken()
     plain = tightfit.estimate(model, batch, loss=sum_of_squares).peak_bytes
     with tightfit.compile_blocks(model, "*"):
@@ -282,7 +282,7 @@ def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
 
 @pytest.mark.slow  # inductor compiles C++ for some ten seconds
 @by_the_compiler
-def test_a_training_with_compiled_blocks_learns_and_takes_what_was_foretold(tmp_path):
+def test_a_training_with_compiled_blocks_learns_and_takes_what_was_predicted(tmp_path):
     sections = {
         "model": {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 300, "max_position_embeddings": 64},
         "data": {"max_documents": 20, "sequence_length": 64, "vocab_size": 300},

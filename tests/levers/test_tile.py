@@ -44,7 +44,7 @@ def test_in_fp32_the_error_is_near_that_of_the_plain_run():
     assert error(made) <= 1.2 * error(plain)
 
 
-def test_the_peak_falls_and_is_foretold():
+def test_the_peak_falls_and_is_predicted():
     model, batch = decoder(intermediate_size=1024), token_batch()
     plain = allocator_peak(model, batch)
     with tile(model, "layers.*.mlp", 16):

@@ -1,4 +1,4 @@
-"""A dry run foretells the peak of every kind of optimizer, and leaves the user's own one alone."""
+"""A dry run predicts the peak of every kind of optimizer, and leaves the user's own one alone."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_a_step_in_backward_takes_less_than_one_afterwards():
 
 @pytest.mark.parametrize("kind", ["adamw", "offloaded_adamw:0.5"])
 @pytest.mark.parametrize("stepping", [False, True])
-def test_a_users_optimizer_is_foretold_and_keeps_still_meanwhile(kind, stepping):
+def test_a_users_optimizer_is_predicted_and_keeps_still_meanwhile(kind, stepping):
     model, batch = decoder(num_layers=2), token_batch(2, 16)
     optimizer = build_optimizer(kind, model.parameters())
     if stepping:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from round_device import round_device
 from tightfit import Plan, estimate, plan
+from tightfit.planner.footing import dtypes_of
 from tiny import VOCABULARY, decoder, token_batch
 
 
@@ -65,6 +67,12 @@ def test_an_estimate_and_a_plan_name_the_dtype_of_the_weights_beside_the_precisi
     assert f"{said}, adamw, round" in str(estimated).splitlines()[0]
     assert str(planned).startswith(f"{said}, adamw, round")
     assert estimated.to_dict()["weights"] == planned.to_dict()["weights"] == said.split()[0]
+
+
+def test_of_two_dtypes_the_one_of_most_elements_is_named_first():
+    small, large = nn.Linear(4, 4), nn.Linear(8, 8)
+    assert dtypes_of(nn.Sequential(small, large.bfloat16())) == "bf16 and fp32"
+    assert dtypes_of(nn.Sequential(small.bfloat16(), large.float())) == "fp32 and bf16"
 
 
 def test_a_plan_that_was_written_before_weights_were_named_can_be_read():

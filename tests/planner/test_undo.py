@@ -108,9 +108,18 @@ def test_a_model_that_is_gone_needs_no_undo(model):
     assert not applied.in_force
 
 
-def test_undo_that_was_interrupted_goes_on_where_it_stood(plan, model, monkeypatch):
-    applied = plan.apply(model)
-    block = type(applied._parts[0]._parts[0])
+def by_hand(plan, model):
+    return tightfit.recompute(model, "layers.*")
+
+
+def by_plan(plan, model):
+    return plan.apply(model)
+
+
+@pytest.mark.parametrize("apply", [by_hand, by_plan], ids=lambda apply: apply.__name__)
+def test_undo_that_was_interrupted_goes_on_where_it_stood(apply, plan, model, monkeypatch):
+    applied = apply(plan, model)
+    block = type(model.layers[0].forward)
     remove = block.remove
     calls = []
 

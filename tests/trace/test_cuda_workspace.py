@@ -34,6 +34,16 @@ def test_flash_backward_copies_a_gradient_that_lies_otherwise():
     assert backward("flash", query, query, turned) - backward("flash", query, query) == query.bytes
 
 
+def test_ctc_copies_lengths_and_offsets_and_its_backward_has_the_sums_from_the_other_end():
+    batch = 100
+    sound, targets = (torch.empty(*shape, device="meta") for shape in ((50, batch, 16), (batch, 20)))
+    sums = torch.empty(batch, 50, 41, device="meta")
+    shapes = [TensorShape.of(tensor) for tensor in (sound, sound, targets, sums[:, 0, 0], sums)]
+    numbers = 3 * round_size(8 * batch)
+    assert cuda_workspace("aten._ctc_loss.default", shapes[1:3], [], ()) == numbers
+    assert cuda_workspace("aten._ctc_loss_backward.default", shapes, [], ()) == round_size(sums.nbytes) + numbers
+
+
 def test_cudnn_backward_has_one_buffer_for_sums_and_the_querys_gradient():
     query = by_length(2, 8, 1024, 64)
     assert backward("cudnn", query, query) == 4 * 2 * 8 * 1024 * (64 + 1)

@@ -229,7 +229,7 @@ class Asking(nn.Module):
 
 def test_a_question_about_unknown_numbers_is_answered_and_told():
     answer = estimate(Asking(), {"x": torch.randn(300, 300)}, loss=lambda m, b: m(**b))
-    assert any("test_step_trace.py" in line and "presumed" in line for line in answer.assumptions)
+    assert any("test_step_trace.py" in line and "assumed" in line for line in answer.assumptions)
 
 
 def test_accumulation_repeats_in_time_but_not_in_memory():

@@ -9,6 +9,7 @@ from round_device import round_device
 from tightfit import estimate, maximise, plan, verify
 from tightfit.errors import InputError, ModelError
 from tightfit.step import TokenBatch
+from tightfit.trace.twin import with_memory
 from tiny import VOCABULARY, allocator_peak, decoder, token_batch
 
 
@@ -122,3 +123,13 @@ def test_a_model_on_meta_that_cannot_be_copied_is_refused_by_name():
     model.generator = (number for number in range(3))
     with pytest.raises(ModelError, match=r"Decoder has no memory .* and cannot be copied"):
         estimate(model, token_batch(), device=round_device())
+
+
+def test_masks_without_memory_are_taken_as_true_and_ids_stay_below_each_embedding():
+    model = decoder()
+    batch = {
+        name: torch.zeros(2, 16, dtype=torch.int64, device="meta") for name in ("input_ids", "labels", "attention_mask")
+    }
+    filled = with_memory(batch, model)
+    assert torch.equal(filled["attention_mask"], torch.ones(2, 16, dtype=torch.int64))
+    assert 1 < int(filled["input_ids"].max()) < VOCABULARY

@@ -241,7 +241,7 @@ class MemoryConfig(Section):
     """Recompute set by hand, as a mapping; null: left to the plan."""
     compile_blocks: bool = False
     """Compile each kind of repeated block once, when it first runs: exact to rounding, without budget and recompute.
-    On CUDA the peak is foretold as if nothing were compiled."""
+    On CUDA the peak is predicted as if nothing were compiled."""
     verify: bool = False
     """Before training, prove that the plan changes no gradient."""
 

@@ -95,7 +95,7 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
     """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
 
     A batch that is shorter may still take more, where its padding makes the model build a mask. Where no plan for the
-    largest fits all, those for the others are tried. What the plan foretells is of the batch that takes most under it.
+    largest fits all, those for the others are tried. What the plan predicts is of the batch that takes most under it.
     """
     plain = [(step.footing(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)

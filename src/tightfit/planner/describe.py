@@ -83,7 +83,7 @@ def device_footprint(estimate: "Estimate") -> list[str]:
     whole = estimate.reserved_bytes + estimate.context_bytes
     return [
         f"The allocator reserves {format_bytes(estimate.reserved_bytes)}; with {format_bytes(estimate.context_bytes)} "
-        f"presumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}."
+        f"assumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}."
     ]
 
 
@@ -92,7 +92,7 @@ def worst_case(peak: int, worst: int | None) -> list[str]:
     if worst is None:
         return []
     more = f"{format_bytes(worst)} ({worst:,} bytes)" if worst != peak else "the same"
-    return [f"It depends on the data: experts are presumed evenly used; with all tokens at the fewest, it is {more}."]
+    return [f"It depends on the data: experts are assumed evenly used; with all tokens at the fewest, it is {more}."]
 
 
 def peak_table(footing: Footing) -> Table:

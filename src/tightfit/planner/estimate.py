@@ -108,7 +108,7 @@ def make_estimate(request: Request) -> Estimate:
 def told(assumptions: Any) -> tuple[str, ...]:
     """The assumptions of a trace as sentences."""
     return tuple(
-        f"{a.question} ({a.module or 'top level'}, {a.where}) was presumed {a.answer}"
+        f"{a.question} ({a.module or 'top level'}, {a.where}) was assumed {a.answer}"
         + ("; the peak depends on it" if a.moves_peak else "")
         for a in assumptions
     )

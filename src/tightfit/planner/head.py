@@ -1,4 +1,4 @@
-"""Finds the linear head whose logits a cross-entropy takes in, from what the step really did."""
+"""Finds the linear head whose logits a cross-entropy reads, from what the step really did."""
 
 from torch import nn
 

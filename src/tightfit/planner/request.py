@@ -26,8 +26,8 @@ from tightfit.trace.copies import AWAY, BACK
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.replay import fits_device
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
-from tightfit.trace.dry_run import ExecutorCost, OperatorCost
 from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.recording import ExecutorCost, OperatorCost
 from tightfit.trace.rules import ONE_SIDED, Routing
 from tightfit.trace.shapes import TensorShape
 from tightfit.trace.step import trace_part, trace_step

@@ -117,7 +117,7 @@ def body(page: Page) -> str:
             _section("What was not taken, and what it would have given", tables.rejected(page.rejected, page.plain))
         )
     if page.notes:
-        sections.append(_section("Presumed", "".join(f"<p>{escape(note)}.</p>" for note in page.notes)))
+        sections.append(_section("Assumed", "".join(f"<p>{escape(note)}.</p>" for note in page.notes)))
     sections.append(f"<footer><p>{escape(page.setting)}</p></footer>")
     return "\n".join(sections)
 

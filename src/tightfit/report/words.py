@@ -31,7 +31,7 @@ def kept_bytes(choices: Sequence[BlockChoice]) -> str:
 
 
 def offloaded_in_words(choice: BlockChoice) -> str:
-    """What of a block lies elsewhere meanwhile: `offloaded: its input, mlp.up_proj, attention (attention)`."""
+    """What of a block is moved out of memory meanwhile: `offloaded: its input, mlp.up_proj, attention (attention)`."""
     outputs = kept_in_words([name for name, _ in choice.offloaded], choice.offloaded_modules)
     return f"offloaded: its input, {outputs}" if outputs else "offloaded: its input"
 

@@ -43,7 +43,6 @@ def common_dtype(operands: Sequence[TensorShape]) -> torch.dtype:
     return common
 
 
-# A reduced elementwise loss is computed unreduced first. Source: `TORCH_IMPL_FUNC(mse_loss_out)`, ATen/native/Loss.cpp.
 # Sums of numbers in the dtype of the result, which every other input is converted to as a whole. Source:
 # `make_reduction_from_ty` in ATen/native/ReduceOpsUtils.h, `impl_func_cum_ops` in ATen/native/ReduceOps.cpp.
 _SUMS = "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int cumsum.default cumprod.default"
@@ -60,10 +59,14 @@ def converted_sum(name: str, inputs: Sequence[TensorShape], outputs: Sequence[Te
     return 0
 
 
-# Operators made of others below the dispatcher, the same on every device; with the bytes of each of their temporaries.
+# Operators made of others below the dispatcher, the same on every device.
+COMPOSITES = frozenset({"aten.logsumexp.default", "aten._safe_softmax.default"})
+
+
 def composite_scratch(
     name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
 ) -> list[int]:
+    """Bytes of each temporary of an operator of `COMPOSITES`."""
     source, result = inputs[0], outputs[0]
     if name == "aten.logsumexp.default":
         # `logsumexp_out_impl` in ATen/native/ReduceOps.cpp: exponentials of all numbers, and the maxima
@@ -74,8 +77,7 @@ def composite_scratch(
     return [source.numel, source.numel // row, result.dtype.itemsize]
 
 
-COMPOSITES = frozenset({"aten.logsumexp.default", "aten._safe_softmax.default"})
-
+# A reduced elementwise loss is computed unreduced first. Source: `TORCH_IMPL_FUNC(mse_loss_out)`, ATen/native/Loss.cpp.
 REDUCED_LOSSES = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default"})
 
 

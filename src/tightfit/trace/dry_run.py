@@ -5,69 +5,48 @@ CPU tensors whose memory nobody touches. Views run for real; so does everything 
 known, so that masks, positions, routing and branches that look at data get true answers.
 """
 
-import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tightfit.activity import now
 from tightfit.errors import TraceError
-from tightfit.internals import ENGINE_CODE, is_dense, no_torch_dispatch
-from tightfit.operators import Traits, is_index, map_instances, traits_of, written_arguments
+from tightfit.operators import Traits, map_instances, traits_of, written_arguments
 from tightfit.trace.faults import faults
 from tightfit.trace.hollow import is_hollow, set_hollow
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.questions import ASKING, Questions
-from tightfit.trace.record import Category, OperatorRecord, Phase
+from tightfit.trace.record import Category, Phase
+from tightfit.trace.recording import (
+    NO_EXECUTOR_COST,
+    ExecutorCost,
+    OperatorCost,
+    Recording,
+    answers_itself,
+    no_cost,
+    tensors_in,
+)
 from tightfit.trace.rules import (
-    ADDED_IN_PLACE,
     CHOOSING,
     INDEXING,
     LENGTHS,
     NEVER_COMPUTED,
     REDUCED_IN_PLACE,
     Routing,
+    assumed_choice,
     choice_bound,
     in_unreduced_memory,
-    presumed_choice,
 )
 from tightfit.trace.shapes import KNOWN_LIMIT, LARGEST_KNOWN, TensorShape, call_key, result_shapes
 from tightfit.trace.workspace import Workspace, cpu_workspace
 
-aten = torch.ops.aten
 
-OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], float]
-
-
-def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
-    """The cost of an operator where nobody asked for seconds."""
-    return 0.0
-
-
-@dataclass(frozen=True)
-class ExecutorCost:
-    """Seconds that the recompute executor takes, beside the kernel, for an operator that it notes, or runs again."""
-
-    recorded: float = 0.0
-    replayed: float = 0.0
-
-    def seconds(self) -> float:
-        """For the operator that runs now."""
-        return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
-
-
-NO_EXECUTOR_COST = ExecutorCost()
-
-
-class DryRun(TorchDispatchMode):
-    """The mode under which a step runs dry; fills a `Ledger` and a list of operators."""
+class DryRun(Recording):
+    """The mode under which a step runs dry."""
 
     def __init__(
         self,
@@ -78,32 +57,13 @@ class DryRun(TorchDispatchMode):
         routing: Routing = Routing.BALANCED,
         executor: ExecutorCost = NO_EXECUTOR_COST,
     ):
-        super().__init__()
-        self.executor = executor
-        self.ledger = ledger
-        self.modules = modules
-        self.cost = cost
-        self.workspace = workspace
+        super().__init__(ledger, modules, cost, workspace, executor)
         self.routing = routing
-        self.phase = Phase.FORWARD
         self.questions = Questions(modules)
-        self.operators: list[OperatorRecord] = []
-        self.levels: list[int] = []
-        self.starts: list[int] = []
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and what it held
-        self.with_gradient: tuple[str, ...] = ()
-        self.gradients_before: tuple[str, ...] = ()
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves beside the model, their gradients
-        self._costs: dict[Any, tuple[float, int]] = {}
-        self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
         self._imported = len(sys.modules)
         faults.watch()
-
-    # What the dispatcher calls
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and a wrapper's frames would stand between us and our caller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -117,6 +77,7 @@ class DryRun(TorchDispatchMode):
         unknown = not all(cell.known for cell in cells)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
             return answered.value
+        self.forget_imports()
         index = self.begin(inputs)
         reads = tuple(cell.value for cell in cells)
         if func in INDEXING:
@@ -130,23 +91,7 @@ class DryRun(TorchDispatchMode):
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
 
-    def begin_again(self) -> None:
-        """Forget the operators so far: what is recorded starts here."""
-        self.settle_sum()
-        for recorded in (self.operators, self.levels, self.starts):
-            recorded.clear()
-        self.ledger.begin_again()
-        self.modules.begin_again()
-
     # The steps of one operator
-
-    def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        for tensor in tensors_in(args):
-            self.see(tensor)
-        out = func(*args, **kwargs)
-        for tensor in tensors_in((out,)):
-            self.see(tensor)
-        return out
 
     def see(self, tensor: torch.Tensor) -> Cell:
         """The cell of a tensor's storage; one that nobody announced holds real data."""
@@ -163,13 +108,6 @@ class DryRun(TorchDispatchMode):
         self.strangers.append((stranger, stranger.grad))
         if stranger.grad is not None:
             self.ledger.announce(stranger.grad, Category.GRADIENT, known=not is_hollow(stranger.grad))
-
-    def begin(self, inputs: Sequence[torch.Tensor]) -> int:
-        self.forget_imports()
-        self.settle_sum()
-        index = self.ledger.now = len(self.operators)
-        self.starts.append(self.ledger.live_bytes)
-        return index
 
     def forget_imports(self) -> None:
         """Free what an import within the step left behind: cycles of frames and exceptions, which hold the frames that
@@ -254,7 +192,7 @@ class DryRun(TorchDispatchMode):
         return out
 
     def without_masks(self, args: tuple) -> tuple:
-        """Indexing by a mask, as indexing by the places where it is true; an unknown mask is presumed true
+        """Indexing by a mask, as indexing by the places where it is true; an unknown mask is assumed true
         everywhere.
         """
 
@@ -271,7 +209,7 @@ class DryRun(TorchDispatchMode):
         return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
 
     def with_lengths(self, func: Any, args: tuple) -> tuple:
-        """The lengths on which the results' sizes depend as numbers; unknown ones are presumed to be 0."""
+        """The lengths on which the results' sizes depend as numbers; unknown ones are assumed to be 0."""
 
         def numbers(tensor: torch.Tensor) -> list[int]:
             if self.see(tensor).known:
@@ -301,101 +239,16 @@ class DryRun(TorchDispatchMode):
         return tensor.dim() == 0 and self.see(tensor).known
 
     def choose(self, func: Any, args: tuple, out: Any) -> Any:
-        """The results of a choice, with the presumed indexes for those that nobody knows."""
+        """The results of a choice, with the assumed indexes for those that nobody knows."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype != torch.int64 or tensor.nbytes > LARGEST_KNOWN:
                 return tensor
             indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            return indexes.copy_(presumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
+            return indexes.copy_(assumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
 
         self.questions.note(str(func), self.routing.value, moves_peak=True)
         return map_instances(torch.Tensor, chosen, (out,))[0]
-
-    def account(
-        self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
-    ) -> tuple[int, ...]:
-        """Enter fresh storages and new values. Returns the values that this operator made."""
-        made = []
-        if traits.written:
-            for target in tensors_in(written_arguments(traits, args, kwargs)):
-                made.append(self.ledger.new_value(self.see(target), index))
-        forward = self.phase is Phase.FORWARD or now.recomputing > 0
-        for tensor in tensors_in((out,)):
-            if self.ledger.cell_of(tensor) is None:
-                cell = self.ledger.track(tensor, known=known or not is_hollow(tensor), operator=index, forward=forward)
-                made.append(cell.value)
-        return tuple(made)
-
-    def finish(
-        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
-    ) -> None:
-        seconds, workspace = self.priced(traits, inputs, args, out, key)
-        executor_seconds = self.executor.seconds()
-        phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
-        watched = phase is Phase.FORWARD
-        module, call = self.modules.attribute(phase)
-        self.levels.append(self.ledger.live_bytes + workspace)
-        self.operators.append(
-            OperatorRecord(
-                traits.name, phase, module, seconds + executor_seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tensors_in((out,)))),
-                executor_seconds=executor_seconds, call=call,
-            )
-        )  # fmt: skip
-        self.note_sum(traits, inputs)
-
-    def note(
-        self,
-        name: str,
-        seconds: float,
-        *,
-        reads: tuple[int, ...] = (),
-        makes: tuple[int, ...] = (),
-        copied_bytes: int = 0,
-    ) -> None:
-        """Enter something that is no operator of PyTorch's and makes no storage, after `begin`."""
-        phase = Phase.RECOMPUTE if now.recomputing else self.phase
-        module, call = self.modules.attribute(phase)
-        self.levels.append(self.ledger.live_bytes)
-        self.operators.append(
-            OperatorRecord(
-                name, phase, module, seconds, 0, None, -1, reads, makes, False, copied_bytes=copied_bytes, call=call
-            )
-        )
-
-    def priced(
-        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
-    ) -> tuple[float, int]:
-        price = self._costs.get(key)
-        if price is None:
-            shapes = [TensorShape.of(t) for t in inputs]
-            outputs = [TensorShape.of(t) for t in tensors_in((out,))]
-            constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
-            price = self._costs[key] = (
-                self.cost(traits.name, shapes, outputs, constants),
-                self.workspace(traits.name, shapes, outputs, constants),
-            )
-        return price
-
-    # Autograd's own in-place operators: it adds into a gradient that nobody else holds, and scatters into fresh zeros,
-    # in place; but not under a dispatch mode. A view's memory is held by its base too.
-
-    def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
-        is_sum = traits.name in ADDED_IN_PLACE and self.phase is Phase.BACKWARD and _called_by_engine()
-        if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
-            self._sum = (self.see(inputs[0]).index, self.ledger.now)
-
-    def settle_sum(self) -> None:
-        """If the left operand was released right after the sum, the real step adds in place: no second buffer."""
-        if self._sum is None:
-            return
-        left, when = self._sum
-        self._sum = None
-        entry = self.ledger.entries[left]
-        if entry.died == when + 1:
-            entry.died = when
-            self.levels[when] -= entry.bytes
 
     def restore(self) -> None:
         """Put back what was overwritten for real, and the gradients of what is none of the model's."""
@@ -404,15 +257,6 @@ class DryRun(TorchDispatchMode):
         with torch.no_grad():
             for alias, content in self.originals.values():
                 alias.copy_(content)
-
-
-def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, those in lists too; PyTorch's tree functions take three times as long."""
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from tensors_in(item)
 
 
 def hollow_tensors(shapes: Any) -> Any:
@@ -424,12 +268,6 @@ def hollow_tensors(shapes: Any) -> Any:
     return shapes
 
 
-@functools.cache
-def answers_itself(kind: type) -> bool:
-    """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
-    return kind.__torch_dispatch__ is not no_torch_dispatch
-
-
 def shapes_in(shapes: Any) -> Iterator[TensorShape]:
     """The shapes among an operator's results."""
     return (shape for shape in tree_iter(shapes, is_leaf=_is_shape) if _is_shape(shape))
@@ -437,12 +275,3 @@ def shapes_in(shapes: Any) -> Iterator[TensorShape]:
 
 def _is_shape(item: Any) -> bool:
     return isinstance(item, TensorShape)
-
-
-def _called_by_engine() -> bool:
-    """Whether the operator was issued by autograd's engine itself, not by Python code that runs in backward."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "__torch_dispatch__":
-        assert frame.f_back is not None, "only a mode asks"
-        frame = frame.f_back
-    return frame.f_back is not None and frame.f_back.f_code is ENGINE_CODE  # a thread of the engine's has no frame

@@ -30,7 +30,7 @@ LAST_ADDRESS = FIRST_ADDRESS + (1 << 54) - 1
 _PROCESSORS = ("x86_64", "aarch64")
 
 _UNTAGGED = (1 << 56) - 1
-_SI_KERNEL = 0x80  # asm-generic/siginfo.h: what x86-64 says of an address that cannot be one, without telling it
+_SI_KERNEL = 0x80  # asm-generic/siginfo.h: of an address that cannot be one, x86-64 reports this and not the address
 _SA_SIGINFO = 4  # asm-generic/signal-defs.h
 _PATIENCE = 1.0  # seconds that a thread of a kernel's own leaves to the one that called the kernel and knows its name
 _Handler: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -60,7 +60,7 @@ class Faults:
         self._telling = threading.Lock()
 
     def watch(self) -> bool:
-        """Tell faults from now on, if nobody does. False where that is not possible."""
+        """Report faults from now on, if nobody does. False where that is not possible."""
         if not _is_possible():
             return False
         if self._libc is None:
@@ -85,7 +85,7 @@ class Faults:
 
     def _handle(self, number: int, information: int, context: int) -> None:
         if not _is_ours(information):
-            self._leave()  # the same instruction faults once more, and is told by whoever was there before
+            self._leave()  # the same instruction faults once more, and the handler that was there before reports it
             return
         if self._caller() is None:
             time.sleep(_PATIENCE)

@@ -21,7 +21,7 @@ _HOLLOW = "_tightfit_hollow"
 def hollow_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU of this shape and stride whose memory nobody may touch, marked so.
 
-    Where faults cannot be told in one line (not Linux), it is untouched memory of the allocator.
+    Where faults cannot be reported in one line (not Linux), it is untouched memory of the allocator.
     """
     nbytes = spanned_bytes(shape, stride, dtype)
     if nbytes == 0 or not (faults.watched or faults.watch()):

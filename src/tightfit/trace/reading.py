@@ -12,7 +12,7 @@ import torch
 
 from tightfit.errors import TraceError
 from tightfit.internals import no_modes, text_of_tensors_by
-from tightfit.trace.dry_run import DryRun
+from tightfit.trace.dry_run import DryRun, answers_itself
 from tightfit.trace.hollow import is_hollow
 from tightfit.trace.questions import UNKNOWN_FLOAT, calling_line
 from tightfit.trace.shapes import KNOWN_LIMIT
@@ -40,7 +40,7 @@ def reads_answered(dry: DryRun) -> Iterator[None]:
 
 def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if type(self).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not _is_unknown(dry, self):
+        if answers_itself(type(self)) or not _is_unknown(dry, self):
             return read(self, *args, **kwargs)
         if self.numel() > KNOWN_LIMIT:
             raise TraceError(
@@ -50,8 +50,8 @@ def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[...
         value = UNKNOWN_FLOAT if self.is_floating_point() or self.is_complex() else 0
         dry.questions.note("numbers read from a tensor", repr(value))
         with no_modes():
-            presumed = torch.full(self.shape, value, dtype=self.dtype)
-        return read(presumed, *args, **kwargs)
+            assumed = torch.full(self.shape, value, dtype=self.dtype)
+        return read(assumed, *args, **kwargs)
 
     return answer
 

@@ -124,7 +124,7 @@ class StepTrace:
 
     @property
     def peak_depends_on_data(self) -> bool:
-        """Whether sizes in this trace rest on presumed numbers."""
+        """Whether sizes in this trace rest on assumed numbers."""
         return any(assumption.moves_peak for assumption in self.assumptions)
 
     @cached_property

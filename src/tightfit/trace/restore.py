@@ -104,7 +104,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Put a state back that `state_of` told."""
+    """Put a state back that `state_of` returned."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, torch.Generator | numpy.random.RandomState):

@@ -60,7 +60,7 @@ def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.T
 
 
 class Routing(enum.Enum):
-    """What is presumed of choices that depend on numbers which a dry run does not have: the experts of a router."""
+    """What is assumed of choices that depend on numbers which a dry run does not have: the experts of a router."""
 
     BALANCED = "a balanced choice"
     FIRST = "the first for nearly all"
@@ -75,7 +75,7 @@ class Routing(enum.Enum):
 ONE_SIDED = (Routing.FIRST, Routing.LAST, Routing.ONLY_FIRST, Routing.ONLY_LAST)
 
 
-def presumed_choice(routing: Routing, shape: torch.Size, bound: int) -> torch.Tensor:
+def assumed_choice(routing: Routing, shape: torch.Size, bound: int) -> torch.Tensor:
     """Indexes below `bound` of a shape; the last dimension holds the choices of one row where there are several."""
     if routing is Routing.BALANCED:
         return balanced_choice(shape.numel(), bound).view(shape)

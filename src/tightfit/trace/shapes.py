@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_map_only
 from tightfit.trace.hollow import hollow_tensor
 from tightfit.trace.rules import SHAPE_RULES
 
-KNOWN_LIMIT = 1 << 16  # elements: a floating-point tensor up to this size is computed for real if its inputs are known
-LARGEST_KNOWN = (
-    1 << 27
-)  # bytes: integers and truth values up to this size are, such as the mask of 11,000 x 11,000 tokens
+# What is computed for real if its inputs are known: floating-point tensors up to so many elements, ...
+KNOWN_LIMIT = 1 << 16
+# ... integers and truth values up to so many bytes, such as the mask of 11,000 x 11,000 tokens
+LARGEST_KNOWN = 1 << 27
 
 
 class TensorShape(NamedTuple):

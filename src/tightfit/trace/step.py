@@ -19,13 +19,14 @@ from tightfit.trace.copies import copies_played
 from tightfit.trace.cuda import CudaRole
 from tightfit.trace.cuda.allocator import MIN_BLOCK
 from tightfit.trace.cuda.replay import as_allocated
-from tightfit.trace.dry_run import NO_EXECUTOR_COST, DryRun, ExecutorCost, OperatorCost, no_cost
+from tightfit.trace.dry_run import DryRun
 from tightfit.trace.hollow import is_hollow
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.reading import reads_answered
 from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.trace.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, no_cost
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.rules import Routing
 from tightfit.trace.shapes import TensorShape
@@ -58,7 +59,7 @@ def trace_step(
 ) -> StepTrace:
     """One training step, run dry: the second one, when the optimizer has its states.
 
-    `parts` are the micro-batches, the largest last; `routing` is what is presumed of a router's
+    `parts` are the micro-batches, the largest last; `routing` is what is assumed of a router's
     choices. With a `role`, the CPU plays a CUDA device. Nothing of the model,
     its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an
     operator cannot be run dry.

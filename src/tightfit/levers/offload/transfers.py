@@ -3,7 +3,7 @@
 Each direction has a stream of its own beside the one that computes. Nothing of the device's memory changes hands
 between streams: memory that a copy reads is held until the computation has been told to wait for that copy, memory
 that a copy writes is allocated by the computation and given back to it after it was told to wait for that copy. So the
-bytes in use do not depend on how fast copies are, and a dry run foretells them.
+bytes in use do not depend on how fast copies are, and a dry run predicts them.
 
 How much is in flight follows from the blocks: on the way out, and ahead of backward on the way in, as many bytes as
 the largest block offloads.

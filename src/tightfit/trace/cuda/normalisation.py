@@ -9,19 +9,9 @@ from tightfit.trace.shapes import TensorShape
 Shapes = Sequence[TensorShape]
 
 
-def is_contiguous(shape: TensorShape) -> bool:
-    """Whether `Tensor.contiguous` returns the tensor itself; else it copies."""
-    expected = 1
-    for size, stride in zip(reversed(shape.shape), reversed(shape.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def copies(*shapes: TensorShape) -> list[int]:
     """Bytes of the copies that `Tensor.contiguous` makes of these."""
-    return [shape.bytes for shape in shapes if not is_contiguous(shape)]
+    return [shape.bytes for shape in shapes if not shape.is_contiguous]
 
 
 def product(left: TensorShape, right: TensorShape) -> TensorShape:
