@@ -1,15 +1,16 @@
-"""Packages that take seconds to import, left out until something of them is really used.
+"""Packages that take seconds to import, left out of a command that a dry run answers.
 
 A dry run asks nothing of PyTorch's compiler. But PyTorch's own meta kernels, its optimizers and `transformers` import
 the compiler, sympy and packages for many devices all the same: to ask whether a size is symbolic (it never is here), to
 mark a function for the compiler (which never comes), to name a class in a check. Inside `deferred` such an import gives
-a stand-in. It answers what is asked about plain numbers, and is the real thing for all else, which is imported then.
+a stand-in. It answers what is asked about plain numbers, and whether something is an instance of a class that was never
+loaded. Every other use raises `GaveWay`: the real package cannot take the place of a stand-in whose names are already
+held elsewhere, so the question has to be asked again where nothing is deferred (`cli/light.py`).
 
 Only for a process that answers one question and ends: what was marked for the compiler is not marked later.
 """
 
 import functools
-import importlib
 import importlib.abc
 import importlib.machinery
 import operator
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -25,12 +26,13 @@ DYNAMO, SYMBOLS = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 PACKAGES = (
     DYNAMO,
     SYMBOLS,
+    "sympy",
+    "torch.utils._sympy",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed._composable",
     "torch.distributed.tensor",
     "torch.distributed._functional_collectives",
-    "sympy",
     "torchao",
     "accelerate",
 )
@@ -38,124 +40,134 @@ MADE_LATER = "torch.distributed.tensor"  # transformers makes placements of its 
 _PLAIN = (bool, int, float)
 
 
+class GaveWay(BaseException):
+    """Something was asked of a stand-in that only the real package can answer. Not an `Exception`: a package that tries
+    an import and goes on without it must not take the stand-in's silence for an answer.
+    """
+
+
 @contextmanager
-def deferred(packages: Sequence[str] = PACKAGES) -> Iterator[None]:
+def deferred(packages: Sequence[str] = PACKAGES) -> Iterator["Deferral"]:
     """Inside, importing one of these packages gives a stand-in, unless it is loaded already."""
-    finder = _Finder([name for name in packages if name not in sys.modules])
-    sys.meta_path.insert(0, finder)
+    deferral = Deferral([name for name in packages if name not in sys.modules])
+    sys.meta_path.insert(0, deferral)
     try:
-        yield
+        yield deferral
     finally:
-        sys.meta_path.remove(finder)
-        finder.forget()
+        sys.meta_path.remove(deferral)
+        deferral.forget()
 
 
-class _Finder(importlib.abc.Loader):
-    """Finds stand-ins for packages. Mutable: those that are out of the way, since something of them was used."""
+class Deferral(importlib.abc.Loader):
+    """Finds stand-ins for packages. Mutable: whether there are any, and what only the real package could answer."""
 
     def __init__(self, packages: Sequence[str]):
-        self.packages = list(packages)
+        self.packages = tuple(packages)
+        self.is_used = False
+        self.gave_way: str | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         mine = any(name == package or name.startswith(f"{package}.") for package in self.packages)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        self.is_used = True
         return _StandIn(spec.name, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__.update(_KNOWN.get(module.__name__, dict)())
+        answers = {DYNAMO: _compiler, SYMBOLS: _symbols}.get(module.__name__)
+        if answers is not None:
+            module.__dict__.update(answers(self))
+
+    def give_way(self, name: str) -> NoReturn:
+        self.gave_way = name
+        raise GaveWay(name)
 
     def forget(self) -> None:
         """Take all stand-ins out of the table of modules, so that a later import finds the real ones."""
         for name, module in list(sys.modules.items()):
-            if isinstance(module, _StandIn) and module.__dict__["_finder"] is self:
+            if isinstance(module, _StandIn) and module.__dict__["_deferral"] is self:
                 del sys.modules[name]
                 parent, _, child = name.rpartition(".")
                 above = sys.modules.get(parent)
                 if above is not None and above.__dict__.get(child) is module:
                     delattr(above, child)
 
-    def real(self, module: str) -> ModuleType:
-        """The real module, imported now; from here on nothing of its package is deferred, nor of the others, which it
-        may import.
-        """
-        self.packages.clear()
-        self.forget()
-        return importlib.import_module(module)
-
 
 class _StandIn(ModuleType):
     """A module that is not loaded. What is asked of it by name is a `_Name`."""
 
-    def __init__(self, name: str, finder: _Finder):
+    def __init__(self, name: str, deferral: Deferral):
         super().__init__(name)
-        self.__dict__["_finder"] = finder
+        self.__dict__["_deferral"] = deferral
         self.__dict__["__path__"] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Name(self.__dict__["_finder"], self.__name__, name)
+        self.__dict__[name] = found = _Name(self.__dict__["_deferral"], f"{self.__name__}.{name}")
+        return found
 
 
 class _Name:
-    """A function or a class of a module that is not loaded; the real one where it is called or looked into."""
+    """A function, a class or a value of a module that is not loaded. It can be passed on, named in an annotation, and
+    asked for its instances and subclasses, of which there are none yet; whatever else is done with it gives way.
+    """
 
-    def __init__(self, finder: _Finder, module: str, name: str):
-        self.__dict__.update(_finder=finder, _module=module, _name=name)
+    def __init__(self, deferral: Deferral, name: str):
+        self.__dict__.update(_deferral=deferral, _name=name)
 
-    def _real(self) -> Any:
-        return getattr(self._finder.real(self._module), self._name)
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Name":
+        return _Name(self._deferral, f"{self._if_made_later()}(...)")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module.startswith(MADE_LATER):
-            return _Made(functools.partial(self._made, *args, **kwargs))
-        return self._made(*args, **kwargs)
+    def __bool__(self) -> bool:
+        return bool(self._if_made_later())
 
-    def _made(self, *args: Any, **kwargs: Any) -> Any:
-        return self._real()(*args, **kwargs)
+    def _if_made_later(self) -> str:
+        """The name of a class whose objects may be made, and kept, before anything is asked of them."""
+        return self._name if self._name.startswith(f"{MADE_LATER}.") else self._deferral.give_way(self._name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._real(), name)
+        self._deferral.give_way(f"{self._name}.{name}")
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return self._is_loaded() and isinstance(instance, self._real())
+        return False
 
     def __subclasscheck__(self, subclass: type) -> bool:
-        return self._is_loaded() and issubclass(subclass, self._real())
-
-    def _is_loaded(self) -> bool:
-        """Of a class whose module is not loaded there are neither instances nor subclasses."""
-        return not isinstance(sys.modules.get(self._module), _StandIn | None)
-
-    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        return (self._real(),)
+        return False
 
     def __or__(self, other: Any) -> Any:
-        return Any  # in annotations
+        return Any if isinstance(other, type | _Name | None) else self._deferral.give_way(self._name)
 
     __ror__ = __or__
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (not isinstance(other, type | _Name) and self._deferral.give_way(self._name))
 
-class _Made:
-    """An object of a class that is not loaded, made when something of it is used."""
+    def __hash__(self) -> int:
+        return id(self)
 
-    def __init__(self, make: Callable[[], Any]):
-        self.__dict__["_make"] = make
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._make(), name)
+def _gives_way(self: _Name, *args: Any) -> NoReturn:
+    self._deferral.give_way(self._name)
+
+
+_SPECIAL = (
+    "mro_entries len length_hint iter next reversed contains getitem setitem delitem enter exit await aiter "
+    "setattr delattr lt le gt ge int float complex index round trunc floor ceil neg pos abs invert divmod rdivmod ior "
+    "str format reduce_ex"
+)
+_OF_TWO = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor"
+for _name in (*_SPECIAL.split(), *(side + name for name in _OF_TWO.split() for side in ("", "r", "i"))):
+    setattr(_Name, f"__{_name}__", _gives_way)  # Python looks these up on the class, past `__getattr__`
 
 
 # What is asked of the compiler where there is nothing to compile, and of symbolic sizes where sizes are numbers.
 
 
-def _compiler() -> dict[str, Any]:
+def _compiler(deferral: Deferral) -> dict[str, Any]:
     return {
         "allow_in_graph": _as_it_is,
         "assume_constant_result": _as_it_is,
@@ -169,43 +181,31 @@ def _as_it_is(function: Any) -> Any:
 
 
 def _not_compiled(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """A function that stays out of compiled code, once there is any."""
-    if function is None:
-        return lambda given: _not_compiled(given, *args, **kwargs)
-
-    @functools.wraps(function)
-    def called(*given: Any, **named: Any) -> Any:
-        dynamo = sys.modules.get(DYNAMO)
-        if dynamo is None or isinstance(dynamo, _StandIn):
-            return function(*given, **named)
-        return dynamo.disable(function, *args, **kwargs)(*given, **named)
-
-    return called
+    return _as_it_is if function is None else function
 
 
-def _symbols() -> dict[str, Any]:
+def _symbols(deferral: Deferral) -> dict[str, Any]:
     truths = ("expect_true", "guard_or_false", "guard_or_true", "statically_known_true", "guard_size_oblivious")
-    return {
-        **{name: _of_numbers(name, lambda condition: condition) for name in truths},
-        "free_symbols": _of_numbers("free_symbols", lambda value: set()),
-        "free_unbacked_symbols": _of_numbers("free_unbacked_symbols", lambda value: set()),
-        "guard_int": _of_numbers("guard_int", int),
-        "is_nested_int": _of_numbers("is_nested_int", lambda number: False),
-        "sym_and": _of_numbers("sym_and", lambda *all_of: functools.reduce(operator.and_, all_of, True)),
-        "sym_or": _of_numbers("sym_or", lambda *any_of: functools.reduce(operator.or_, any_of, False)),
-        "sym_eq": _of_numbers("sym_eq", operator.eq),
+    answers: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(truths, lambda condition: condition),
+        "free_symbols": lambda value: set(),
+        "free_unbacked_symbols": lambda value: set(),
+        "guard_int": int,
+        "is_nested_int": lambda number: False,
+        "sym_and": lambda *all_of: functools.reduce(operator.and_, all_of, True),
+        "sym_or": lambda *any_of: functools.reduce(operator.or_, any_of, False),
+        "sym_eq": operator.eq,
     }
+    return {name: _of_numbers(deferral, name, answer) for name, answer in answers.items()}
 
 
-def _of_numbers(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _of_numbers(deferral: Deferral, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
     """A function of `symbolic_shapes` that knows the answer where all that it is given is plain."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and all(map(_is_plain, args)):
-            return answer(*args)
-        module = sys.modules.get(SYMBOLS)
-        real = module.__dict__["_finder"].real(SYMBOLS) if isinstance(module, _StandIn) else module
-        return getattr(real or importlib.import_module(SYMBOLS), name)(*args, **kwargs)
+        if kwargs or not all(map(_is_plain, args)):
+            deferral.give_way(f"{SYMBOLS}.{name}")
+        return answer(*args)
 
     return asked
 
@@ -215,6 +215,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return type(value) in _PLAIN or (isinstance(value, Tensor) and all(type(size) is int for size in value.shape))
-
-
-_KNOWN: dict[str, Callable[[], dict[str, Any]]] = {DYNAMO: _compiler, SYMBOLS: _symbols}

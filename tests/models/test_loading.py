@@ -189,3 +189,15 @@ def test_real_weights_in_a_gguf_file_know_the_capital_of_france():
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
     assert "Paris" in tokenizer.decode(generate(model, ids, max_new_tokens=2, temperature=0)[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [({"hidden_size": "big"}, "hidden_size"), ({"hidden_size": 64, "num_attention_heads": 7}, "attention heads (7)")],
+)
+def test_a_config_with_values_that_cannot_be_is_one_line(tmp_path, setting, named):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **setting}))
+    said = refused(path=str(tmp_path / "config.json"), random_init=True)
+    assert "its config holds what cannot be" in said
+    assert named in said
+    assert "\n" not in said

@@ -43,8 +43,8 @@ def estimate(
         from tightfit.cli.subject import subject_of
 
         found = subject_of(question, dry=True).estimate()
-    write("page", found.to_html, html)
-    write("picture", found.to_png, png)
+        write("page", found.to_html, html)
+        write("picture", found.to_png, png)
     show(found.to_dict() if as_json else describe_estimate(found, columns()))
 
 
@@ -90,9 +90,9 @@ def plan(
             found = planned(subject_of(question, dry=True), curve=curve or html is not None)
         else:
             found = largest.plan
-    write("plan", found.to_json, output)
-    write("page", found.to_html, html)
-    write("picture", found.to_png, png)
+        write("plan", found.to_json, output)
+        write("page", found.to_html, html)
+        write("picture", found.to_png, png)
     if as_json:
         show(found.to_dict() if largest is None else replace(largest, plan=found).to_dict())
     else:

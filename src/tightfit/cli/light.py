@@ -1,10 +1,15 @@
 """What a command that only asks may leave out, and the lines of other packages that nobody asked for."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 from tightfit.cli.question import Question
+from tightfit.errors import TightfitError
 
 # Loggers of other packages, and how a message begins or goes on that says nothing to whoever runs a command: torchao
 # cannot load extensions for cards that are not here, and uses a name that PyTorch will drop.
@@ -12,6 +17,7 @@ IDLE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",
 }
+ALL_LOADED = "TIGHTFIT_ALL_LOADED"  # set in the environment of a command that was started again
 _alone: list[bool] = []  # not empty where this process was started to run one command
 
 
@@ -20,16 +26,51 @@ def this_process_is_ours() -> None:
     _alone.append(True)
 
 
-def answering(question: Question) -> AbstractContextManager[Any]:
-    """For a question that is answered by dry runs: packages that those do not need are left out (`deferred`). Not where
-    the user's own code is imported, nor where a plan may compile; nor in a process that others go on with.
+@contextmanager
+def answering(question: Question) -> Iterator[None]:
+    """For a question that is answered by dry runs: packages that those do not need are left out (`deferred`). Where one
+    was needed after all, the command starts again with all of them. The answer is shown outside, so it is shown once.
     """
-    own_code = question.model is not None and ":" in question.model
-    if not _alone or own_code or "compile" in (question.levers or "") or question.config is not None:
-        return nullcontext()
-    from tightfit.deferred import deferred
+    if not may_defer(question):
+        yield
+        return
+    from tightfit.deferred import GaveWay, deferred
 
-    return deferred()
+    with deferred() as deferral:
+        try:
+            yield
+        except (Exception, GaveWay) as error:
+            if deferral.gave_way or (deferral.is_used and not is_ours(error)):
+                start_again()
+            raise
+        if deferral.gave_way:  # and somebody kept that to himself
+            start_again()
+
+
+def may_defer(question: Question) -> bool:
+    """Not where the user's own code is imported, nor where a plan may compile, nor where a model is a pipe that can be
+    read once; nor in a process that others go on with.
+    """
+    if not _alone or ALL_LOADED in os.environ or question.config is not None or question.model is None:
+        return False
+    return ":" not in question.model and "compile" not in (question.levers or "") and not Path(question.model).is_fifo()
+
+
+def is_ours(error: BaseException | None) -> bool:
+    """Whether an error says what we know, and nothing unforeseen led to it."""
+    while error is not None:
+        if not isinstance(error, TightfitError | OSError):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
+
+
+def start_again() -> NoReturn:
+    """This command from its beginning, in the place of this process, with nothing deferred."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.environ[ALL_LOADED] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def leave_out_idle_lines() -> None:

@@ -28,12 +28,16 @@ def build_pretrained(config: PretrainedModel) -> nn.Module:
     if config.gguf_file is None and not config.random_init and not place.has_weights:
         raise ModelError(f"model.path {config.path!r} is a config without weights: set model.random_init to true")
     transformers = _transformers()
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         model = _new(transformers, place) if config.random_init else _loaded(transformers, place, config.gguf_file)
     except ImportError as error:
         raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
     except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
         raise ModelError(f"model.path {config.path!r} cannot be built: {_line(error)}") from error
+    except StrictDataclassError as error:
+        raise ModelError(f"model.path {config.path!r}: its config holds what cannot be: {_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path {config.path!r} is not a language model: {_line(error)}") from error
     # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.

@@ -238,11 +238,6 @@ class Search:
                     Rejected(f"{combination}, blocks recomputed", "over the budget at its least", least.peak_bytes)
                 )
                 return
-            seconds = self.prospect(combination).seconds + solution.seconds
-            if self.best is not None and seconds >= self.best.seconds:  # copies that wait only add to what is priced
-                reason = "fits by its prices, but is slower"
-                self.rejected.append(Rejected(f"{combination}, blocks solved", reason, solution.peak_bytes, seconds))
-                return
             candidate = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
             excess = self.excess(candidate)
             if excess <= 0:
