@@ -33,6 +33,7 @@ class Activity(threading.local):
     # In a dry run: runs the compiled code of a block with kernels that compute nothing (`trace/compiled_code.py`).
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
+    on_random_state: Callable[[Any], None] | None = None  # in a dry run: told of each state of the CPU's generator
 
 
 now = Activity()
