@@ -55,6 +55,18 @@ def aside() -> Iterator[None]:
                 told(False)
 
 
+class AsideOfLoop:
+    """Whether what runs is aside of one loop. True in autograd's own threads too, which run a backward on CUDA: there
+    `now.aside` is not what the loop's thread has set. `begun` is set by what that thread tells (`on_aside`).
+    """
+
+    def __init__(self):
+        self.begun = False
+
+    def __bool__(self) -> bool:
+        return self.begun or now.aside > 0
+
+
 @contextmanager
 def recomputation() -> Iterator[None]:
     """The operators inside are a recomputation of earlier ones."""
