@@ -245,5 +245,5 @@ def test_a_backward_aside_is_no_part_of_the_training_in_autograds_own_thread_eit
             finally:
                 now.aside += 1
 
-    record, trace, losses = watched(in_autograds_thread, "forward", at=(1,))
+    record, trace, losses = watched(in_autograds_thread, "backward", at=(1,))
     assert (seen(record, trace), losses) == alone
