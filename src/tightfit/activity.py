@@ -33,6 +33,7 @@ class Activity(threading.local):
     # In a dry run: runs the compiled code of a block with kernels that compute nothing (`trace/compiled_code.py`).
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     on_save: Callable[[Any], None] | None = None  # told of each tensor that autograd saves inside a watched block
+    on_random_state: Callable[[Any], None] | None = None  # in a dry run: told of each state of the CPU's generator
 
 
 now = Activity()
@@ -52,6 +53,18 @@ def aside() -> Iterator[None]:
         if now.aside == 0:
             for told in now.on_aside:
                 told(False)
+
+
+class AsideOfLoop:
+    """Whether what runs is aside of one loop. True in autograd's own threads too, which run a backward on CUDA: there
+    `now.aside` is not what the loop's thread has set. `begun` is set by what that thread tells (`on_aside`).
+    """
+
+    def __init__(self):
+        self.begun = False
+
+    def __bool__(self) -> bool:
+        return self.begun or now.aside > 0
 
 
 @contextmanager

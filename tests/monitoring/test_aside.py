@@ -233,3 +233,17 @@ def test_every_example_can_be_profiled(path, tmp_path):
     _, record = profiled(path, tmp_path)
     assert record.steps > 1
     assert record.failure is None
+
+
+def test_a_backward_aside_is_no_part_of_the_training_in_autograds_own_thread_either(alone):
+    def in_autograds_thread(model, optimizer):
+        with aside():  # the modes go along with autograd into its threads on CUDA; what Python keeps a thread does not
+            loss = model_loss(model, BATCH)
+            now.aside -= 1
+            try:
+                torch.autograd.grad(loss, list(model.parameters()))
+            finally:
+                now.aside += 1
+
+    record, trace, losses = watched(in_autograds_thread, "backward", at=(1,))
+    assert (seen(record, trace), losses) == alone

@@ -64,9 +64,6 @@ def test_recomputing_moves_no_loss_by_a_bit(tmp_path: Path, memory: dict[str, An
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recompute_by_hand_is_predicted_too(tmp_path: Path, reentrant: bool):
     blocks = 3
-    # PyTorch's reentrant checkpoint holds the random state of each block, made by no operator: 5 kB each.
-    unseen = blocks * torch.get_rng_state().nbytes if reentrant else 0
-
     result = run(
         tmp_path,
         model={"num_layers": blocks},
@@ -75,7 +72,7 @@ def test_recompute_by_hand_is_predicted_too(tmp_path: Path, reentrant: bool):
 
     assert result.budget_bytes is None
     assert result.predicted_peak_bytes < result.plain_peak_bytes
-    assert result.measured_peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=1e-3, abs=unseen)
+    assert result.measured_peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=1e-3)
 
 
 def test_accumulated_micro_batches_train_as_the_whole_batch_does(tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import now
+from tightfit.activity import AsideOfLoop
 from tightfit.internals import current_node, is_profiling
 from tightfit.levers.optimizer import named_states
 from tightfit.memory.failure import parse_out_of_memory
@@ -75,8 +75,9 @@ class WatchedModules(ModuleTracker):
     `models` are named by the prefix of their paths.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]):
+    def __init__(self, models: Mapping[str, nn.Module], aside: AsideOfLoop):
         super().__init__(nn.Module())
+        self.aside = aside
         self.modules = [module for model in models.values() for module in model.modules()]
         for prefix, model in models.items():
             self.paths |= {id(module): f"{prefix}{path}".rstrip(".") for path, module in model.named_modules()}
@@ -88,11 +89,11 @@ class WatchedModules(ModuleTracker):
         return self
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not now.aside:
+        if not self.aside:
             super()._enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not now.aside:
+        if not self.aside:
             super()._leave(module, args, output)
 
 
@@ -103,10 +104,13 @@ class RealRun(DryRun):
     `passive`, and in what runs aside of the training, it watches nothing.
     """
 
-    def __init__(self, device: torch.device, modules: ModuleTracker, on_backward: Callable[[], None]):
+    def __init__(
+        self, device: torch.device, modules: ModuleTracker, on_backward: Callable[[], None], aside: AsideOfLoop
+    ):
         self.ledger: RealLedger
         super().__init__(RealLedger(device), modules)
         self.device = device
+        self.aside = aside
         self.on_backward = on_backward
         self.passive = False
         self.failed_at: int | None = None  # the operator that ran out of memory
@@ -117,7 +121,7 @@ class RealRun(DryRun):
         kwargs = kwargs or {}
         if any(map(answers_itself, types)):
             return NotImplemented  # its own operators on the tensors inside come by here
-        if self.passive or now.aside:
+        if self.passive or self.aside:
             return func(*args, **kwargs)
         if self.phase is not Phase.BACKWARD and current_node() is not None:
             self.on_backward()

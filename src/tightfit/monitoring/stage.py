@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import now
+from tightfit.activity import AsideOfLoop
 from tightfit.internals import at_end_of_backward, current_node
 from tightfit.trace.record import Phase
 
@@ -34,6 +34,7 @@ class Stage:
         *,
         has_optimizer: bool,
     ):
+        self.aside = AsideOfLoop()
         self.phase = Phase.FORWARD
         self.on_change = on_change
         self.on_inputs = on_inputs
@@ -66,7 +67,7 @@ class Stage:
             self.phase = phase
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if now.aside or current_node() is not None:  # the latter: somebody's recomputation of the whole model
+        if self.aside or current_node() is not None:  # the latter: somebody's recomputation of the whole model
             return
         if self._stepped:
             self._stepped = False
@@ -75,7 +76,7 @@ class Stage:
         self.on_inputs(args, kwargs)
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if now.aside:
+        if self.aside:
             return
         for result in _tensors(output):
             if result.requires_grad and result.grad_fn is not None:
@@ -98,12 +99,12 @@ class Stage:
             self._stepped = self._stepped or not self.has_optimizer
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if not now.aside:
+        if not self.aside:
             self.enter(Phase.OPTIMIZER)
             self.on_optimizer(optimizer)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self._stepped = self._stepped or not now.aside
+        self._stepped = self._stepped or not self.aside
 
     def ends(self) -> None:
         """The watching ends: a step that has stepped is whole."""

@@ -154,10 +154,10 @@ class Watch:
     # Tracing
 
     def _start_tracing(self) -> None:
-        self._modules = WatchedModules(self._models)
+        self._modules = WatchedModules(self._models, self.stage.aside)
         self._modules.__enter__()
         self._stance = compiled_code_off()
-        self._run = RealRun(self._device, self._modules, self.stage.backward_begins)
+        self._run = RealRun(self._device, self._modules, self.stage.backward_begins, self.stage.aside)
         self._run.phase = self.stage.phase
         self._label()
         self._run.__enter__()
@@ -216,6 +216,7 @@ class Watch:
 
     def _on_aside(self, begins: bool) -> None:
         """Something that is no part of the training begins, or has ended: its time and memory do not count."""
+        self.stage.aside.begun = begins
         if begins:
             self._sampler.sample(self.steps + 1, self.stage.phase)
             self._aside_began = time.perf_counter()

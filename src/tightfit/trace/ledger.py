@@ -15,13 +15,15 @@ class Cell:
     __slots__ = ("category", "index", "known", "ledger", "value")
 
     def __init__(self, ledger: "Ledger", index: int, known: bool):
-        self.ledger = ledger
         self.index = index
+        self.ledger = ledger  # after the index: with a ledger, a cell can be released
         self.known = known  # whether the memory holds real data
         self.value = -1  # the value it holds now
 
     def __del__(self) -> None:
-        self.ledger.release(self.index)
+        # A cell whose making was interrupted (a Ctrl-C between `__new__` and the attributes) holds nothing to release.
+        if (ledger := getattr(self, "ledger", None)) is not None:
+            ledger.release(self.index)
 
 
 @dataclass(slots=True)

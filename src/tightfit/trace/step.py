@@ -24,6 +24,7 @@ from tightfit.trace.hollow import is_hollow
 from tightfit.trace.host import on_host
 from tightfit.trace.ledger import Ledger
 from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.random_states import random_states_counted
 from tightfit.trace.reading import reads_answered
 from tightfit.trace.record import Category, Phase, StepTrace
 from tightfit.trace.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, no_cost
@@ -156,8 +157,16 @@ def _dry(
         try:
             announce(ledger, model, batch, plain)
             playing = nullcontext() if role is None else role.playing()
-            levers = copies_played(dry), compiled_code_played(dry)
-            with playing, dry, _filling_off(), _watching_saves(ledger), reads_answered(dry), levers[0], levers[1]:
+            with (
+                playing,
+                dry,
+                _filling_off(),
+                _watching_saves(ledger),
+                reads_answered(dry),
+                random_states_counted(dry),
+                copies_played(dry),
+                compiled_code_played(dry),
+            ):
                 yield dry
         finally:
             now.dry = False

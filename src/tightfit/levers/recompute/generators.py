@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
@@ -44,9 +43,13 @@ class GeneratorState:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside, the generator draws what it drew then; afterwards it goes on as if nothing had happened."""
-        present: Any = self.generator.get_state()
-        self.generator.set_state(torch.from_numpy(numpy.frombuffer(self.state, dtype=numpy.uint8).copy()))
+        present = GeneratorState.of(self.generator)
+        self.put_back()
         try:
             yield
         finally:
-            self.generator.set_state(present)
+            present.put_back()
+
+    def put_back(self) -> None:
+        """Let the generator go on from this state."""
+        self.generator.set_state(torch.from_numpy(numpy.frombuffer(self.state, dtype=numpy.uint8).copy()))
