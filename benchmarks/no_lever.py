@@ -21,6 +21,7 @@ from tightfit.config.schema import TrainingConfig
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.step import StepSettings, TokenBatch
+from tightfit.train.interrupt import Interrupt
 from tightfit.train.loop import SETTLED, Stepper, measured_steps, run_steps
 from tightfit.train.objective import CausalLMLoss, counted
 from tightfit.train.optimizer import OptimizerRecipe
@@ -72,13 +73,12 @@ def measure(small: bool, device: str, rounds: int) -> dict[str, Any]:
     stepper = Stepper(model, optimizer, CausalLMLoss(), StepSettings("fp32", 1.0), micro_batches=1)
     batch = TokenBatch(size, length, model.config.vocab_size).tensors()
     pairs: list[tuple[float, float]] = []
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, RunFolder(f"{place}/run").claimed(overwrite=False):
         folder = RunFolder(f"{place}/run")
-        folder.claim(overwrite=False)
         for turn in range(rounds):
             trainer, hand = Clocked(batch, device), Clocked(batch, device)
             runs = [
-                lambda clock=trainer: run_steps(stepper, iter(clock), training, folder, SilentReporter()),
+                lambda clock=trainer: run_steps(stepper, iter(clock), training, folder, SilentReporter(), Interrupt()),
                 lambda clock=hand: by_hand(model, optimizer, iter(clock), device),
             ]
             for run in runs[:: 1 if turn % 2 else -1]:

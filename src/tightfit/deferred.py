@@ -150,7 +150,7 @@ class _Name:
         return id(self)
 
 
-def _gives_way(self: _Name, *args: Any) -> NoReturn:
+def _gives_way(self: _Name, *args: Any) -> Any:
     self._deferral.give_way(self._name)
 
 

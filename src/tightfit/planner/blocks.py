@@ -194,7 +194,9 @@ def _as_held(model: nn.Module) -> Part:
 def _hold(module: nn.Module, path: str, part: Part, *, alone: bool) -> None:
     for name, child in module.named_children():
         child_path = f"{path}.{name}".lstrip(".")
-        if isinstance(child, _HOLDERS):
+        # A sequence runs as a module does: as a member of a list it is a block, anywhere else it only holds some.
+        is_member = isinstance(module, _LISTS) and isinstance(child, nn.Sequential)
+        if isinstance(child, _HOLDERS) and not is_member:
             composed = [member for member in child.children() if _has_children(member)]
             _hold(child, child_path, part, alone=isinstance(child, nn.ModuleList) and len(composed) == 1)
             continue
