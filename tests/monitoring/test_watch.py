@@ -77,6 +77,14 @@ class Branching(nn.Module):
         return sum(hidden.mul(factor).sum() for factor in (2.0, 3.0, 4.0))
 
 
+def test_no_handler_of_signals_is_set_in_a_training_that_is_only_watched(monkeypatch):
+    def watch(self):
+        raise AssertionError("a watched step has all its memory")
+
+    monkeypatch.setattr("tightfit.trace.faults.Faults.watch", watch)
+    assert Loop().run().peak_bytes > 0
+
+
 def test_sums_of_gradients_count_as_they_are_without_the_watch():
     watch = Loop(Branching()).run()
     unseen = allocator_peak(Branching(), token_batch()) - watch.peak_bytes

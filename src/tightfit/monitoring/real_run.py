@@ -17,10 +17,10 @@ from tightfit.levers.optimizer import named_states
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.operators import Traits, traits_of
 from tightfit.optim.gradients import gradient_memory
-from tightfit.trace.dry_run import DryRun, answers_itself, tensors_in
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
+from tightfit.trace.recording import Recording, answers_itself, tensors_in
 from tightfit.trace.shapes import TensorShape
 from tightfit.trace.step import record
 from tightfit.trace.workspace import cpu_workspace
@@ -97,7 +97,7 @@ class WatchedModules(ModuleTracker):
             super()._leave(module, args, output)
 
 
-class RealRun(DryRun):
+class RealRun(Recording):
     """The mode under which a real step is watched. It changes nothing of what is computed.
 
     `phase` is told from outside; `on_backward` is called at the first operator that autograd's engine runs. While

@@ -19,7 +19,7 @@ from tightfit.trace.faults import faults
 from tightfit.trace.hollow import is_hollow, set_hollow
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
-from tightfit.trace.questions import ASKING, Questions
+from tightfit.trace.questions import ASKING
 from tightfit.trace.record import Category, Phase
 from tightfit.trace.recording import (
     NO_EXECUTOR_COST,
@@ -59,7 +59,6 @@ class DryRun(Recording):
     ):
         super().__init__(ledger, modules, cost, workspace, executor)
         self.routing = routing
-        self.questions = Questions(modules)
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and what it held
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves beside the model, their gradients
         self._imported = len(sys.modules)

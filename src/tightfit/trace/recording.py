@@ -18,6 +18,7 @@ from tightfit.operators import Traits, is_index, written_arguments
 from tightfit.trace.hollow import is_hollow
 from tightfit.trace.ledger import Cell, Ledger
 from tightfit.trace.modules import ModuleTracker
+from tightfit.trace.questions import Questions
 from tightfit.trace.record import OperatorRecord, Phase
 from tightfit.trace.rules import ADDED_IN_PLACE
 from tightfit.trace.shapes import TensorShape
@@ -64,6 +65,7 @@ class Recording(TorchDispatchMode):
         self.cost = cost
         self.workspace = workspace
         self.phase = Phase.FORWARD
+        self.questions = Questions(modules)  # a step that really runs asks none: its numbers are known
         self.operators: list[OperatorRecord] = []
         self.levels: list[int] = []
         self.starts: list[int] = []

@@ -27,7 +27,7 @@ from tightfit.trace.modules import ModuleTracker
 from tightfit.trace.random_states import random_states_counted
 from tightfit.trace.reading import reads_answered
 from tightfit.trace.record import Category, Phase, StepTrace
-from tightfit.trace.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, no_cost
+from tightfit.trace.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, Recording, no_cost
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.rules import Routing
 from tightfit.trace.shapes import TensorShape
@@ -237,7 +237,7 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
     return boundaries
 
 
-def record(dry: DryRun, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
+def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
     """What the run noted; the micro-batch with the number `repeated` stands for `repeats` of them."""
     dry.settle_sum()
     backward = next((i for i, o in enumerate(dry.operators) if o.phase is Phase.BACKWARD), len(dry.operators))
