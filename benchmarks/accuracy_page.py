@@ -121,7 +121,7 @@ and published, are in `benchmarks/results/published.json`.
 {published_group("all that say what they ran", clear)}
 {published_group("of these: whole models' training steps", models)}
 {published_group("of these: those that showed what was missing", given)}
-{published_group("of these: others, kept aside while rules were made (two configurations were corrected by them)", aside)}
+{published_group("of these: others, kept aside (two configurations were corrected by them)", aside)}
 
 """
         + rows(
