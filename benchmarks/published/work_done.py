@@ -108,19 +108,24 @@ def build_dry_results(model: nn.Module) -> list[TensorShape]:
     return shapes
 
 
+def _loss(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return module(*batch)
+
+
 def _step(row: dict[str, Any], role: CudaRole) -> Counter[Work]:
     config = row["config"]
     model = build_dry(lambda: timed_models.build(config))
     ids = (torch.arange(config["batch"] * config["length"]) % 997).view(config["batch"], config["length"])
     settings = StepSettings(precision=config.get("precision", "fp32"))
     pricer = _Pricer()
-    loss = lambda module, batch: module(*batch)  # noqa: E731
     if row["mode"] == "step":
         trace = trace_step(
-            model, [Part((ids,), 1.0)], loss, optimizer=config["optimizer"], settings=settings, cost=pricer, role=role
+            model, [Part((ids,), 1.0)], _loss, optimizer=config["optimizer"], settings=settings, cost=pricer, role=role
         )
         return pricer.done(trace, None)
     held = [name for name, _ in model.named_parameters()] if row["source"] == "litgpt-thunder" else []
     parts = [Part((ids,), 1.0)] * (2 if held else 1)
-    trace = trace_part(model, parts, loss, settings=settings, state_bytes=0, with_gradient=held, cost=pricer, role=role)
+    trace = trace_part(
+        model, parts, _loss, settings=settings, state_bytes=0, with_gradient=held, cost=pricer, role=role
+    )
     return pricer.done(trace, None)
