@@ -34,7 +34,7 @@ class Operator(nn.Module):
         self.build(**{key: value for key, value in config.items() if key != "case"})
 
     def build(self, **config: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each operator has its own
 
 
 class CrossEntropy(Operator):

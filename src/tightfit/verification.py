@@ -211,7 +211,7 @@ def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outc
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ModelError(
             "the model does not run in fp64, against which levers that are exact to rounding are judged: "
-            f"{str(error).splitlines()[0]}; verify a plan of exact levers"
+            f"{(str(error) or type(error).__name__).splitlines()[0]}; verify a plan of exact levers"
         ) from error
 
 

@@ -80,7 +80,7 @@ class Recording(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> Cell:
         """The cell of a tensor's storage; one that nobody announced was there before."""
-        raise NotImplementedError
+        raise NotImplementedError  # whether its numbers are known differs between a dry run and a real one
 
     def begin_again(self) -> None:
         """Forget the operators so far: what is recorded starts here."""

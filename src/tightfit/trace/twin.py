@@ -45,9 +45,9 @@ def twin_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{type(model).__name__} has no memory (meta, or fake) and cannot be copied: {str(error).splitlines()[0]}: "
-            "build it on the CPU"
+            f"{type(model).__name__} has no memory (meta, or fake) and cannot be copied: {reason}: build it on the CPU"
         ) from error
 
 
