@@ -29,6 +29,7 @@ from tightfit.levers.optimizer import build_optimizer
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import Precision, StepSettings, forward_backward, model_loss, update
 from tightfit.train.measure import resident_tensors
 
@@ -167,7 +168,7 @@ def outcome(model: nn.Module, batch: dict[str, torch.Tensor], case: Case, made: 
     return {
         "budget_bytes": made.budget_bytes,
         "micro_batches": made.micro_batches,
-        "chunked_loss": made.chunked_loss is not None,
+        "chunked_loss": made.lever(ChunkedLoss) is not None,
         "predicted": made.peak_bytes,
         "measured": measured,
         "within": measured <= made.budget_bytes,

@@ -26,6 +26,7 @@ from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
 from tightfit.train.measure import resident_tensors
 
@@ -135,7 +136,7 @@ def describe(made) -> dict:
         "predicted_seconds": made.step_seconds,
         "predicted_plain_seconds": made.plain.step_seconds,
         "micro_batches": made.micro_batches,
-        "chunked_loss": made.chunked_loss is not None,
+        "chunked_loss": made.lever(ChunkedLoss) is not None,
         "compiled_shares": [choice.share for choice in made.choices],
         "recompute_seconds": sum(choice.recompute_seconds for choice in made.choices),
     }

@@ -30,6 +30,7 @@ from tightfit.devices.quiet import Clocks, Observation
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 
 WARM_UP = 2
@@ -131,7 +132,7 @@ def rows(name: str, case: Case, device: DeviceSpec, rounds: int) -> Iterator[dic
             "error": variant.predicted / median - 1,
             "error_against_least": variant.predicted / min(variant.seconds) - 1,
             "micro_batches": variant.micro_batches,
-            "chunked_loss": variant.made is not None and variant.made.chunked_loss is not None,
+            "chunked_loss": variant.made is not None and variant.made.lever(ChunkedLoss) is not None,
             "others_cores": others,
             "disturbed_by": disturbance(others),
         }

@@ -5,7 +5,7 @@ import pytest
 import tightfit as package
 from command_line import tightfit
 from tightfit.optimizer_names import OPTIMIZERS
-from tightfit.planner.request import LEVERS
+from tightfit.planner.levers import lever_types
 
 COMMANDS = (
     "train",
@@ -49,7 +49,7 @@ def test_no_word_of_the_help_is_lost_to_markup():
 
 def test_the_help_names_every_lever_and_every_optimizer():
     out = re.sub(r"[\s│]+", " ", tightfit("plan", "--help").out)
-    for name in (*LEVERS, *OPTIMIZERS):
+    for name in (*(kind.name for kind in lever_types()), *OPTIMIZERS):
         assert re.search(rf"\b{name}[, ]", out), name
 
 

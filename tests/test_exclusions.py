@@ -9,6 +9,7 @@ from tightfit import maximise
 from tightfit.config import load_config, parse_config
 from tightfit.errors import TightfitError
 from tightfit.levers.recompute import recompute
+from tightfit.planner.levers.page import exclusions, levers_page
 from tightfit.step import TokenBatch
 from tiny import VOCABULARY, decoder
 
@@ -40,10 +41,10 @@ TOGETHER = {
 
 
 def test_every_exclusion_is_tried_here():
-    assert set(TOGETHER) == set(table.EXCLUSIONS)
+    assert set(TOGETHER) == set(exclusions())
 
 
-@pytest.mark.parametrize("exclusion", table.EXCLUSIONS, ids=lambda e: f"{e.one} and {e.other}")
+@pytest.mark.parametrize("exclusion", exclusions(), ids=lambda e: f"{e.one} and {e.other}")
 def test_what_excludes_each_other_is_refused_with_the_reason_and_what_to_do(exclusion):
     with pytest.raises(TightfitError) as caught:
         TOGETHER[exclusion]()
@@ -52,8 +53,8 @@ def test_what_excludes_each_other_is_refused_with_the_reason_and_what_to_do(excl
     assert "\n" not in line
 
 
-def test_the_page_is_made_from_the_table():
-    assert PAGE.read_text("utf-8") == table.exclusions_page(), "run python -m tightfit.exclusions > docs/levers.md"
+def test_the_page_is_made_from_the_levers():
+    assert PAGE.read_text("utf-8") == levers_page(), "run python -m tightfit.planner.levers.page > docs/levers.md"
 
 
 def test_the_keys_that_exclude_each_other_are_allowed_one_at_a_time(tmp_path):

@@ -66,11 +66,13 @@ def test_the_files_and_pages_that_the_readme_names_exist():
 
 
 def test_the_levers_of_the_readme_are_the_planners():
-    from tightfit.planner.request import LEVERS
+    from tightfit.planner.levers import lever_types
 
     table = TEXT.split("## Levers")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([a-z-]+(?: [a-z-]+)*) \| (?!changes)", table, re.MULTILINE)
-    assert {row.replace(" ", "_").replace("-", "_").removesuffix("es") for row in rows} == set(LEVERS)
+    assert {row.replace(" ", "_").replace("-", "_").removesuffix("es") for row in rows} == {
+        kind.name for kind in lever_types()
+    }
 
 
 def test_the_tests_that_the_guarantees_name_exist():

@@ -1,9 +1,8 @@
-"""Which levers and settings exclude each other, and why: one table, for whoever refuses them and for the documentation.
+"""Which levers and settings exclude each other, and why: for the code that refuses them, and for the page about levers.
 
-`python -m tightfit.exclusions > docs/levers.md` writes the page. No torch here.
+No torch here.
 """
 
-import sys
 from dataclasses import dataclass
 
 
@@ -76,36 +75,10 @@ LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES = Exclusion(
     "give their number, or leave it out for one",
 )
 
-EXCLUSIONS = (
+# Those that concern no lever; the others stand with their levers (`planner.levers`).
+OF_NO_LEVER = (
     STEP_IN_BACKWARD_AND_CLIPPING,
     STEP_IN_BACKWARD_AND_SCALER,
-    BUDGET_AND_RECOMPUTE,
-    BUDGET_AND_COMPILED_BLOCKS,
-    RECOMPUTE_AND_COMPILED_BLOCKS,
-    SEGMENTS_AND_REENTRANT,
     CHUNKED_ATTENTION_AND_DROPOUT,
     WINDOW_AND_DROPOUT,
-    LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES,
 )
-
-_INTRODUCTION = """\
-# Levers that exclude each other
-
-Written by `python -m tightfit.exclusions` from the table that the refusals are made from: what is given together is
-refused with these words, before a step is run. Forty random combinations of levers are trained in
-`tests/train/test_combinations.py`: each is refused by this table, or has the losses of the plain training, to the last
-bit where its levers are exact, or says that its budget cannot be met.
-
-| one | other | why | what to do |
-|---|---|---|---|
-"""
-
-
-def exclusions_page() -> str:
-    """The page, as Markdown."""
-    rows = (f"| `{e.one}` | `{e.other}` | {e.reason} | {e.remedy} |\n" for e in EXCLUSIONS)
-    return _INTRODUCTION + "".join(rows)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(exclusions_page())

@@ -4,7 +4,8 @@ PyTorch registers what `nn.ModuleList`, `nn.ModuleDict` and attributes hold. A m
 same, so it has a path here: `blocks.3` for `model.blocks[3]`.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,6 +44,11 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False), *plain]
 
 
+def globs_of(paths: Iterable[str]) -> list[str]:
+    """Globs that match these blocks: `layers.*`, `block[0-9]*`; one for all that differ in numbers only."""
+    return sorted({".".join(map(_any_number, path.split("."))) for path in paths})
+
+
 def _in_containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     for name, value in list(vars(module).items()):
         if name not in _REGISTERED and isinstance(value, _CONTAINERS):
@@ -73,3 +79,7 @@ def _child(item: Any, name: str) -> Any:
     if isinstance(item, _CONTAINERS) and name.isdecimal() and int(name) < len(item):
         return item[int(name)]
     return None
+
+
+def _any_number(part: str) -> str:
+    return "*" if part.isdecimal() else re.sub(r"\d+$", "[0-9]*", part)

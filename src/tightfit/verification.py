@@ -1,9 +1,9 @@
 """Proves on the user's own model and batch that a plan changes nothing: the plain run against the planned run.
 
-What a plan recomputes must be bit-equal: loss, every gradient, every buffer and the states of the random generators
-afterwards. What is exact to rounding only (chunked loss, micro-batches, tiles, compiled blocks) is judged against a
-run in fp64, with dropout off so that both precisions compute the same function: the planned error may be at most the
-plain one's, but for the spread that products of other shapes and fused kernels have by themselves (`ROUNDING_SPREAD`).
+Exact levers must be bit-equal: loss, every gradient, every buffer and the states of the random generators afterwards.
+Levers that are exact to rounding are judged against a run in fp64, with dropout off so that both precisions compute the
+same function: the planned error may be at most the plain one's, but for the `spread` that the lever states. Inexact
+levers add the `bound` that they state.
 Where something differs, the plan is taken apart until the lever and the module are found.
 """
 
@@ -25,20 +25,13 @@ from tightfit.levers.low_bit_weights import at_full_width
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.footing import fingerprint
+from tightfit.planner.levers import ROUNDING_SPREAD, Exactness
 from tightfit.planner.plan import BlockChoice, Plan
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.twin import has_no_memory
 
-# Matrix products round otherwise at other shapes. The error of a gradient against fp64 moves by up to this factor
-# when nothing but the number of samples in a pass changes (docs/lab-notes.md, "Rounding").
-ROUNDING_SPREAD = 1.02
-# Gradients of weights that are summed in parts, over micro-batches or tiles, move further: by -4% to +29% in what was
-# measured (same place). A wrong weight of a part would be thousands of times that.
-PARTS_SPREAD = 1.5
-# Kernels that the compiler fused round elsewhere: the error moves by -3.2% to +3.3% (same place).
-COMPILED_SPREAD = 1.05
 # Where most weights are frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on
 # 1152 numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"), as this factor over the root of their number allows.
 FEW_NUMBERS = 4.0
@@ -74,6 +67,7 @@ class Verification:
     plain_error: float | None = None
     planned_error: float | None = None
     spread: float = ROUNDING_SPREAD
+    bound: float = 0.0  # the error that inexact levers of the plan state, besides
 
     def __str__(self) -> str:
         if not self.repeatable:
@@ -84,10 +78,12 @@ class Verification:
         if self.planned_error is None:
             return equal
         errors = f"error of the gradients against fp64 {self.planned_error:.3e}"
-        plain = f"the plain run's {self.plain_error:.3e}"
+        limit = f"{self.spread - 1:.0%} above the plain run's {self.plain_error:.3e}"
+        if self.bound:
+            limit += f" and {self.bound:.3g} that inexact levers state"
         if self.ok:
-            return f"{equal}; {errors}, at most {self.spread - 1:.0%} above {plain}"
-        return f"NOT EQUAL: {errors}, more than {self.spread - 1:.0%} above {plain}; what is recomputed is bit-equal"
+            return f"{equal}; {errors}, at most {limit}"
+        return f"NOT EQUAL: {errors}, more than {limit}; what is recomputed is bit-equal"
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,8 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     loss = loss or model_loss
     batch = as_tensors(batch)
     not_compiled = tuple(choice for choice in plan.choices if choice.action != "compile")
-    exact = replace(plan, micro_batches=1, chunked_loss=None, tiled=None, choices=not_compiled)
+    exact_levers = tuple(lever for lever in plan.levers if lever.exactness is Exactness.EXACT)
+    exact = replace(plan, levers=exact_levers, choices=not_compiled)
     plain = run(model, batch, loss, without_levers(plan))
     again = plain.worst_difference(run(model, batch, loss, without_levers(plan)))
     if again is not None:
@@ -131,11 +128,12 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
         cause = find_cause(model, batch, loss, exact, plain)
         worst = replace(worst, lever="recompute", module=cause)
     compared = len(plain.tensors) + len(plain.states) - 1
-    if exact == plan:
+    if exact.levers == plan.levers:
         return Verification(worst is None, repeatable=True, compared=compared, worst=worst)
     before, after = rounding_errors(model, batch, loss, plan)
-    spread = rounding_spread(model, plain, plan)
-    return Verification(worst is None and after <= spread * before, True, compared, worst, before, after, spread)
+    spread, bound = rounding_spread(model, plain, plan), sum(lever.bound for lever in plan.levers)
+    ok = worst is None and after <= spread * before + bound
+    return Verification(ok, True, compared, worst, before, after, spread, bound)
 
 
 def refuse_without_memory(model: nn.Module) -> None:
@@ -156,7 +154,7 @@ def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
 
 def without_levers(plan: Plan) -> Plan:
     """The plain step, as a plan."""
-    return replace(plan, choices=(), micro_batches=1, chunked_loss=None, tiled=None)
+    return replace(plan, choices=(), levers=())
 
 
 def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
@@ -176,12 +174,10 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
 
 
 def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:
-    """By how much the error against fp64 may move: more where sums are taken in parts, in compiled code, and where only
-    few weights are trained.
+    """The factor by which the error against fp64 may move: the largest that a lever of the plan states, and more where
+    only few weights are trained.
     """
-    compiled = any(choice.action == "compile" for choice in plan.choices)
-    in_parts = plan.micro_batches > 1 or plan.tiled is not None
-    spread = PARTS_SPREAD if in_parts else COMPILED_SPREAD if compiled else ROUNDING_SPREAD
+    spread = max((lever.spread for lever in plan.levers), default=ROUNDING_SPREAD)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return spread
     compared = sum(int(t.count_nonzero()) for name, t in plain.tensors.items() if name.startswith("gradient"))

@@ -9,6 +9,7 @@ import tightfit
 from memory_snapshots import MIB, snapshot
 from tightfit.config import load_config
 from tightfit.errors import InputError
+from tightfit.planner.levers import lever_types
 from tightfit.step import model_loss
 from tightfit.trace.record import StepTrace
 from tiny import allocator_peak, decoder, token_batch
@@ -137,9 +138,11 @@ def test_the_lines_of_yaml_are_keys_of_the_configuration(remedied, tmp_path):
         load_config(str(path), ())
 
 
-def test_only_what_the_package_can_do_is_offered(remedied):
+def test_every_lever_is_offered_and_other_optimizers_too(remedied):
     names = " ".join(remedy.name for remedy in remedied.remedies)
-    assert not any(word in names for word in ("8-bit", "offload", "LoRA"))
+    offers = ("recompute all", "micro-batches", "chunked loss", "tiles", "offload all", "blocks compiled", "adafactor")
+    assert [word for word in offers if word not in names] == []
+    assert len(lever_types()) == 6, "an offer of the new lever belongs above"
 
 
 def test_a_model_without_blocks_head_or_rows_to_split_gets_no_remedy():

@@ -10,6 +10,7 @@ from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded,
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.integrations.hf import FrugalTrainer, MemoryBudget
 from tightfit.planner.candidates import UNSEEN_BYTES
+from tightfit.planner.levers import ChunkedLoss
 from tightfit.units import format_bytes
 
 ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
@@ -65,7 +66,7 @@ def test_micro_batches_and_chunked_loss_keep_the_gradient_of_ragged_accumulated_
     trainer.train()
     plan = trainer.memory_plan
     assert plan.micro_batches == 8
-    assert plan.chunked_loss is not None
+    assert plan.lever(ChunkedLoss) is not None
     assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
     assert norms(trainer) == pytest.approx(norms(plain), rel=1e-4)
     assert peak.bytes <= plan.peak_bytes <= plan.budget_bytes
@@ -87,7 +88,7 @@ def test_a_plan_with_chunked_loss_holds_for_the_batch_with_the_most_labels(tmp_p
     trainer = frugal(tmp_path, budget, llama(vocab_size=MANY_WORDS), [peak], memory, nearly_alike(), **settings)
     trainer.train()
     plan = trainer.memory_plan
-    assert plan.chunked_loss is not None
+    assert plan.lever(ChunkedLoss) is not None
     inputs = 2 * 3 * 4 * 64 * 8  # bytes of ids, mask and labels of both batches, which are there before a step begins
     assert plan.peak_bytes == pytest.approx(peak.bytes + inputs, rel=0.002)
     assert peak.bytes + inputs - UNSEEN_BYTES <= plan.peak_bytes

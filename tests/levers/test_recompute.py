@@ -12,7 +12,8 @@ from torch import nn
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError, RecomputeError
 from tightfit.levers.recompute import Applied, Decision, OperatorKey, Policy, recompute
-from tightfit.levers.recompute.lever import apply_policies, matching_modules, segment_ends
+from tightfit.levers.recompute.lever import apply_policies, matching_modules
+from tightfit.levers.recompute.rule import every_block
 
 WIDTH, BLOCKS = 8, 5
 
@@ -90,7 +91,9 @@ def test_segments_out_of_range_are_refused(segments):
 def test_segments_differ_by_at_most_one_block():
     for count in range(1, 12):
         for segments in range(1, count + 1):
-            ends = sorted(segment_ends(count, segments))
+            paths = [str(block) for block in range(count)]
+            joined = every_block(paths, segments=segments).joined
+            ends = [place for place, path in enumerate(paths) if path not in joined]
             sizes = {end - before for end, before in zip(ends, [-1, *ends], strict=False)}
             assert len(ends) == segments
             assert ends[-1] == count - 1

@@ -12,7 +12,8 @@ from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.api import make_request
-from tightfit.planner.request import Combination, Tracer
+from tightfit.planner.levers import Combination
+from tightfit.planner.request import Tracer
 from tightfit.trace.copies import AWAY, BACK, WAIT
 
 BLOCKS = [f"layers.{i}" for i in range(6)]

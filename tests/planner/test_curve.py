@@ -9,8 +9,8 @@ import tightfit
 from tightfit.errors import InputError
 from tightfit.planner.api import make_request
 from tightfit.planner.curve import Curve, frontier
+from tightfit.planner.levers import Combination
 from tightfit.planner.records import CurvePoint
-from tightfit.planner.request import Combination
 from tightfit.planner.search import Search
 from tiny import allocator_peak, decoder, token_batch
 
@@ -64,7 +64,7 @@ def test_what_is_added_up_from_one_micro_batch_is_the_whole_step(model, micro_ba
     """Else a combination could be passed over as too slow that is not: plans took more memory for less budget."""
     search = Search(make_request(model, token_batch(8), None, "adamw", "fp32", None, None, None, 1, None), "1x")
     search.run()
-    combination = Combination(micro_batches)
+    combination = Combination.of(micro_batches)
     whole = search.tracer.whole(combination, {})
     assert search.with_optimizer(search.part(combination)) == pytest.approx(whole.step_seconds)
 

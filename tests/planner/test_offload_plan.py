@@ -13,6 +13,7 @@ from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, InputError, LeverError, OutputError
 from tightfit.levers.offload import offload
 from tightfit.memory import disk
+from tightfit.planner.levers import Offload
 from tiny import allocator_peak, decoder, token_batch
 
 SIZE, LENGTH = 4, 128
@@ -51,7 +52,7 @@ def test_the_peak_of_what_is_offloaded_by_hand_is_predicted(model, batch, how):
 @pytest.mark.parametrize("levers", [["offload"], ["recompute", "offload"]])
 def test_the_measured_peak_is_the_planned_one(model, batch, levers):
     plan = tightfit.plan(model, batch, "0.6x", levers=levers)
-    assert plan.offload is not None
+    assert plan.lever(Offload) is not None
     with plan.apply(model):
         measured = allocator_peak(model, batch)
     assert plan.peak_bytes == measured <= plan.budget_bytes
@@ -62,7 +63,7 @@ def test_a_plan_with_offload_changes_no_bit(model, batch):
         return model(**batch).loss
 
     plan = tightfit.plan(model, batch, "0.6x", levers=["recompute", "offload"])
-    assert plan.offload is not None
+    assert plan.lever(Offload) is not None
     plain = run(copy.deepcopy(model), batch, loss)
     assert_bit_equal(plain, run(model, batch, loss, levers=plan.apply))
 
@@ -77,8 +78,8 @@ def test_bytes_on_disk_are_those_of_the_plan(model, batch, tmp_path):
         value = model(**batch).loss
         on_disk = [os.stat(fd).st_size for fd in open_files(tmp_path)]
         value.backward()
-    assert plan.offload is not None
-    assert on_disk == [plan.offload.bytes]
+    assert plan.lever(Offload) is not None
+    assert on_disk == [plan.lever(Offload).bytes]
 
 
 def open_files(folder):
@@ -93,20 +94,20 @@ def open_files(folder):
 
 def test_offload_is_used_only_where_it_is_named(model, batch):
     plan = tightfit.plan(model, batch, "0.7x")
-    assert plan.offload is None
+    assert plan.lever(Offload) is None
     assert not any(choice.action == "offload" for choice in plan.choices)
 
 
 def test_a_slow_disk_is_left_alone_where_recompute_does(model, batch, monkeypatch):
     monkeypatch.setattr("tightfit.planner.request.disk_rates", lambda folder: disk.DiskRates(1e6, 1e6))
     plan = tightfit.plan(model, batch, "0.7x", levers=["recompute", "offload"])
-    assert plan.offload is None
+    assert plan.lever(Offload) is None
 
 
 def test_the_plan_says_what_goes_where_and_comes_back_from_json(model, batch, tmp_path):
     plan = tightfit.plan(model, batch, "0.6x", levers=["offload"], offload_folder=str(tmp_path))
     text = " ".join(str(plan).split())
-    assert f"blocks offload {tightfit.units.format_bytes(plan.offload.bytes)} to a file in {tmp_path}." in text
+    assert f"blocks offload {tightfit.units.format_bytes(plan.lever(Offload).bytes)} to a file in {tmp_path}." in text
     assert "offloaded: its input" in text
     plan.to_json(tmp_path / "plan.json")
     assert tightfit.Plan.from_json(tmp_path / "plan.json") == plan

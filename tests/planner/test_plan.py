@@ -8,7 +8,7 @@ from torch import nn
 
 from tightfit import Plan, TokenBatch, plan, verify
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
-from tightfit.planner.request import allowed_levers
+from tightfit.planner.levers import allowed_levers
 from tightfit.verification import PARTS_SPREAD
 from tiny import allocator_peak, decoder, token_batch
 

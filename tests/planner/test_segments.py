@@ -6,7 +6,7 @@ import pytest
 
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit
-from tightfit.levers.recompute.lever import segment_ends
+from tightfit.levers.recompute.rule import every_block
 from tightfit.planner import api
 from tightfit.planner.request import Tracer
 from tightfit.planner.search import segment_counts
@@ -23,7 +23,9 @@ def test_every_length_of_the_longest_segment_is_tried_once(blocks):
 
 
 def longest_segment(blocks, count):
-    ends = sorted(segment_ends(blocks, count))
+    paths = [str(block) for block in range(blocks)]
+    joined = every_block(paths, segments=count).joined
+    ends = [place for place, path in enumerate(paths) if path not in joined]
     return max(b - a for a, b in itertools.pairwise([-1, *ends]))
 
 

@@ -8,7 +8,8 @@ import tightfit
 from tightfit import Plan
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts
-from tightfit.planner.tokenwise import find_tokenwise
+from tightfit.planner.levers import TiledModules
+from tightfit.planner.levers.tokenwise import find_tokenwise
 from tightfit.trace.step import trace_step
 from tiny import allocator_peak, decoder, token_batch
 
@@ -38,8 +39,8 @@ def made(model, batch):
 
 
 def test_below_what_the_other_levers_need_feed_forwards_are_tiled(model, batch, made):
-    assert made.tiled is not None
-    assert made.tiled.paths == ("layers.0.mlp", "layers.1.mlp", "layers.2.mlp")
+    assert made.lever(TiledModules) is not None
+    assert made.lever(TiledModules).paths == ("layers.0.mlp", "layers.1.mlp", "layers.2.mlp")
     with made.apply(model):
         assert made.peak_bytes == allocator_peak(model, batch) <= made.budget_bytes
     report = tightfit.verify(model, batch, made)
@@ -53,7 +54,7 @@ def test_the_least_falls_and_there_is_a_plan_for_it(model, batch):
 
 
 def test_where_something_else_fits_nothing_is_tiled(model, batch):
-    assert tightfit.plan(model, batch, least(model, batch, WITHOUT), levers="rounding").tiled is None
+    assert tightfit.plan(model, batch, least(model, batch, WITHOUT), levers="rounding").lever(TiledModules) is None
 
 
 def test_it_is_not_among_the_bit_exact_levers(model, batch):
@@ -64,7 +65,9 @@ def test_it_is_not_among_the_bit_exact_levers(model, batch):
 def test_a_plan_survives_its_file_and_says_so(made, tmp_path):
     made.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == made
-    assert f"3 feed-forwards (layers.0.mlp, ...) run over {made.tiled.tokens} tokens at a time." in str(made)
+    assert f"3 feed-forwards (layers.0.mlp, ...) run over {made.lever(TiledModules).tokens} tokens at a time." in str(
+        made
+    )
 
 
 class Positioned(nn.Module):
@@ -124,4 +127,4 @@ def test_a_module_that_cannot_be_tiled_is_told_and_not_taken():
     with pytest.raises(CannotFit) as caught:
         tightfit.plan(model, batch, "0.01x", levers=["recompute", "tile"], loss=sum_of_squares)
     needed = tightfit.plan(model, batch, caught.value.least_bytes, levers=["recompute", "tile"], loss=sum_of_squares)
-    assert needed.tiled is None
+    assert needed.lever(TiledModules) is None

@@ -11,6 +11,7 @@ from tiny_training import settings
 
 from command_line import tightfit
 from tightfit import exclusions as table
+from tightfit.planner.levers.page import exclusions
 
 COMBINATIONS, SEED = 40, 110
 # Values that stand twice are drawn twice as often, so that most combinations run.
@@ -33,7 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "memory.recompute": (None, None, None, None, {}, {"segments": 2}, {"use_reentrant": True},
                          {"segments": 2, "use_reentrant": True}),
 }  # fmt: skip
-WAYS = {e for e in table.EXCLUSIONS if e is not table.LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES}  # that one is a question
+WAYS = {e for e in exclusions() if e is not table.LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES}  # that one is a question
 NO_BUDGET = "training.gradient_accumulation_steps auto takes the largest micro-batch within memory.budget"
 Combination = dict[str, Any]
 

@@ -10,6 +10,7 @@ import typer
 
 from tightfit.cli.question import Question
 from tightfit.optimizer_names import OPTIMIZERS
+from tightfit.planner.levers import lever_types
 
 THE_MODEL, THE_STEP, THE_BUDGET, THE_ANSWER = "The model", "The step", "The budget", "The answer"
 
@@ -103,7 +104,7 @@ Levers = Annotated[
     typer.Option(
         metavar="NAMES",
         help="What a plan may use, with commas between: exact (bit-equal), rounding (also equal to rounding), "
-        "recompute, offload, compile, chunked_loss, micro_batch, tile (else CONFIG's, or exact with --model).",
+        f"{', '.join(kind.name for kind in lever_types())} (else CONFIG's, or exact with --model).",
         rich_help_panel=THE_BUDGET,
     ),
 ]

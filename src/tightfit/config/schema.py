@@ -16,6 +16,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from tightfit.allocator_names import parse_allocator
 from tightfit.errors import BudgetError
@@ -28,6 +29,7 @@ from tightfit.exclusions import (
 )
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optimizer_names import parse_optimizer
+from tightfit.planner.levers import CLASSES, lever_types
 from tightfit.units import check_budget, parse_bytes
 
 Count = Annotated[int, Field(gt=0)]
@@ -35,7 +37,6 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
-LeverName = Literal["recompute", "chunked_loss", "micro_batch", "tile", "offload", "compile", "exact", "rounding"]
 
 
 class Section(BaseModel):
@@ -65,6 +66,29 @@ def _known_optimizer(name: str) -> str:
     return name
 
 
+def _as_tuple(value: Any) -> Any:
+    """YAML has lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _known_lever(name: str) -> str:
+    """A class of levers or one lever, by name."""
+    known = [*(kind.name for kind in lever_types()), *CLASSES]
+    if name not in known:
+        named = [f"'{each}'" for each in known]
+        wanted = f"Input should be {', '.join(named[:-1])} or {named[-1]}"
+        raise PydanticCustomError("literal_error", wanted)  # pyright: ignore[reportArgumentType] - a literal for templates
+    return name
+
+
+def _lever_names(*, on_request: bool) -> str:
+    return ", ".join(kind.name for kind in lever_types() if kind.on_request == on_request)
+
+
+LeverName = Annotated[str, AfterValidator(_known_lever)]
+LeverNames = Annotated[Literal["exact", "rounding"] | tuple[LeverName, ...] | None, BeforeValidator(_as_tuple)]
+
+
 def _readable_size(size: int | str | None) -> int | str | None:
     """A size as written."""
     try:
@@ -73,11 +97,6 @@ def _readable_size(size: int | str | None) -> int | str | None:
     except BudgetError as error:
         raise ValueError(str(error)) from error
     return size
-
-
-def _as_tuple(value: Any) -> Any:
-    """YAML has lists only."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 class AdapterConfig(Section):
@@ -222,12 +241,12 @@ class MemoryConfig(Section):
     budget: Annotated[int | str | None, AfterValidator(_readable_budget)] = None
     """Peak memory of a step: bytes, `22GiB`, `24GB`, `80%` (of the device) or `0.5x` (of the plain peak); null: train
     without a plan."""
-    levers: Annotated[Literal["exact", "rounding"] | tuple[LeverName, ...] | None, BeforeValidator(_as_tuple)] = (
-        "rounding"
+    levers: LeverNames = Field(
+        default="rounding",
+        description="What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or "
+        f"a list of names: {_lever_names(on_request=False)}, and, used only where they are named, "
+        f"{_lever_names(on_request=True)}. A list may begin with a class: `[rounding, offload]`.",
     )
-    """What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or a list of names:
-    recompute, chunked_loss, micro_batch, tile, and offload and compile, which are used only where they are named. A
-    list may begin with a class: `[rounding, offload]`."""
     offload_folder: str | None = None
     """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
     temporary files (`TMPDIR`)."""

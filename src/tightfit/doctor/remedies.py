@@ -1,22 +1,20 @@
 """Remedies with their real price: the same step, run dry with each lever on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.activity import aside
 from tightfit.doctor.diagnosis import Remedy
-from tightfit.errors import CannotFit, LeverError
-from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
-from tightfit.planner.blocks import find_blocks, globs_of
+from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError
+from tightfit.levers.recompute import Policy
+from tightfit.optimizer_names import FRUGAL_OPTIMIZERS
+from tightfit.planner.blocks import find_blocks
 from tightfit.planner.candidates import UNSEEN_BYTES, Candidate
-from tightfit.planner.head import find_head
-from tightfit.planner.records import ChunkedLoss
-from tightfit.planner.request import ROUNDING_LEVERS, Combination, Request, Tracer
+from tightfit.planner.levers import Combination, Exactness, Offer, PlainStep, Role, allowed_levers, lever_types
+from tightfit.planner.request import Request, Tracer
 from tightfit.planner.search import Search
 from tightfit.trace.record import StepTrace
 from tightfit.units import format_bytes
-
-SPLITS = (2, 4)  # micro-batches that are tried, times those that there are
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,11 @@ class _Trial:
 
     name: str
     exactness: str
+    request: Request
     combination: Combination
-    policies: Mapping[str, Policy]
+    inside: Policy | None  # what every block does
     python: str
     yaml: str
-    precision: str | None = None
-    needs_budget: bool = False  # its lines say the peak that it reaches
 
 
 @aside()
@@ -50,15 +47,16 @@ def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
     all others); and the best plan for it is among them. The rest, and all where no limit is known, go by the bytes that
     they save.
     """
-    plain = Tracer(request).whole(Combination(request.micro_batches), {})
+    plain = Tracer(request).whole(request.plain, {})
     remedies, notes = [], []
     for trial in _trials(request, plain):
         try:
-            trace = _traced(request, trial)
-        except LeverError as error:
+            trace = _traced(trial)
+        except (LeverError, DeviceError, CompileError, InputError) as error:
             notes.append(f"{trial.name} was not tried: {error}.")
             continue
-        remedies.append(_remedy(trial, trace, plain, limit_bytes))
+        if trace.peak_bytes < plain.peak_bytes:
+            remedies.append(_remedy(trial, trace, plain, limit_bytes))
     if limit_bytes is not None and plain.peak_bytes + UNSEEN_BYTES > limit_bytes:
         try:
             remedies.append(_planned(request, plain, limit_bytes))
@@ -75,81 +73,66 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float]:
 
 
 def _trials(request: Request, plain: StepTrace) -> Iterator[_Trial]:
-    paths = find_blocks(request.model, request.blocks)
-    head = find_head(plain, request.model)
-    loss = None if head is None else ChunkedLoss(head, None)
-    split = [n for n in (request.micro_batches * k for k in SPLITS) if request.size % n == 0]
-    now = Combination(request.micro_batches)
-    if paths:
-        yield _recompute(now, paths)
-    if loss is not None:
-        yield _chunked_loss(replace(now, chunked_loss=loss))
-    yield from (_micro_batches(Combination(n)) for n in split)
+    """Each lever by itself, those that a class stands for together, and what is chosen besides levers."""
+    paths = tuple(find_blocks(request.model, request.blocks))
+    step = PlainStep(request.model, request.batch, plain, paths, request.micro_batches, request.size)
+    kinds = [kind for kind in lever_types() if kind.refusal(request.device) is None]
+    together: list[Offer] = []
+    for kind in kinds:
+        offers = kind.offers(step)
+        for offer in offers:
+            asked = replace(request, levers=frozenset((kind.name,)))
+            combination = request.plain.with_lever(offer.lever)
+            yield _Trial(offer.name, kind.exactness, asked, combination, offer.inside, offer.python, offer.yaml)
+        if kind.role in (Role.INSIDE_BLOCKS, Role.COMBINED) and kind.name in allowed_levers("rounding"):
+            together += offers[-1:]
+    if len(together) > 1:
+        yield _all_together(request, together, paths)
     if request.settings.precision == "fp32":
-        yield _bf16(now, request.device.kind)
-    if len([part for part in (paths, loss, split) if part]) > 1:
-        yield _all_together(Combination(max(split, default=request.micro_batches), loss), paths)
+        yield _bf16(request)
+    yield from _optimizers(request)
 
 
-def _recompute(combination: Combination, paths: Sequence[str]) -> _Trial:
-    globs = globs_of(paths)
+def _all_together(request: Request, offers: Sequence[Offer], paths: Sequence[str]) -> _Trial:
+    combination = request.plain
+    for offer in offers:
+        combination = combination.with_lever(offer.lever)
+    inside = next((offer.inside for offer in offers if offer.inside is not None), None)
     return _Trial(
-        f"recompute all {len(paths)} blocks",
-        "exact",
+        f"all of it: {combination}" + (", all blocks recomputed" if inside and paths else ""),
+        Exactness.ROUNDING,
+        request,
         combination,
-        dict.fromkeys(paths, RECOMPUTE_ALL),
-        "; ".join(f'tightfit.recompute(model, "{glob}")' for glob in globs),
-        f'memory: {{recompute: {{blocks: "{globs[0]}"}}}}' if len(globs) == 1 else "memory: {recompute: {}}",
-    )
-
-
-def _chunked_loss(combination: Combination) -> _Trial:
-    return _Trial(
-        "chunked loss",
-        "rounding",
-        combination,
-        {},
-        'tightfit.plan(model, batch, "BUDGET", levers=["chunked_loss"]).apply(model)',
-        "memory: {budget: BUDGET, levers: [chunked_loss]}",
-        needs_budget=True,
-    )
-
-
-def _micro_batches(combination: Combination) -> _Trial:
-    count = combination.micro_batches
-    return _Trial(
-        f"{count} micro-batches",
-        "rounding",
-        combination,
-        {},
-        'tightfit.plan(model, batch, "BUDGET", levers=["micro_batch"]).apply(model).backward(batch)',
-        f"training: {{gradient_accumulation_steps: {count}}}",
-        needs_budget=True,
-    )
-
-
-def _bf16(combination: Combination, device: str) -> _Trial:
-    python = f'with torch.autocast("{device}", torch.bfloat16):'
-    return _Trial("autocast to bf16", "inexact", combination, {}, python, "training: {precision: bf16}", "bf16")
-
-
-def _all_together(combination: Combination, paths: Sequence[str]) -> _Trial:
-    policies = dict.fromkeys(paths, RECOMPUTE_ALL)
-    return _Trial(
-        f"all of it: {combination}" + (", all blocks recomputed" if paths else ""),
-        "rounding",
-        combination,
-        policies,
+        inside,
         'tightfit.plan(model, batch, "BUDGET", levers="rounding").apply(model).backward(batch)',
         "memory: {budget: BUDGET, levers: rounding}",
-        needs_budget=True,
     )
 
 
-def _traced(request: Request, trial: _Trial) -> StepTrace:
-    if trial.precision is not None:
-        request = replace(request, settings=replace(request.settings, precision=trial.precision))
-    return Tracer(request).whole(trial.combination, trial.policies)
+def _bf16(request: Request) -> _Trial:
+    python = f'with torch.autocast("{request.device.kind}", torch.bfloat16):'
+    asked = replace(request, settings=replace(request.settings, precision="bf16"))
+    yaml = "training: {precision: bf16}"
+    return _Trial("autocast to bf16", Exactness.INEXACT, asked, request.plain, None, python, yaml)
+
+
+def _optimizers(request: Request) -> Iterator[_Trial]:
+    """AdamW's relatives with fewer bytes of state on the device, where AdamW it is."""
+    kind = request.optimizer if isinstance(request.optimizer, str) else type(request.optimizer).__name__.lower()
+    if kind not in ("adamw", "adamw_fused"):
+        return
+    for name, frugal in FRUGAL_OPTIMIZERS.items():
+        if frugal.on_device and request.device.kind == "cpu":
+            continue  # the host is the device
+        asked = replace(request, optimizer=name)
+        yaml = f"training: {{optimizer: {name}}}"
+        yield _Trial(f"optimizer {name}", frugal.exactness, asked, request.plain, None, frugal.python, yaml)
+
+
+def _traced(trial: _Trial) -> StepTrace:
+    paths = find_blocks(trial.request.model, trial.request.blocks) if trial.inside is not None else []
+    policies = {} if trial.inside is None else dict.fromkeys(paths, trial.inside)
+    return Tracer(trial.request).whole(trial.combination, policies)
 
 
 def _remedy(trial: _Trial, trace: StepTrace, plain: StepTrace, limit_bytes: int | None) -> Remedy:
@@ -158,7 +141,7 @@ def _remedy(trial: _Trial, trace: StepTrace, plain: StepTrace, limit_bytes: int 
     return Remedy(
         name=trial.name,
         exactness=trial.exactness,
-        python=trial.python.replace("BUDGET", budget) if trial.needs_budget else trial.python,
+        python=trial.python.replace("BUDGET", budget),
         yaml=trial.yaml.replace("BUDGET", budget),
         saved_bytes=plain.peak_bytes - trace.peak_bytes,
         added_seconds=trace.step_seconds - plain.step_seconds,
@@ -174,12 +157,12 @@ def _rounded_up(size: int) -> str:
 
 def _planned(request: Request, plain: StepTrace, limit_bytes: int) -> Remedy:
     """The quickest plan within the limit."""
-    search = Search(replace(request, levers=frozenset(ROUNDING_LEVERS)), limit_bytes)
+    search = Search(replace(request, levers=allowed_levers("rounding")), limit_bytes)
     found: Candidate = search.run()
     budget = f"{limit_bytes // 2**20}MiB"
     return Remedy(
         name=f"a plan for {format_bytes(limit_bytes)}: {search.in_words(found)}",
-        exactness="exact" if str(found.combination) == str(Combination(request.micro_batches)) else "rounding",
+        exactness="exact" if found.combination == request.plain else "rounding",
         python=f'tightfit.plan(model, batch, "{budget}", levers="rounding").apply(model).backward(batch)',
         yaml=f"memory: {{budget: {budget}, levers: rounding}}",
         saved_bytes=plain.peak_bytes - found.peak_bytes,

@@ -29,8 +29,8 @@ from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.memory.counters import read_counters
+from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plan import Plan
-from tightfit.planner.request import allowed_levers
 from tightfit.step import Batch
 from tightfit.verification import verify
 
@@ -123,7 +123,7 @@ class MemoryBudget(TrainerCallback):
         batches = trainer_batches(trainer, loader, self.max_length)
         step = trainer_step(trainer, model, batches[-1])
         self.own_peak_bytes = own_peak(step, batches, taken)
-        splits = "micro_batch" in allowed_levers(self.wish.levers)
+        splits = MicroBatches.name in allowed_levers(self.wish.levers)
         try:
             self.weighing = self._measured(trainer, step, batches[-1]) if splits else None
         except LeverError as error:

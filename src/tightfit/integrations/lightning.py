@@ -35,8 +35,8 @@ from tightfit.integrations.lightning_step import (
 )
 from tightfit.integrations.planning import GuestStep, Wish, figures, own_peak, plan_for_all
 from tightfit.levers.handle import Applied
-from tightfit.levers.recompute import RECOMPUTE_ALL
-from tightfit.levers.recompute.lever import apply_policies
+from tightfit.levers.recompute.lever import apply_rule
+from tightfit.levers.recompute.rule import every_block
 from tightfit.memory.counters import read_counters
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.candidates import UNSEEN_BYTES
@@ -237,4 +237,4 @@ def checkpoint_blocks(model: Any) -> Applied:
             f"gradient_checkpointing: {type(model).__name__} has no repeated blocks: set it once they are built, "
             'or name modules with tightfit.recompute(model, "layers.*")'
         )
-    return apply_policies(model, dict.fromkeys(paths, RECOMPUTE_ALL))
+    return apply_rule(model, every_block(paths))

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
 from tightfit.integrations.running_step import RunningRequest, running_request
-from tightfit.levers.recompute import RECOMPUTE_ALL
-from tightfit.levers.recompute.lever import segment_ends
+from tightfit.levers.recompute.rule import every_block
 from tightfit.monitoring.record import Record
 from tightfit.monitoring.script import profile_script
 from tightfit.planner.api import as_plan
 from tightfit.planner.apply import AppliedPlan
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.plan import Plan
-from tightfit.planner.request import Combination
 from tightfit.planner.search import Search
 from tightfit.units import check_budget
 
@@ -157,11 +155,9 @@ def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
     count = len(search.paths)
     if segments is not None and segments > count:
         raise LeverError(f"--segments {segments} is out of range: the model has {count} blocks")
-    ends = segment_ends(count, segments or count)
-    joined = tuple(path for i, path in enumerate(search.paths) if i not in ends)
-    combination = Combination(request.micro_batches)
-    search.plain = search.tracer.whole(combination, {})
+    rule = every_block(search.paths, segments=segments)
+    search.plain = search.tracer.whole(request.plain, {})
     search.routing_matters = search.plain.peak_depends_on_data
-    candidate = search.trace_applied(combination, dict.fromkeys(search.paths, RECOMPUTE_ALL), joined=joined)
+    candidate = search.trace_applied(request.plain, rule.policies, joined=rule.joined)
     search.budget_bytes = candidate.needed_bytes
     return as_plan(search, candidate)

@@ -17,9 +17,9 @@ from tightfit.levers.micro_batch import batch_size
 from tightfit.planner import api
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.candidates import UNSEEN_BYTES
+from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
-from tightfit.planner.request import allowed_levers
 from tightfit.step import Batch, Loss, Precision
 from tightfit.units import check_budget, format_bytes, parse_budget
 
@@ -44,7 +44,7 @@ class Wish:
 
     def without_micro_batches(self) -> "Wish":
         """For those who cannot split the batch: the guest's own loop runs it."""
-        return replace(self, levers=sorted(allowed_levers(self.levers) - {"micro_batch"}))
+        return replace(self, levers=sorted(allowed_levers(self.levers) - {MicroBatches.name}))
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
     """A plan that the guest can run: as many micro-batches as divide each of the accumulated batches."""
     levers = allowed_levers(wish.levers)
     counts = [step.accumulated]
-    if "micro_batch" in levers and step.accumulated > 1:
+    if MicroBatches.name in levers and step.accumulated > 1:
         size = batch_size(batch)
         counts = [step.accumulated * n for n in range(1, size + 1) if size % n == 0]
-        levers -= {"micro_batch"}
+        levers -= {MicroBatches.name}
     plans, misfits = [], []
     for count in counts:
         try:

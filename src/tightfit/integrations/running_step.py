@@ -24,7 +24,8 @@ from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.internals import set_version_counters
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.levers.optimizer import state_tensors
-from tightfit.planner.request import Request, allowed_levers
+from tightfit.planner.levers import allowed_levers
+from tightfit.planner.request import Request
 from tightfit.step import Batch, Part, StepSettings
 from tightfit.trace.restore import everything_restored
 from tightfit.trace.step import plain_tensors

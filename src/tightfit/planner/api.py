@@ -19,9 +19,10 @@ from tightfit.planner.candidates import Candidate
 from tightfit.planner.curve import Curve
 from tightfit.planner.estimate import Estimate, make_estimate, told
 from tightfit.planner.footing import dtypes_of, fingerprint, footing
+from tightfit.planner.levers import CompiledBlocks, Lever, MicroBatches, Offload, Recompute, allowed_levers
 from tightfit.planner.plan import Plan
-from tightfit.planner.records import Action, BlockChoice, OffloadTier
-from tightfit.planner.request import Request, allowed_levers
+from tightfit.planner.records import Action, BlockChoice
+from tightfit.planner.request import Request
 from tightfit.planner.search import Search
 from tightfit.planner.tradeoff import POINTS, Tradeoff
 from tightfit.planner.wrapped import refuse_distributed
@@ -112,7 +113,7 @@ def plan(
         return as_plan(search, found)
     tradeoff = Tradeoff(search)
     drawn = tradeoff.curve()
-    tradeoff.try_forbidden(drawn.recipes)
+    tradeoff.try_forbidden()
     return replace(as_plan(search, found), curve=drawn)
 
 
@@ -166,7 +167,7 @@ def make_search(
     request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, count, grad_clip)
     request = replace(request, offload=OffloadSettings(offload_folder, positive_bytes(offload_budget)))
     if micro_batches == "auto":
-        request = replace(request, levers=request.levers | {"micro_batch"}, fewest_micro_batches=True)
+        request = replace(request, levers=request.levers | {MicroBatches.name}, fewest_micro_batches=True)
     return Search(request, budget)
 
 
@@ -220,16 +221,13 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         planned=footing(candidate.trace),
         plain=footing(search.plain),
         choices=block_choices(search.paths, candidate),
-        micro_batches=candidate.combination.micro_batches,
-        chunked_loss=candidate.combination.chunked_loss,
+        levers=levers_of(request, candidate),
         rejected=tuple(search.rejected),
         precision=request.settings.precision,
         optimizer=request.optimizer_name,
         device=request.device.name,
         fingerprint=fingerprint(request.model),
         assumptions=told(candidate.trace.assumptions),
-        tiled=candidate.combination.tiled,
-        offload=offload_tier(request, candidate.trace),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
@@ -245,7 +243,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
         modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
-    compiled = candidate.combination.compiled
+    compiled = candidate.combination.get(CompiledBlocks)
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
         option = options.get(path)
@@ -254,7 +252,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
             BlockChoice(
                 path=path,
                 action=action_of(policy) if compiled is None else "compile",
-                share=None if compiled is None else compiled.shares[path],
+                share=None if compiled is None else compiled.share_of(path),
                 kept=tuple((key.name, key.occurrence) for key in kept),
                 kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,
@@ -278,7 +276,15 @@ def action_of(policy: Policy) -> Action:
     return "operators" if policy.kept else "recompute"
 
 
-def offload_tier(request: Request, trace: StepTrace) -> OffloadTier | None:
+def levers_of(request: Request, candidate: Candidate) -> tuple[Lever, ...]:
+    """The levers that a candidate uses: those of the whole step, and those that are at work inside its blocks."""
+    combination = candidate.combination
+    if any(policy != KEEP_ALL and action_of(policy) != "offload" for policy in candidate.policies.values()):
+        combination = combination.with_lever(Recompute())
+    return combination.with_lever(offload_of(request, candidate.trace)).levers
+
+
+def offload_of(request: Request, trace: StepTrace) -> Offload | None:
     """Where a traced step offloads to, and how much at once: all that a micro-batch's forward copies away."""
     first, last = trace.repeated
     copied = sum(o.copied_bytes for o in trace.operators[first:last] if o.name == AWAY)
@@ -286,8 +292,7 @@ def offload_tier(request: Request, trace: StepTrace) -> OffloadTier | None:
         return None
     settings = request.offload
     folder = None if settings.folder is None else str(settings.folder)
-    on_host = request.device.kind == "cuda"
-    return OffloadTier(folder, settings.budget_bytes, settings.smallest_bytes, copied, on_host)
+    return Offload(folder, settings.budget_bytes, settings.smallest_bytes, copied, request.device.kind == "cuda")
 
 
 def describe_batch(batch: Batch) -> str:

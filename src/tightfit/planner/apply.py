@@ -6,22 +6,18 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError
-from tightfit.levers.compiled import compile_paths
 from tightfit.levers.handle import Applied, Removable
-from tightfit.levers.loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.levers.offload import HostShelf, OffloadSettings
-from tightfit.levers.offload.shelf import DISK, HOST
+from tightfit.levers.offload import HostShelf
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.levers.tile import tile_paths
 from tightfit.planner.footing import fingerprint
+from tightfit.planner.levers import Lever, Offload
 from tightfit.planner.plan import Plan
-from tightfit.planner.records import BlockChoice, ChunkedLoss, OffloadTier, TiledModules
+from tightfit.planner.records import BlockChoice
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
-from tightfit.units import format_bytes
 
 
 class AppliedPlan(Applied):
@@ -80,23 +76,9 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
             "plan again"
         )
     policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
-    compiled = {choice.path: choice.share for choice in plan.choices if choice.share is not None}
-    shelf = None if plan.offload is None else opened_shelf(plan.offload)
-    handles = apply_levers(model, policies, plan.chunked_loss, joined_paths(plan), shelf, compiled, plan.tiled)
-    return AppliedPlan(plan, model, handles)
-
-
-def opened_shelf(tier: OffloadTier) -> HostShelf:
-    """A shelf on which there is room for a plan."""
-    shelf = HostShelf(OffloadSettings(tier.folder, tier.budget_bytes, tier.smallest_bytes))
-    store = shelf.open(HOST if tier.host else DISK).store
-    if store.budget_bytes < tier.bytes:
-        where, other = ("host memory", "budget") if tier.host else (f"{store.folder}", "folder or budget")
-        raise LeverError(
-            f"offload: the plan needs {format_bytes(tier.bytes)} in {where}, and may take "
-            f"{format_bytes(store.budget_bytes)}: free space there, or plan again with another {other}"
-        )
-    return shelf
+    offload = plan.lever(Offload)
+    shelf = None if offload is None else offload.shelf()
+    return AppliedPlan(plan, model, apply_levers(model, policies, plan.levers, joined_paths(plan), shelf))
 
 
 def joined_paths(plan: Plan) -> list[str]:
@@ -105,21 +87,21 @@ def joined_paths(plan: Plan) -> list[str]:
 
 def apply_levers(
     model: nn.Module,
-    policies: dict[str, Policy],
-    chunked_loss: ChunkedLoss | None,
+    policies: Mapping[str, Policy],
+    levers: Sequence[Lever],
     joined: Sequence[str] = (),
     shelf: HostShelf | None = None,
-    compiled: Mapping[str, float] | None = None,
-    tiled: TiledModules | None = None,
 ) -> list[Removable]:
-    """The levers of a plan, or of a candidate for one; `compiled` are blocks with the share that each keeps. Returns
-    their handles.
+    """Put the levers of a plan, or of a candidate for one, on a model. Returns their handles; where one cannot be put
+    on, the others are taken off again.
     """
     handles: list[Removable] = [apply_policies(model, policies, joined=joined, shelf=shelf)]
-    if tiled is not None:
-        handles.append(tile_paths(model, tiled.paths, tiled.tokens))
-    if compiled:
-        handles.append(compile_paths(model, compiled))
-    if chunked_loss is not None:
-        handles.append(apply_chunked_loss(model, chunked_loss.head, chunked_loss.chunk_size))
+    try:
+        for lever in levers:
+            handle = lever.apply(model)
+            if handle is not None:
+                handles.append(handle)
+    except BaseException:
+        Applied(handles).undo()
+        raise
     return handles

@@ -6,9 +6,8 @@ not matter. Where nothing is repeated, the largest parts are taken that keep som
 model itself.
 """
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median
@@ -83,15 +82,6 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
     blocks = repeated_parts(root, into_stages=True) or largest_parts(root)
     least = WORTH_IT * max((part.kept_bytes for part in blocks), default=0)
     return list(dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least))
-
-
-def globs_of(paths: Iterable[str]) -> list[str]:
-    """Globs that match these blocks: `layers.*`, `block[0-9]*`; one for all that differ in numbers only."""
-    return sorted({".".join(map(_any_number, path.split("."))) for path in paths})
-
-
-def _any_number(part: str) -> str:
-    return "*" if part.isdecimal() else re.sub(r"\d+$", "[0-9]*", part)
 
 
 def repeated_parts(part: Part, *, into_stages: bool) -> list[Part]:

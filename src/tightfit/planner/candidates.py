@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.levers import Combination
 from tightfit.planner.pricing import Priced
-from tightfit.planner.request import Combination
 from tightfit.planner.solve import Chain
 from tightfit.trace.record import Category, StepTrace
 
@@ -57,7 +57,7 @@ class Prospect:
 
 def describe_levers(combination: Combination, policies: Mapping[str, Policy], blocks: int, joined: int = 0) -> str:
     """The levers of a candidate in a few words: how many of `blocks` recompute or offload; `joined` hold no output."""
-    words = [] if str(combination) == "plain" else [str(combination)]
+    words = [str(combination)] if combination.levers else []
     offloading = sum(policy.offloads for policy in policies.values())
     recomputing = sum(policy != KEEP_ALL for policy in policies.values()) - offloading
     if offloading:

@@ -162,28 +162,7 @@ def device_room(plan: Plan) -> list[str]:
 
 def used_levers(plan: Plan) -> list[str]:
     """What the plan does, a sentence for each lever."""
-    lines = []
-    if plan.micro_batches > 1:
-        lines.append(f"The batch runs in {plan.micro_batches} micro-batches, weighted by their valid tokens.")
-    if plan.chunked_loss is not None:
-        lines.append(f"The loss and its head ({plan.chunked_loss.head}) run in chunks; the logits are never whole.")
-    if plan.tiled is not None:
-        count, tokens = len(plan.tiled.paths), plan.tiled.tokens
-        lines.append(f"{count} feed-forwards ({plan.tiled.paths[0]}, ...) run over {tokens} tokens at a time.")
-    recomputing = sum(choice.action in ("recompute", "operators") for choice in plan.choices)
-    offloading = sum(choice.action == "offload" for choice in plan.choices)
-    if plan.offload is not None:
-        file = f"a file in {plan.offload.folder or 'the folder for temporary files'}"
-        where = "pinned host memory" if plan.offload.host else file
-        lines.append(
-            f"{offloading} of {len(plan.choices)} blocks offload {format_bytes(plan.offload.bytes)} to {where}."
-        )
-    compiled = [choice for choice in plan.choices if choice.action == "compile"]
-    if compiled:
-        lines.append(f"{len(compiled)} of {len(plan.choices)} blocks run as compiled code.")
-    if recomputing:
-        lines.append(f"{recomputing} of {len(plan.choices)} blocks recompute something in backward.")
-    return lines
+    return [lever.sentence(plan.choices) for lever in plan.levers]
 
 
 def comparison(plan: Plan) -> Table:

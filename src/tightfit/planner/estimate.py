@@ -8,7 +8,7 @@ from typing import Any
 
 from tightfit.planner.footing import dtypes_of, footing
 from tightfit.planner.records import Footing
-from tightfit.planner.request import Combination, Request, Tracer, lacking
+from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 
 
@@ -87,9 +87,9 @@ class Estimate:
 
 def make_estimate(request: Request) -> Estimate:
     """Trace the request's step as it stands."""
-    tracer, combination = Tracer(request), Combination(request.micro_batches)
-    trace = tracer.whole(combination, {})
-    routed = tracer.routed_peaks(trace, combination, {})
+    tracer = Tracer(request)
+    trace = tracer.whole(request.plain, {})
+    routed = tracer.routed_peaks(trace, request.plain, {})
     return Estimate(
         footing=footing(trace),
         parameters=sum(p.numel() for p in request.model.parameters()),

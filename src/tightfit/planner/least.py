@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from tightfit.errors import LeverError
 from tightfit.levers.offload.lever import INPUTS_ONLY
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
-from tightfit.levers.recompute.lever import segment_ends
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
-from tightfit.planner.request import Combination, optimizer_peak
+from tightfit.levers.recompute.rule import every_block
+from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role
+from tightfit.planner.request import Request, optimizer_peak
 from tightfit.planner.search import Search, segment_counts
-from tightfit.planner.variants import compiled_alike, tiled
 from tightfit.trace.record import StepTrace
 
 WORSE_IN_A_ROW = 2  # counts of segments after which no other is looked at: the peak falls and rises again with them
@@ -31,17 +31,17 @@ def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tupl
     that of the same model with another batch. Only where they are `joining`, blocks in segments are among the ways.
     """
     ways = [_frugal(search, plain)]
-    request, levers = search.request, search.request.levers
-    if "tile" in levers:
-        flat = replace(ways[0].combination, compiled=None)
-        ways += [replace(ways[0], combination=c) for c in tiled(flat, request, plain, search.paths)[-1:]]
+    flat = ways[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
+    for kind in search.of_role(Role.LAST):
+        ways += [replace(ways[0], combination=flat.with_lever(each)) for each in kind.settings(search.step(plain))[-1:]]
     peaks: dict[int, int] = {}
     for index, way in enumerate(ways):
         with suppress(LeverError):  # a module that cannot be tiled
             peaks[index] = peak_of(search, plain, way)
     best = min(peaks, key=peaks.__getitem__)
+    may = search.request.may
     way, peak = ways[best], peaks[best]
-    if joining and "recompute" in levers and "offload" not in levers and peak > optimizer_peak(plain):
+    if joining and may(Recompute) and not may(Offload) and peak > optimizer_peak(plain):
         return _joined(search, plain, way, peak)
     return way, peak
 
@@ -58,29 +58,32 @@ def as_it_will_run(search: Search, way: Way) -> StepTrace:
 
 
 def _sized(search: Search, way: Way) -> Combination:
-    return replace(way.combination, micro_batches=search.counts()[-1])
+    """The way in the most micro-batches that the search's batch may have."""
+    request = search.request
+    counts = MicroBatches.beyond(request.micro_batches, request.size) if request.may(MicroBatches) else []
+    sized = counts[-1:] or request.plain.levers
+    return way.combination.without(MicroBatches).with_lever(sized[0] if sized else None)
 
 
 def _frugal(search: Search, plain: StepTrace) -> Way:
-    combination, levers = search.combinations(plain)[-1], search.request.levers
-    if "compile" in levers and search.paths and not levers & {"recompute", "offload"}:
-        return Way(compiled_alike(combination, search.paths)[-1], {})
-    return Way(combination, dict.fromkeys(search.paths, frugal_policy(levers)))
+    combination, inside = search.combinations(plain)[-1], search.of_role(Role.INSIDE_BLOCKS)
+    for kind in search.of_role(Role.WHOLE_BLOCKS) if search.paths and not inside else ():
+        return Way(combination.with_lever(kind.settings(search.step(plain))[-1]), {})
+    return Way(combination, dict.fromkeys(search.paths, frugal_policy(search.request)))
 
 
-def frugal_policy(levers: frozenset[str]) -> Policy:
+def frugal_policy(request: Request) -> Policy:
     """What a block does at about its least."""
-    if "offload" in levers:
-        return INPUTS_ONLY if "recompute" in levers else OFFLOAD_ALL
-    return RECOMPUTE_ALL if "recompute" in levers else KEEP_ALL
+    if request.may(Offload):
+        return INPUTS_ONLY if request.may(Recompute) else OFFLOAD_ALL
+    return RECOMPUTE_ALL if request.may(Recompute) else KEEP_ALL
 
 
 def _joined(search: Search, plain: StepTrace, way: Way, peak: int) -> tuple[Way, int]:
     """The way, with its blocks joined to as many segments as lower its peak most."""
     best, worse, paths = (way, peak), 0, search.paths
     for segments in segment_counts(len(paths)):
-        ends = segment_ends(len(paths), segments)
-        joined = replace(way, joined=tuple(path for i, path in enumerate(paths) if i not in ends))
+        joined = replace(way, joined=every_block(paths, segments=segments).joined)
         found = peak_of(search, plain, joined)
         best, worse = ((joined, found), 0) if found < best[1] else (best, worse + 1)
         if worse == WORSE_IN_A_ROW:

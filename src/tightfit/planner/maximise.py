@@ -16,8 +16,9 @@ from tightfit.planner.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.least import Way, as_it_will_run, least_way, peak_of
+from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plan import Plan
-from tightfit.planner.request import allowed_levers, lacking
+from tightfit.planner.request import lacking
 from tightfit.planner.search import Search
 from tightfit.step import Batch
 from tightfit.trace.record import StepTrace
@@ -229,7 +230,7 @@ def without_micro_batches(how: Mapping[str, Any]) -> dict[str, Any]:
     if how.get("micro_batches") == "auto":
         raise InputError(LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES.refusal())
     check_levers(how.get("levers"))
-    return {**how, "levers": sorted(allowed_levers(how.get("levers")) - {"micro_batch"})}
+    return {**how, "levers": sorted(allowed_levers(how.get("levers")) - {MicroBatches.name})}
 
 
 def _highest(multiple_of: int, at_most: int | None) -> int:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.planner.curve import Curve
-from tightfit.planner.records import BlockChoice, ChunkedLoss, DeviceRoom, Footing, OffloadTier, Rejected, TiledModules
+from tightfit.planner.levers import Combination, Lever, find, lever_from_dict
+from tightfit.planner.levers.base import L
+from tightfit.planner.records import BlockChoice, DeviceRoom, Footing, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
     from tightfit.planner.apply import AppliedPlan
     from tightfit.step import Precision
 
-FORMAT = 5
+FORMAT = 6
+EARLIER_FORMATS = (4, 5)  # of version 0.1.0
 
 
 @dataclass(frozen=True)
 class Plan:
     """The fastest combination of levers found whose peak, traced as applied, is within the budget.
 
-    Bytes are ints, seconds those of one step with all its micro-batches. `fingerprint` is of the model's
+    Bytes are ints, seconds those of one step with all its micro-batches. `levers` are those in use, each with its
+    setting; `choices` is what each block does. `fingerprint` is of the model's
     parameters: a plan is for the model it was made for. `curve` is there where it was asked for.
     """
 
@@ -31,8 +35,7 @@ class Plan:
     planned: Footing
     plain: Footing
     choices: tuple[BlockChoice, ...]
-    micro_batches: int
-    chunked_loss: ChunkedLoss | None
+    levers: tuple[Lever, ...]
     rejected: tuple[Rejected, ...]
     precision: "Precision"
     optimizer: str
@@ -41,8 +44,6 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     batch: str = ""
     curve: Curve | None = None
-    offload: OffloadTier | None = None
-    tiled: TiledModules | None = None
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
     weights: str = ""  # dtypes of the parameters, the one of most elements first; empty in plans of earlier versions
     room: DeviceRoom | None = None  # of a CUDA device, with the planned step's figures
@@ -61,6 +62,15 @@ class Plan:
     def plain_peak_bytes(self) -> int:
         return self.plain.peak_bytes
 
+    @property
+    def micro_batches(self) -> int:
+        """In how many parts the batch runs."""
+        return Combination(self.levers).micro_batches
+
+    def lever(self, kind: type[L]) -> L | None:
+        """The setting of a lever in this plan; None where the plan does not use it."""
+        return find(self.levers, kind)
+
     def apply(self, model: "nn.Module") -> "AppliedPlan":
         """Put the plan's levers on the model. The handle's `undo()`, or leaving a `with` block, takes them off again.
 
@@ -77,7 +87,8 @@ class Plan:
             "step_seconds": self.step_seconds,
             "plain_peak_bytes": self.plain_peak_bytes,
         }
-        return {"format": FORMAT, **figures, **asdict(self)}
+        levers = [lever.to_dict() for lever in self.levers]
+        return {"format": FORMAT, **figures, **asdict(self), "levers": levers, "micro_batches": self.micro_batches}
 
     def to_json(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -122,9 +133,10 @@ class Plan:
     def from_dict(cls, raw: Mapping[str, Any]) -> "Plan":
         if not isinstance(raw, Mapping):
             raise ValueError(f"a {type(raw).__name__}, wanted a mapping")
-        if raw.get("format") != FORMAT:
+        if raw.get("format") not in (*EARLIER_FORMATS, FORMAT):
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
-        fields = {name: raw[name] for name in cls.__dataclass_fields__ if name != "weights"}
+        raw = raw if raw["format"] == FORMAT else _brought_up(raw)
+        fields = {name: raw[name] for name in cls.__dataclass_fields__}
         choices = tuple(
             BlockChoice(
                 **{
@@ -138,13 +150,10 @@ class Plan:
             for c in raw["choices"]
         )
         fields |= {
-            "weights": raw.get("weights", ""),
             "planned": Footing.from_dict(raw["planned"]),
             "plain": Footing.from_dict(raw["plain"]),
             "choices": choices,
-            "chunked_loss": None if raw["chunked_loss"] is None else ChunkedLoss(**raw["chunked_loss"]),
-            "offload": None if raw["offload"] is None else OffloadTier(**raw["offload"]),
-            "tiled": None if raw["tiled"] is None else TiledModules.from_dict(raw["tiled"]),
+            "levers": tuple(lever_from_dict(lever) for lever in raw["levers"]),
             "room": None if raw["room"] is None else DeviceRoom(**raw["room"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
@@ -156,3 +165,18 @@ class Plan:
         from tightfit.planner.describe import describe_plan
 
         return describe_plan(self)
+
+
+def _brought_up(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan of version 0.1.0, which had a field for each lever, in today's form."""
+    choices, levers = raw["choices"], []
+    if any(choice["action"] in ("recompute", "operators") for choice in choices):
+        levers.append({"name": "recompute"})
+    if raw["micro_batches"] > 1:
+        levers.append({"name": "micro_batch", "count": raw["micro_batches"]})
+    named = {"chunked_loss": "chunked_loss", "tile": "tiled", "offload": "offload"}
+    levers += [{"name": name, **raw[field]} for name, field in named.items() if raw[field] is not None]
+    shares = [(choice["path"], choice["share"]) for choice in choices if choice["share"] is not None]
+    if shares:
+        levers.append({"name": "compile", "shares": shares})
+    return {**raw, "levers": levers, "weights": raw.get("weights", ""), "room": raw.get("room")}

@@ -32,41 +32,6 @@ class BlockChoice:
 
 
 @dataclass(frozen=True)
-class ChunkedLoss:
-    """Head and cross-entropy computed together, some rows at a time."""
-
-    head: str
-    chunk_size: int | None
-
-
-@dataclass(frozen=True)
-class TiledModules:
-    """Modules that treat each token by itself, run over so many tokens of the sequence at a time."""
-
-    paths: tuple[str, ...]
-    tokens: int
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """From the JSON of its fields."""
-        return cls(tuple(raw["paths"]), raw["tokens"])
-
-
-@dataclass(frozen=True)
-class OffloadTier:
-    """Where offloaded values go: a file in `folder` (None: the system's for temporary files), or from a CUDA device the
-    `host`'s pinned memory; at most `budget_bytes` (None: half of what is free), storages of `smallest_bytes` and more;
-    and how many bytes are there at once.
-    """
-
-    folder: str | None
-    budget_bytes: int | None
-    smallest_bytes: int
-    bytes: int
-    host: bool = False
-
-
-@dataclass(frozen=True)
 class DeviceRoom:
     """What a step takes of a CUDA device as a whole, in bytes: what the allocator reserves for its tensors at most, and
     an assumption for the context. A budget in per cent of the device bounds that (`is_bounded`); one in bytes bounds

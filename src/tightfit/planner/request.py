@@ -1,6 +1,5 @@
 """What is asked of the planner, with everything the user left open filled in; and the ways to trace it."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from torch import nn
 from tightfit.devices.cost import CostModel
 from tightfit.devices.figures import CopyRates, copy_rates
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import DeviceError, InputError, LeverError
+from tightfit.errors import DeviceError, LeverError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
 from tightfit.levers.offload import HostShelf, OffloadSettings
@@ -20,7 +19,7 @@ from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
 from tightfit.planner.apply import apply_levers
-from tightfit.planner.records import ChunkedLoss, TiledModules
+from tightfit.planner.levers import Combination, Lever, lever_types
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.trace.copies import AWAY, BACK
 from tightfit.trace.cuda import CudaRole
@@ -31,26 +30,6 @@ from tightfit.trace.recording import ExecutorCost, OperatorCost
 from tightfit.trace.rules import ONE_SIDED, Routing
 from tightfit.trace.shapes import TensorShape
 from tightfit.trace.step import trace_part, trace_step
-
-EXACT_LEVERS = ("recompute",)
-ROUNDING_LEVERS = (*EXACT_LEVERS, "chunked_loss", "micro_batch", "tile")
-LEVERS = (*ROUNDING_LEVERS, "offload", "compile")  # what takes disk space, pinned memory or a compiler: where named
-
-
-LEVER_CLASSES = {"exact": EXACT_LEVERS, "rounding": ROUNDING_LEVERS}
-
-
-def allowed_levers(levers: str | Sequence[str] | None) -> frozenset[str]:
-    """The levers a planner may use: those of a class, `"exact"` (also None) or `"rounding"`, and those that are named;
-    a list may hold both, `["rounding", "offload"]`. Raises `InputError` for an unknown one.
-    """
-    named = ("exact",) if levers is None else (levers,) if isinstance(levers, str) else tuple(levers)
-    allowed: set[str] = set()
-    for name in named:
-        if name not in LEVERS and name not in LEVER_CLASSES:
-            raise InputError(f"lever {name!r} is not known: choose exact, rounding, and any of {', '.join(LEVERS)}")
-        allowed.update(LEVER_CLASSES.get(name, (name,)))
-    return frozenset(allowed)
 
 
 @dataclass(frozen=True)
@@ -70,16 +49,10 @@ class Request:
     offload: OffloadSettings = field(default_factory=OffloadSettings)
 
     def __post_init__(self) -> None:
-        if "compile" in self.levers and self.device.kind != "cpu":
-            raise LeverError(
-                f"compile is not available in a plan for {self.device.name}: what the compiler writes is known for a "
-                f"CPU only: leave it out of the levers, or call compile_blocks without a plan"
-            )
-        if "offload" in self.levers and self.device.kind == "cuda" and copy_rates(self.device) is None:
-            raise LeverError(
-                f"offload is not available on {self.device.name}: the rate of its link to the host is not known: "
-                f"calibrate it again, or leave offload out of the levers ({', '.join(EXACT_LEVERS)} is exact too)"
-            )
+        for kind in lever_types():
+            refusal = kind.refusal(self.device) if kind.name in self.levers else None
+            if refusal is not None:
+                raise LeverError(refusal)
 
     @cached_property
     def cost(self) -> OperatorCost:
@@ -124,46 +97,17 @@ class Request:
         return as_parts(split_batch(as_tensors(self.batch), micro_batches), self.loss)
 
     @property
+    def plain(self) -> Combination:
+        """The step with no lever: in the micro-batches in which the caller accumulates anyway."""
+        return Combination.of(self.micro_batches)
+
+    def may(self, kind: type[Lever]) -> bool:
+        """Whether a plan may use the lever."""
+        return kind.name in self.levers
+
+    @property
     def optimizer_name(self) -> str:
         return self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__
-
-
-@dataclass(frozen=True)
-class CompiledBlocks:
-    """Blocks that run as compiled code, each with the share that it keeps of what the compiler would like to keep."""
-
-    shares: Mapping[str, float]
-
-    def __str__(self) -> str:
-        counts = Counter(self.shares.values())
-        if len(counts) > 1:
-            return "blocks compiled: " + ", ".join(f"{n} keeping {share:.0%}" for share, n in counts.items())
-        return "all blocks compiled" + "".join(f", keeping {share:.0%}" for share in counts if share < 1)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.shares.items()))
-
-
-@dataclass(frozen=True)
-class Combination:
-    """The choices that concern the whole step: micro-batches, how the loss is computed, what is compiled or tiled."""
-
-    micro_batches: int = 1
-    chunked_loss: ChunkedLoss | None = None
-    compiled: CompiledBlocks | None = None
-    tiled: TiledModules | None = None
-
-    def __str__(self) -> str:
-        parts = []
-        if self.micro_batches > 1:
-            parts.append(f"{self.micro_batches} micro-batches")
-        if self.chunked_loss is not None:
-            parts.append("chunked loss")
-        if self.compiled is not None:
-            parts.append(str(self.compiled))
-        if self.tiled is not None:
-            parts.append(f"tiles of {self.tiled.tokens} tokens")
-        return " + ".join(parts) or "plain"
 
 
 @dataclass(frozen=True)
@@ -242,11 +186,7 @@ class Tracer:
         self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool = False
     ) -> Iterator[None]:
         shelf = HostShelf(self.request.offload, compared) if "offload" in self.request.levers else None
-        blocks = combination.compiled
-        compiled = None if blocks is None else blocks.shares
-        loss, tiled = combination.chunked_loss, combination.tiled
-        handles = apply_levers(self.request.model, dict(policies), loss, joined, shelf, compiled, tiled)
-        with Applied(handles):
+        with Applied(apply_levers(self.request.model, policies, combination.levers, joined, shelf)):
             yield
 
 

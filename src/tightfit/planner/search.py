@@ -9,12 +9,12 @@ that is over the budget, the bound is tightened by the excess and solved again.
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tightfit.errors import CannotFit, CompileError, LeverError
-from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
-from tightfit.levers.recompute.lever import segment_ends
+from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.blocks import find_blocks
 from tightfit.planner.candidates import (
     UNSEEN_BYTES,
@@ -24,12 +24,11 @@ from tightfit.planner.candidates import (
     describe_levers,
     loop_seconds,
 )
-from tightfit.planner.head import find_head
+from tightfit.planner.levers import Combination, Lever, Offload, PlainStep, Recompute, Role, lever_types
 from tightfit.planner.pricing import Priced, price
-from tightfit.planner.records import ChunkedLoss, DeviceRoom, Rejected
-from tightfit.planner.request import Combination, Request, Tracer, lacking, optimizer_peak
+from tightfit.planner.records import DeviceRoom, Rejected
+from tightfit.planner.request import Request, Tracer, lacking, optimizer_peak
 from tightfit.planner.solve import least_peak, solve
-from tightfit.planner.variants import SHARES, compiled, compiled_alike, tiled
 from tightfit.trace.cuda.workspace import CONTEXT_BYTES
 from tightfit.trace.record import Phase, StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
@@ -57,16 +56,32 @@ class Search:
             find_blocks(self.request.model, self.request.blocks)  # a glob that matches nothing costs no trace
 
     @cached_property
+    def kinds(self) -> tuple[type[Lever], ...]:
+        """The levers that the plan may use."""
+        return tuple(kind for kind in lever_types() if self.request.may(kind))
+
+    def of_role(self, role: Role) -> list[type[Lever]]:
+        return [kind for kind in self.kinds if kind.role is role]
+
+    @cached_property
     def paths(self) -> list[str]:
         """Where the blocks are that levers may be put on."""
-        if not self.request.levers & {"recompute", "offload", "compile"}:
+        if not any(kind.needs_blocks for kind in self.kinds):
             return []
         return find_blocks(self.request.model, self.request.blocks, self.plain)
+
+    def step(self, plain: StepTrace | None = None) -> PlainStep:
+        """The plain step as levers see it. `plain` is a step of the same model, where the search's own is not to be
+        traced for that.
+        """
+        request = self.request
+        trace = self.plain if plain is None else plain
+        return PlainStep(request.model, request.batch, trace, tuple(self.paths), request.micro_batches, request.size)
 
     @cached_property
     def plain(self) -> StepTrace:
         """The step with no lever."""
-        return self.tracer.whole(Combination(self.request.micro_batches), {})
+        return self.tracer.whole(self.request.plain, {})
 
     @cached_property
     def budget_bytes(self) -> int:
@@ -80,7 +95,7 @@ class Search:
 
     def run(self) -> Candidate:
         """The best candidate. Raises `CannotFit` with the least peak found."""
-        plain = Combination(self.request.micro_batches)
+        plain = self.request.plain
         routed = self.tracer.routed_peaks(self.plain, plain, {})
         self.routing_matters = len(routed) > 1
         self.consider(Candidate(plain, {}, (), self.plain, worst_bytes=max(routed, default=None)), "no lever")
@@ -88,7 +103,7 @@ class Search:
             self.forbidden()
             self.solve_combinations()
         if self.best is None:
-            self.try_tiles()
+            self.try_last_resorts()
         if self.best is None:
             self.join_segments()
         if self.best is None:
@@ -98,40 +113,33 @@ class Search:
     # Combinations
 
     def combinations(self, plain: StepTrace | None = None) -> list[Combination]:
-        """Micro-batches and loss, the fewest micro-batches first. `plain` is a step of the same model in which the head
-        is found, where the search's own is not to be traced for that.
+        """Every setting of each lever with those of the others, the fewest micro-batches first. `plain` is as for
+        `step`.
         """
-        losses: list[ChunkedLoss | None] = [None]
-        if "chunked_loss" in self.request.levers:
-            head = find_head(plain or self.plain, self.request.model)
-            losses += [] if head is None else [ChunkedLoss(head, None)]
-        return [Combination(count, loss) for count in self.counts() for loss in losses]
-
-    def counts(self) -> list[int]:
-        """Numbers of micro-batches that a plan may take, the fewest first."""
-        counts = [self.request.micro_batches]
-        if "micro_batch" in self.request.levers:
-            size = self.request.size
-            counts += [n for n in range(counts[0] + 1, size + 1) if size % n == 0]
-        return counts
+        step = self.step(plain)
+        found = [self.request.plain]
+        for kind in self.of_role(Role.COMBINED):
+            settings = (None, *kind.settings(step))
+            found = [combination.with_lever(setting) for combination in found for setting in settings]
+        return found
 
     def solve_combinations(self) -> None:
         """All of them; or none with more micro-batches than the first that fits, where the fewest are asked for."""
         for _, alike in itertools.groupby(self.combinations(), key=lambda combination: combination.micro_batches):
             for combination in alike:
                 self.solve_blocks(combination)
-                self.try_compiled(combination)
+                for kind in self.of_role(Role.WHOLE_BLOCKS):
+                    self.try_whole_blocks(combination, kind)
             if self.request.fewest_micro_batches and self.best is not None:
                 return
 
-    def try_compiled(self, combination: Combination) -> None:
-        """The largest share of what compiled blocks would like to keep that fits, in as many blocks as it does; each
-        choice is traced as applied, for the peak need not fall with the share.
+    def try_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
+        """The fastest setting that fits of a lever that takes blocks as they are, in as many blocks as it does; each is
+        traced as applied, for the peak need not fall from one setting to the next.
         """
-        over: list[float] = []
-        if "compile" not in self.request.levers:
-            return
-        for share, alike in zip(SHARES, compiled_alike(combination, self.paths), strict=False):
+        over: list[Lever] = []
+        for setting in kind.settings(self.step()):
+            alike = combination.with_lever(setting)
             try:
                 candidate = self.trace_applied(alike, {})
             except CompileError as error:
@@ -140,19 +148,19 @@ class Search:
             self.consider(candidate, str(alike))
             if self.excess(candidate) <= 0:
                 for higher in dict.fromkeys(over[-1:] + over[:1]):
-                    self.mix_shares(combination, share, higher)
+                    self.mix(combination, setting, higher)
                 return
             if self.best is not None and candidate.seconds >= self.best.seconds:
-                return  # and lower shares take longer
-            over.append(share)
+                return  # and the next settings take longer
+            over.append(setting)
 
-    def mix_shares(self, combination: Combination, low: float, high: float) -> None:
-        """As many blocks as fit keep the higher share, which in all of them is too much."""
+    def mix(self, combination: Combination, setting: Lever, higher: Lever) -> None:
+        """As many blocks as fit take the faster setting, which in all of them is too much."""
         found: Candidate | None = None
         fits, over = 0, len(self.paths)
         while over - fits > 1:
             middle = (fits + over) // 2
-            candidate = self.trace_applied(compiled(combination, self.paths, low, high, middle), {})
+            candidate = self.trace_applied(combination.with_lever(setting.mixed(higher, middle)), {})
             if self.excess(candidate) <= 0:
                 found, fits = candidate, middle
             else:
@@ -160,20 +168,20 @@ class Search:
         if found is not None:
             self.consider(found, str(found.combination))
 
-    def try_tiles(self) -> None:
-        """What takes least, with feed-forwards over fewer and fewer tokens at a time: they run once more for it."""
+    def try_last_resorts(self) -> None:
+        """What takes least, with each setting of the levers for which that is the time."""
         assert self.least is not None, "the plain step was traced"
-        if "tile" not in self.request.levers:
-            return
-        least = replace(self.least.combination, compiled=None)
-        for combination in tiled(least, self.request, self.plain, self.paths):
-            try:
-                self.solve_blocks(combination)
-            except LeverError as error:  # a module that is given something else than one tensor (B, T, n)
-                self.rejected.append(Rejected(str(combination), str(error)))
-                return
-            if self.best is not None:
-                return
+        least = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS))
+        for kind in self.of_role(Role.LAST):
+            for setting in kind.settings(self.step()):
+                combination = least.with_lever(setting)
+                try:
+                    self.solve_blocks(combination)
+                except LeverError as error:  # a module that is given something else than one tensor (B, T, n)
+                    self.rejected.append(Rejected(str(combination), str(error)))
+                    break
+                if self.best is not None:
+                    return
 
     def prospects(self) -> list[Prospect]:
         """All combinations, priced."""
@@ -192,14 +200,13 @@ class Search:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain, compared=True)
 
         fixed = optimizer_peak(self.plain)
-        levers = self.request.levers
         may = {
-            "recomputes": "recompute" in levers,
-            "offloads": "offload" in levers,
+            "recomputes": self.request.may(Recompute),
+            "offloads": self.request.may(Offload),
             "replaying_seconds": self.request.executor.replayed,
             "beside": self.request.device.kind == "cuda",
         }
-        solved = self.paths and levers & {"recompute", "offload"}
+        solved = self.paths and self.of_role(Role.INSIDE_BLOCKS)
         priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if solved else None
         return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 
@@ -249,7 +256,7 @@ class Search:
         """On CUDA copies of neighbouring blocks wait for each other, which blocks by themselves do not show: the best
         choice without offload may be faster after all.
         """
-        if self.request.device.kind != "cuda" or "recompute" not in self.request.levers or self.best is None:
+        if self.request.device.kind != "cuda" or not self.request.may(Recompute) or self.best is None:
             return
         if any(policy.offloads for policy in self.best.policies.values()):
             self.take_solution(combination, priced.in_memory())
@@ -266,19 +273,19 @@ class Search:
         """Blocks joined to segments, whose outputs are recomputed too: slower, and less memory where there are
         many. The optimizer's own peak stays where it is.
         """
-        if "recompute" not in self.request.levers or not self.paths or self.least is None:
+        if not self.request.may(Recompute) or not self.paths or self.least is None:
             return
         if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return
-        combination = replace(self.least.combination, compiled=None)
-        policies = dict.fromkeys(self.paths, RECOMPUTE_ALL)
+        combination = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS))
         for segments in segment_counts(len(self.paths)):
-            ends = segment_ends(len(self.paths), segments)
-            joined = tuple(path for i, path in enumerate(self.paths) if i not in ends)
-            if self.tracer.part(combination, policies, self.plain, joined).peak_bytes >= self.least.peak_bytes:
+            rule = every_block(self.paths, segments=segments)
+            part = self.tracer.part(combination, rule.policies, self.plain, rule.joined)
+            if part.peak_bytes >= self.least.peak_bytes:
                 continue
             self.consider(
-                self.trace_applied(combination, policies, joined=joined), f"{combination}, {segments} segments"
+                self.trace_applied(combination, rule.policies, joined=rule.joined),
+                f"{combination}, {segments} segments",
             )
             if self.best is not None:
                 return
@@ -351,14 +358,14 @@ class Search:
         return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
 
     def forbidden(self) -> None:
-        for lever in ("recompute", "chunked_loss", "micro_batch", "tile"):
-            if lever not in self.request.levers:
-                self.rejected.append(Rejected(lever.replace("_", " "), "not among the levers that were allowed"))
-        for lever in ("recompute", "compile"):
-            if lever in self.request.levers and not self.paths:
-                self.rejected.append(Rejected(lever, "the model has no repeated blocks"))
-        if "chunked_loss" in self.request.levers and find_head(self.plain, self.request.model) is None:
-            self.rejected.append(Rejected("chunked loss", "no linear head that feeds a cross-entropy was found"))
+        """Note which levers were not allowed, and which have nothing to work on."""
+        for kind in lever_types():
+            if not self.request.may(kind):
+                why = None if kind.on_request else "not among the levers that were allowed"
+            else:
+                why = kind.why_not(self.step())
+            if why is not None:
+                self.rejected.append(Rejected(kind.title, why))
 
     def cannot_fit(self) -> CannotFit:
         assert self.least is not None, "the plain step was traced"
@@ -384,7 +391,7 @@ class Search:
     def offload_bound(self) -> str:
         """That offload may take no more than the user allowed, where that was said."""
         allowed = self.request.offload.budget_bytes
-        if "offload" not in self.request.levers or allowed is None:
+        if not self.request.may(Offload) or allowed is None:
             return ""
         return f"; offload may take {format_bytes(allowed)} (offload_budget)"
 

@@ -8,18 +8,18 @@ optimizer's phase, which no choice moves, is that of the plain step. The curve i
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from tightfit.errors import CompileError, LeverError
-from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
-from tightfit.levers.recompute.lever import segment_ends
+from tightfit.levers.recompute import Policy
+from tightfit.levers.recompute.rule import every_block, every_second_block
 from tightfit.planner.candidates import Prospect, describe_levers
 from tightfit.planner.curve import Curve, frontier
-from tightfit.planner.head import find_head
-from tightfit.planner.records import ChunkedLoss, CurvePoint, Rejected
-from tightfit.planner.request import Combination, optimizer_peak
+from tightfit.planner.levers import ChunkedLoss, Combination, Lever, Role, lever_types
+from tightfit.planner.records import CurvePoint
+from tightfit.planner.request import optimizer_peak
 from tightfit.planner.search import Search
 from tightfit.planner.solve import Solution, least_peak, solve
-from tightfit.planner.variants import compiled_alike, tiled
 
 POINTS = 8  # budgets between the plain peak and the least, for each of which a choice is solved and traced
 Choice = tuple[Prospect, Solution]
@@ -52,8 +52,9 @@ class Tradeoff:
         for prospect in prospects:
             levers = describe_levers(prospect.combination, {}, len(self.search.paths))
             self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
-        for combination in self.search.combinations() if "compile" in self.search.request.levers else []:
-            self.compile(combination)
+        for kind in self.search.of_role(Role.WHOLE_BLOCKS):
+            for combination in self.search.combinations():
+                self.take_whole_blocks(combination, kind)
         if not solvable:
             return
         lowest = min(((p, least_peak(p.chain)) for p in solvable), key=lambda choice: choice[1].peak_bytes)
@@ -88,16 +89,15 @@ class Tradeoff:
     def join(self, prospect: Prospect) -> None:
         """Blocks joined to a few segments, whose outputs are recomputed too."""
         paths = self.search.paths
-        policies = dict.fromkeys(paths, RECOMPUTE_ALL)
         for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
-            ends = segment_ends(len(paths), segments)
-            self.apply(prospect.combination, policies, tuple(p for i, p in enumerate(paths) if i not in ends))
+            rule = every_block(paths, segments=segments)
+            self.apply(prospect.combination, rule.policies, rule.joined)
 
-    def compile(self, combination: Combination) -> None:
-        """The blocks compiled, each share that they may keep; nothing where that is not possible."""
+    def take_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
+        """Each setting of a lever that takes whole blocks; nothing where that is not possible."""
         try:
-            for compiled in compiled_alike(combination, self.search.paths):
-                self.apply(compiled, {})
+            for setting in kind.settings(self.search.step()):
+                self.apply(combination.with_lever(setting), {})
         except CompileError:
             return  # the plan says why
 
@@ -109,53 +109,46 @@ class Tradeoff:
 
     def recipes(self) -> list[CurvePoint]:
         """What is done without a plan, each traced as applied."""
-        plain, paths = Combination(self.search.request.micro_batches), self.search.paths
-        every, second = dict.fromkeys(paths, RECOMPUTE_ALL), dict.fromkeys(paths[1::2], RECOMPUTE_ALL)
-        head = find_head(self.search.plain, self.search.request.model)
+        plain, paths = self.search.request.plain, self.search.paths
+        every, second = every_block(paths).policies, every_second_block(paths).policies
         found = []
         if paths:
             found.append(self.point("every block recomputed", plain, every))
         if second:
             found.append(self.point("every second block recomputed", plain, second))
-        if head is not None:
-            chunked = Combination(plain.micro_batches, ChunkedLoss(head, None))
+        for chunked in map(plain.with_lever, ChunkedLoss.settings(self.search.step())):
             found.append(self.point("chunked loss", chunked, {}))
             if paths:
                 found.append(self.point("chunked loss, every block recomputed", chunked, every))
         return found
 
-    def try_forbidden(self, recipes: Sequence[CurvePoint]) -> None:
-        """Give the levers that were not allowed, which the search only names, the figures that they would have had."""
-        traced = {recipe.levers: recipe for recipe in recipes}
+    def try_forbidden(self) -> None:
+        """Give the levers that were not allowed, which the search only names, the figures that their fastest setting
+        would have had.
+        """
+        titles = {kind.title: kind for kind in lever_types() if not self.search.request.may(kind)}
         for index, rejected in enumerate(self.search.rejected):
-            point = traced.get(rejected.levers) or self.with_more_micro_batches(rejected) or self.with_tiles(rejected)
-            if point is not None and rejected.peak_bytes is None:
-                self.search.rejected[index] = Rejected(
-                    point.levers, rejected.reason, point.peak_bytes, point.step_seconds
-                )
+            kind = titles.get(rejected.levers)
+            if kind is not None and rejected.peak_bytes is None:
+                point = self.point_of(kind)
+                if point is not None:
+                    self.search.rejected[index] = replace(
+                        rejected, levers=point.levers, peak_bytes=point.peak_bytes, step_seconds=point.step_seconds
+                    )
 
-    def with_more_micro_batches(self, rejected: Rejected) -> CurvePoint | None:
-        """The fewest micro-batches more than the plain step has, where it is them that were rejected."""
-        request = self.search.request
-        if rejected.levers != "micro batch":
-            return None
-        counts = [n for n in range(request.micro_batches + 1, request.size + 1) if request.size % n == 0]
-        return self.point(str(Combination(counts[0])), Combination(counts[0]), {}) if counts else None
-
-    def with_tiles(self, rejected: Rejected) -> CurvePoint | None:
-        """The plain step with the fewest tiles, where it is them that were rejected, and there can be any."""
-        if rejected.levers != "tile":
-            return None
-        search = self.search
-        plain = Combination(search.request.micro_batches)
-        for combination in tiled(plain, search.request, search.plain, search.paths)[:1]:
+    def point_of(self, kind: type[Lever]) -> CurvePoint | None:
+        """The plain step with a lever at its fastest; None where there is no such setting, or it cannot be applied."""
+        plain = self.search.request.plain
+        for setting in kind.settings(self.search.step())[:1]:
+            if kind.role is Role.INSIDE_BLOCKS:
+                return None  # what it gives is the plan's own question
             with suppress(LeverError):  # a module that cannot be tiled
-                return self.point(str(combination), combination, {})
+                return self.point(str(setting), plain.with_lever(setting), {})
         return None
 
     def allowed(self, recipe: CurvePoint) -> bool:
         """Whether a plan might do the same."""
-        return "chunked loss" not in recipe.levers or "chunked_loss" in self.search.request.levers
+        return "chunked loss" not in recipe.levers or self.search.request.may(ChunkedLoss)
 
     # Both
 

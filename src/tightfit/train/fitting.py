@@ -12,8 +12,9 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import LeverError
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.recompute import recompute
+from tightfit.module_paths import globs_of
 from tightfit.planner import api
-from tightfit.planner.blocks import find_blocks, globs_of
+from tightfit.planner.blocks import find_blocks
 from tightfit.planner.plan import Plan
 from tightfit.planner.records import Footing
 from tightfit.step import Loss

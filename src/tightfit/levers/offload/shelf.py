@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tightfit.activity import now, offload
+from tightfit.errors import LeverError
 from tightfit.internals import counting_alias
 from tightfit.levers.offload.transfers import Crossing, CudaCrossing, Lanes, Transfers
 from tightfit.levers.recompute.values import Copy
@@ -205,3 +206,18 @@ class HostShelf:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.settings = state["settings"]
         self.__post_init__()
+
+
+def shelf_with_room(settings: OffloadSettings, needed_bytes: int, *, on_host: bool) -> HostShelf:
+    """A shelf that can take `needed_bytes` at once, in host memory or in a file. Raises `LeverError` where there is
+    less room, `OutputError` where the folder cannot be used.
+    """
+    shelf = HostShelf(settings)
+    store = shelf.open(HOST if on_host else DISK).store
+    if store.budget_bytes < needed_bytes:
+        where, other = ("host memory", "budget") if on_host else (f"{store.folder}", "folder or budget")
+        raise LeverError(
+            f"offload: the plan needs {format_bytes(needed_bytes)} in {where}, and may take "
+            f"{format_bytes(store.budget_bytes)}: free space there, or plan again with another {other}"
+        )
+    return shelf

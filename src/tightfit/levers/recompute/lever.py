@@ -9,8 +9,9 @@ from torch import nn
 from tightfit.errors import LeverError
 from tightfit.exclusions import SEGMENTS_AND_REENTRANT
 from tightfit.levers.handle import Applied
-from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
+from tightfit.levers.recompute.rule import Rule, every_block
 from tightfit.levers.recompute.values import Shelf
 from tightfit.module_paths import module_at, named_modules
 
@@ -35,10 +36,12 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
         raise LeverError(SEGMENTS_AND_REENTRANT.refusal())
     if use_reentrant:
         return install(ReentrantForward(module_at(model, path), path) for path in paths)
-    ends = segment_ends(len(paths), len(paths) if segments is None else segments)
-    return apply_policies(
-        model, dict.fromkeys(paths, RECOMPUTE_ALL), joined={path for i, path in enumerate(paths) if i not in ends}
-    )
+    return apply_rule(model, every_block(paths, segments=segments))
+
+
+def apply_rule(model: nn.Module, rule: Rule) -> Applied:
+    """Recompute by a rule."""
+    return apply_policies(model, rule.policies, joined=rule.joined)
 
 
 def apply_policies(
@@ -76,11 +79,6 @@ def undo(model: nn.Module) -> None:
     while forwards := forwards_on(model):
         for forward in forwards:
             forward.remove()
-
-
-def segment_ends(count: int, segments: int) -> set[int]:
-    """The index of the last block of each of `segments` runs whose lengths differ by at most one."""
-    return {(k + 1) * count // segments - 1 for k in range(segments)}
 
 
 def matches(path: list[str], pattern: list[str]) -> bool:

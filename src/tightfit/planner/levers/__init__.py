@@ -1,0 +1,51 @@
+"""The levers of a plan: one file for each, registered here in the order in which users read them.
+
+A lever that is not listed here can be registered by `register`: it then stands wherever levers are listed.
+"""
+
+from tightfit.planner.levers.base import (
+    CLASSES,
+    ROUNDING_SPREAD,
+    Exactness,
+    Lever,
+    Offer,
+    PlainStep,
+    Role,
+    allowed_levers,
+    find,
+    forget,
+    lever_from_dict,
+    lever_types,
+    register,
+)
+
+from tightfit.planner.levers.recompute import Recompute  # isort: skip
+from tightfit.planner.levers.micro_batch import MicroBatches  # isort: skip
+from tightfit.planner.levers.chunked_loss import ChunkedLoss  # isort: skip
+from tightfit.planner.levers.tile import TiledModules  # isort: skip
+from tightfit.planner.levers.offload import Offload  # isort: skip
+from tightfit.planner.levers.compiled import CompiledBlocks  # isort: skip
+from tightfit.planner.levers.combination import Combination  # isort: skip
+
+__all__ = [
+    "CLASSES",
+    "ROUNDING_SPREAD",
+    "ChunkedLoss",
+    "Combination",
+    "CompiledBlocks",
+    "Exactness",
+    "Lever",
+    "MicroBatches",
+    "Offer",
+    "Offload",
+    "PlainStep",
+    "Recompute",
+    "Role",
+    "TiledModules",
+    "allowed_levers",
+    "find",
+    "forget",
+    "lever_from_dict",
+    "lever_types",
+    "register",
+]

@@ -1,0 +1,89 @@
+"""The lever `compile`: blocks run as `torch.compile` makes them, with a share of what such code would like to keep."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from tightfit.exclusions import BUDGET_AND_COMPILED_BLOCKS
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.devices.spec import DeviceSpec
+    from tightfit.levers.handle import Applied
+    from tightfit.planner.records import BlockChoice
+
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what compiled blocks would like to keep, the fastest first
+
+
+@register
+@dataclass(frozen=True)
+class CompiledBlocks(Lever):
+    """Each block's path with the share that it keeps."""
+
+    shares: tuple[tuple[str, float], ...]
+
+    name = "compile"
+    title = "compile"
+    summary = "blocks run as torch.compile makes them (CPU)"
+    exactness = Exactness.ROUNDING
+    role = Role.WHOLE_BLOCKS
+    spread = 1.05  # kernels that the compiler fused round elsewhere: -3.2% to +3.3% (docs/lab-notes.md, "Rounding")
+    on_request = True
+    needs_blocks = True
+    excludes = (BUDGET_AND_COMPILED_BLOCKS,)
+
+    @classmethod
+    def settings(cls, step: PlainStep) -> Sequence[Self]:
+        """All blocks keep the same share."""
+        return [cls(tuple((path, share) for path in step.blocks)) for share in SHARES] if step.blocks else []
+
+    @classmethod
+    def why_not(cls, step: PlainStep) -> str | None:
+        return None if step.blocks else "the model has no repeated blocks"
+
+    @classmethod
+    def refusal(cls, device: "DeviceSpec") -> str | None:
+        if device.kind == "cpu":
+            return None
+        return (
+            f"compile is not available in a plan for {device.name}: what the compiler writes is known for a CPU only: "
+            "leave it out of the levers, or call compile_blocks without a plan"
+        )
+
+    def mixed(self, higher: "CompiledBlocks", last: int) -> "CompiledBlocks":
+        """This setting, but for the `last` blocks, whose backward comes first: they do as in the `higher` one."""
+        first = len(self.shares) - last
+        return CompiledBlocks((*self.shares[:first], *higher.shares[first:]))
+
+    def share_of(self, path: str) -> float:
+        return dict(self.shares)[path]
+
+    def apply(self, model: "nn.Module") -> "Applied":
+        from tightfit.levers.compiled import compile_paths
+
+        return compile_paths(model, dict(self.shares))
+
+    def sentence(self, choices: "Sequence[BlockChoice]") -> str:
+        return f"{len(self.shares)} of {len(choices)} blocks run as compiled code."
+
+    @classmethod
+    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+        """All blocks at their fastest."""
+        from tightfit.module_paths import globs_of
+
+        python = "; ".join(f'tightfit.compile_blocks(model, "{glob}")' for glob in globs_of(step.blocks))
+        found = cls.settings(step)[:1]
+        return [Offer(str(each), python, "memory: {compile_blocks: true}", lever=each) for each in found]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(tuple((path, share) for path, share in raw["shares"]))
+
+    def __str__(self) -> str:
+        counts = Counter(share for _, share in self.shares)
+        if len(counts) > 1:
+            return "blocks compiled: " + ", ".join(f"{n} keeping {share:.0%}" for share, n in counts.items())
+        return "all blocks compiled" + "".join(f", keeping {share:.0%}" for share in counts if share < 1)

@@ -1,0 +1,84 @@
+"""The lever `offload`: what blocks would hold for backward goes to a file or to pinned host memory, bit for bit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.devices.spec import DeviceSpec
+    from tightfit.levers.offload import HostShelf
+    from tightfit.planner.records import BlockChoice
+
+
+@register
+@dataclass(frozen=True)
+class Offload(Lever):
+    """Where offloaded values go: a file in `folder` (None: the system's for temporary files), or from a CUDA device the
+    `host`'s pinned memory; at most `budget_bytes` (None: half of what is free), storages of `smallest_bytes` and more;
+    and how many bytes are there at once. Which values, is decided in the plan's `choices`.
+    """
+
+    folder: str | None
+    budget_bytes: int | None
+    smallest_bytes: int
+    bytes: int
+    host: bool = False
+
+    name = "offload"
+    title = "offload"
+    summary = "what blocks would hold for backward goes to a file (CPU) or to pinned host memory (CUDA) meanwhile"
+    exactness = Exactness.EXACT
+    role = Role.INSIDE_BLOCKS
+    on_request = True
+    needs_blocks = True
+
+    @classmethod
+    def settings(cls, step: PlainStep) -> Sequence[Self]:
+        """None beforehand: what goes away is known once the choices inside blocks are solved."""
+        return []
+
+    @classmethod
+    def refusal(cls, device: "DeviceSpec") -> str | None:
+        from tightfit.devices.figures import copy_rates
+
+        if device.kind != "cuda" or copy_rates(device) is not None:
+            return None
+        return (
+            f"offload is not available on {device.name}: the rate of its link to the host is not known: calibrate it "
+            "again, or leave offload out of the levers (recompute is exact too)"
+        )
+
+    def apply(self, model: "nn.Module") -> None:
+        """The choices inside blocks are put on together, with this lever's shelf."""
+
+    def shelf(self) -> "HostShelf":
+        """A shelf on which there is room for the plan. Raises `LeverError` where there is less, `OutputError` where the
+        folder cannot be used.
+        """
+        from tightfit.levers.offload.shelf import OffloadSettings, shelf_with_room
+
+        settings = OffloadSettings(self.folder, self.budget_bytes, self.smallest_bytes)
+        return shelf_with_room(settings, self.bytes, on_host=self.host)
+
+    def sentence(self, choices: "Sequence[BlockChoice]") -> str:
+        count = sum(choice.action == "offload" for choice in choices)
+        file = f"a file in {self.folder or 'the folder for temporary files'}"
+        where = "pinned host memory" if self.host else file
+        return f"{count} of {len(choices)} blocks offload {format_bytes(self.bytes)} to {where}."
+
+    @classmethod
+    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+        """All that every block would hold."""
+        if not step.blocks:
+            return []
+        from tightfit.levers.recompute import OFFLOAD_ALL
+        from tightfit.module_paths import globs_of
+
+        python = "; ".join(f'tightfit.offload(model, "{glob}")' for glob in globs_of(step.blocks))
+        yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
+        return [Offer(f"offload all {len(step.blocks)} blocks", python, yaml, inside=OFFLOAD_ALL)]

@@ -1,0 +1,65 @@
+"""The page `docs/levers.md`, made from the registered levers.
+
+`python -m tightfit.planner.levers.page > docs/levers.md` writes it. No torch here.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from tightfit.exclusions import OF_NO_LEVER, Exclusion
+from tightfit.planner.levers import Exactness, Lever, lever_types
+
+_INTRODUCTION = """\
+# Levers
+
+Written by `python -m tightfit.planner.levers.page` from the registered levers. `exact` allows those that change no bit,
+`rounding` also those that change the order of sums; what is used "where named" has to be named besides:
+`levers=["rounding", "offload"]`, `--levers rounding,offload`. `verify` judges exact levers by bit-equality, the others
+by the error of the gradients against fp64.
+
+| lever | what it does | result | `verify` allows | used |
+|---|---|---|---|---|
+"""
+
+_EXCLUDING = """
+## Levers and settings that exclude each other
+
+What is given together is refused with these words, before a step is run. Forty random combinations of levers are
+trained in `tests/train/test_combinations.py`: each is refused by this table, or has the losses of the plain training,
+to the last bit where its levers are exact, or says that its budget cannot be met.
+
+| one | other | why | what to do |
+|---|---|---|---|
+"""
+
+
+def exclusions() -> tuple[Exclusion, ...]:
+    """All of them: those of no lever, and those that levers state, each once."""
+    return tuple(dict.fromkeys((*OF_NO_LEVER, *(each for kind in lever_types() for each in kind.excludes))))
+
+
+def levers_page() -> str:
+    """The page, as Markdown."""
+    return _INTRODUCTION + "".join(map(_row, lever_types())) + _EXCLUDING + "".join(_excluding_rows())
+
+
+def _row(kind: type[Lever]) -> str:
+    used = "where named" if kind.on_request else f"with `{kind.exactness}`"
+    return f"| `{kind.name}` | {kind.summary} | {kind.exactness} | {_allowed(kind)} | {used} |\n"
+
+
+def _allowed(kind: type[Lever]) -> str:
+    if kind.exactness is Exactness.EXACT:
+        return "no difference"
+    if kind.exactness is Exactness.ROUNDING:
+        return f"{kind.spread - 1:.0%} above the plain run's error"
+    return f"an error of {kind.bound:g} more than the plain run's"
+
+
+def _excluding_rows() -> Iterator[str]:
+    for each in exclusions():
+        yield f"| `{each.one}` | `{each.other}` | {each.reason} | {each.remedy} |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(levers_page())

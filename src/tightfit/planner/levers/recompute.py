@@ -1,0 +1,56 @@
+"""The lever `recompute`: what blocks would hold for backward is computed again there, bit for bit the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from tightfit.exclusions import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.planner.records import BlockChoice
+
+
+@register
+@dataclass(frozen=True)
+class Recompute(Lever):
+    """Which operators of which block is decided in the plan's `choices`; by hand, all of the blocks `every` names."""
+
+    name = "recompute"
+    title = "recompute"
+    summary = "what blocks would hold for backward is computed again, as much of it as the budget needs"
+    exactness = Exactness.EXACT
+    role = Role.INSIDE_BLOCKS
+    needs_blocks = True
+    excludes = (BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT)
+
+    @classmethod
+    def settings(cls, step: PlainStep) -> Sequence[Self]:
+        return [cls()] if step.blocks else []
+
+    @classmethod
+    def why_not(cls, step: PlainStep) -> str | None:
+        return None if step.blocks else "the model has no repeated blocks"
+
+    def apply(self, model: "nn.Module") -> None:
+        """The choices inside blocks are put on together."""
+
+    def sentence(self, choices: "Sequence[BlockChoice]") -> str:
+        count = sum(choice.action in ("recompute", "operators") for choice in choices)
+        return f"{count} of {len(choices)} blocks recompute something in backward."
+
+    @classmethod
+    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+        """Every block as a whole."""
+        if not step.blocks:
+            return []
+        from tightfit.levers.recompute import RECOMPUTE_ALL
+        from tightfit.module_paths import globs_of
+
+        globs = globs_of(step.blocks)
+        python = "; ".join(f'tightfit.recompute(model, "{glob}")' for glob in globs)
+        named = f'{{blocks: "{globs[0]}"}}' if len(globs) == 1 else "{}"
+        name = f"recompute all {len(step.blocks)} blocks"
+        return [Offer(name, python, f"memory: {{recompute: {named}}}", inside=RECOMPUTE_ALL)]
