@@ -18,7 +18,7 @@ demo: $(READY)
 
 # CALIBRATION=slow-products, slow-memory or busy-hour: other made-up figures of the CPU (tests/made_up_devices.py)
 test: $(READY)
-	$(BIN)/python -m pytest $(if $(CALIBRATION),--calibration $(CALIBRATION))
+	$(BIN)/python -m pytest --durations=25 $(if $(CALIBRATION),--calibration $(CALIBRATION))
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'
