@@ -1,10 +1,10 @@
 """Proves on the user's own model and batch that a plan changes nothing: the plain run against the planned run.
 
-What a plan recomputes must be bit-equal: loss, every gradient, every buffer and the states of the random generators
-afterwards. What is exact to rounding only (chunked loss, micro-batches, tiles, compiled blocks) is judged against a
-run in fp64, with dropout off so that both precisions compute the same function: the planned error may be at most the
-plain one's, but for the spread that products of other shapes and fused kernels have by themselves (`ROUNDING_SPREAD`).
-Where something differs, the plan is taken apart until the lever and the module are found.
+What a plan recomputes or offloads must be bit-equal: loss, every gradient, every buffer and the states of the random
+generators afterwards. What is exact to rounding only (chunked loss, micro-batches, tiles, compiled blocks) is judged
+against a run in fp64, with dropout off so that both precisions compute the same function: the planned error may be at
+most the plain one's, but for the spread that products of other shapes and fused kernels have by themselves
+(`ROUNDING_SPREAD`). Where something differs, the plan is taken apart until the lever and the module are found.
 """
 
 import copy
@@ -62,9 +62,9 @@ class Difference:
 class Verification:
     """The outcome. `ok` says that the plan may be trusted.
 
-    `worst` is the worst difference between the plain and the recomputing run, None where all is bit-equal. The
-    errors are those of all gradients together, relative to fp64; they are None where the plan uses bit-exact levers
-    only.
+    `worst` is the worst difference between the plain run and the one under the bit-exact levers, None where all is
+    bit-equal. The errors are those of all gradients together, relative to fp64; they are None where the plan uses
+    bit-exact levers only.
     """
 
     ok: bool
@@ -87,7 +87,7 @@ class Verification:
         plain = f"the plain run's {self.plain_error:.3e}"
         if self.ok:
             return f"{equal}; {errors}, at most {self.spread - 1:.0%} above {plain}"
-        return f"NOT EQUAL: {errors}, more than {self.spread - 1:.0%} above {plain}; what is recomputed is bit-equal"
+        return f"NOT EQUAL: {errors}, more than {self.spread - 1:.0%} above {plain}; exact levers are bit-equal"
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
         return Verification(ok=False, repeatable=False, compared=len(plain.tensors), worst=again)
     worst = plain.worst_difference(run(model, batch, loss, exact))
     if worst is not None:
-        cause = find_cause(model, batch, loss, exact, plain)
-        worst = replace(worst, lever="recompute", module=cause)
+        blocks = find_cause(model, batch, loss, exact, plain)
+        lever = find_lever(model, batch, loss, replace(exact, choices=blocks), plain)
+        worst = replace(worst, lever=lever, module=", ".join(choice.path for choice in blocks))
     compared = len(plain.tensors) + len(plain.states) - 1
     if exact == plan:
         return Verification(worst is None, repeatable=True, compared=compared, worst=worst)
@@ -156,15 +157,24 @@ def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
 
 def without_levers(plan: Plan) -> Plan:
     """The plain step, as a plan."""
-    return replace(plan, choices=(), micro_batches=1, chunked_loss=None, tiled=None)
+    return replace(plan, choices=(), micro_batches=1, chunked_loss=None, tiled=None, offload=None)
 
 
-def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
-    """The block whose recomputation alone makes a difference; several where only together they do."""
-    choices = [c for c in plan.choices if c.action != "keep"]
+def without_offload(plan: Plan) -> Plan:
+    """The plan with all that it offloads kept in memory: it recomputes the same."""
+    choices = [
+        replace(choice, kept=choice.kept + choice.offloaded, offloaded=(), offloaded_modules=(), offloads_inputs=False)
+        for choice in plan.choices
+    ]
+    return replace(plan, choices=tuple(choices), offload=None)
 
-    def differs(some: list[BlockChoice]) -> bool:
-        return plain.worst_difference(run(model, batch, loss, replace(plan, choices=tuple(some)))) is not None
+
+def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
+    """The block whose choice alone makes a difference; several where only together they do."""
+    choices = tuple(c for c in plan.choices if c.action != "keep")
+
+    def differs(some: tuple[BlockChoice, ...]) -> bool:
+        return plain.worst_difference(run(model, batch, loss, replace(plan, choices=some))) is not None
 
     while len(choices) > 1:
         half = len(choices) // 2
@@ -172,7 +182,15 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
         if not halves:
             break
         choices = halves[0]
-    return ", ".join(choice.path for choice in choices)
+    return choices
+
+
+def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
+    """The exact lever that makes the difference: offload where none is left once everything stays in memory."""
+    if plan.offload is None:
+        return "recompute"
+    in_memory = run(model, batch, loss, without_offload(plan))
+    return "offload" if plain.worst_difference(in_memory) is None else "recompute"
 
 
 def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:
