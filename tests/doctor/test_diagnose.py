@@ -137,11 +137,6 @@ def test_the_lines_of_yaml_are_keys_of_the_configuration(remedied, tmp_path):
         load_config(str(path), ())
 
 
-def test_only_what_the_package_can_do_is_offered(remedied):
-    names = " ".join(remedy.name for remedy in remedied.remedies)
-    assert not any(word in names for word in ("8-bit", "offload", "LoRA"))
-
-
 def test_a_model_without_blocks_head_or_rows_to_split_gets_no_remedy():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
     found = tightfit.diagnose(
