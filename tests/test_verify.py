@@ -1,12 +1,17 @@
 """Verification finds what a plan changes, and names the lever and the module."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from tightfit import plan, verify
+from tightfit import plan, verification, verify
+from tightfit.levers.offload import shelf
 from tightfit.levers.recompute import region
 from tightfit.levers.recompute.recorder import Recorder
+from tightfit.memory.disk import DiskRates
+from tightfit.planner import apply
 from tiny import decoder, token_batch
 
 
@@ -30,6 +35,72 @@ def test_a_broken_recompute_is_found_and_named(monkeypatch):
     assert report.worst.lever == "recompute"
     assert "gradient" in report.worst.what or report.worst.what == "loss"
     assert victim in str(report)
+
+
+@pytest.fixture
+def offloading(monkeypatch):
+    """A model, a batch and a plan whose blocks all offload and recompute."""
+    monkeypatch.setattr("tightfit.planner.request.disk_rates", lambda folder: DiskRates(1e11, 1e11))
+    model, batch = decoder(hidden_size=128, num_layers=4), token_batch(4, 128)
+    made = plan(model, batch, "0.6x", levers=["recompute", "offload"])
+    assert made.offload is not None
+    return model, batch, made
+
+
+def test_a_broken_offload_is_found_and_named(offloading, monkeypatch):
+    model, batch, made = offloading
+    victim = model.get_submodule([c.path for c in made.choices if c.offloaded][1])
+    fetch, put, broken = shelf.DiskCopy.fetch, shelf.HostShelf.put, []
+
+    def noting(self, tensor):
+        copy = put(self, tensor)
+        if victim.running:
+            broken.append(copy)
+        return copy
+
+    def corrupting(self):
+        content = fetch(self)
+        if any(self is copy for copy in broken):
+            content.view(torch.uint8)[:64] ^= 1
+        return content
+
+    victim.running = False
+    victim.register_forward_pre_hook(lambda *_: setattr(victim, "running", True))
+    victim.register_forward_hook(lambda *_: setattr(victim, "running", False))
+    monkeypatch.setattr(shelf.HostShelf, "put", noting)
+    monkeypatch.setattr(shelf.DiskCopy, "fetch", corrupting)
+    report = verify(model, batch, made)
+    assert broken
+    assert not report.ok
+    assert report.worst.lever == "offload"
+    assert model.get_submodule(report.worst.module) is victim
+    assert f"caused by offload in {report.worst.module}" in str(report)
+
+
+def test_a_broken_recompute_beside_offload_is_named(offloading, monkeypatch):
+    model, batch, made = offloading
+    original = region.RecordedForward.__call__
+    monkeypatch.setattr(region.RecordedForward, "__call__", lambda self, *a, **k: original(self, *a, **k) * 1.001)
+    assert verify(model, batch, made).worst.lever == "recompute"
+
+
+def test_the_plain_run_opens_no_shelf(offloading, monkeypatch):
+    model, batch, made = offloading
+    events, applied, opened = [], verification.apply_plan, apply.opened_shelf
+
+    def applying(plan, model):
+        events.append("levers" if plan.choices else "plain")
+        return applied(plan, model)
+
+    def opening(tier):
+        events.append("shelf")
+        return opened(tier)
+
+    monkeypatch.setattr(verification, "apply_plan", applying)
+    monkeypatch.setattr(apply, "opened_shelf", opening)
+    assert verify(model, batch, replace(made, micro_batches=2)).ok
+    # plain twice, then what must be bit-equal; in fp64 and plain, then the whole plan
+    assert events == ["plain", "plain", "levers", "shelf", "plain", "plain", "levers", "shelf"]
 
 
 class Restless(nn.Module):

@@ -25,7 +25,7 @@ from tightfit.levers.low_bit_weights import at_full_width
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.footing import fingerprint
-from tightfit.planner.levers import ROUNDING_SPREAD, Exactness
+from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Offload
 from tightfit.planner.plan import BlockChoice, Plan
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, forward_backward, model_loss
@@ -55,9 +55,9 @@ class Difference:
 class Verification:
     """The outcome. `ok` says that the plan may be trusted.
 
-    `worst` is the worst difference between the plain and the recomputing run, None where all is bit-equal. The
-    errors are those of all gradients together, relative to fp64; they are None where the plan uses bit-exact levers
-    only.
+    `worst` is the worst difference between the plain run and the one under the bit-exact levers, None where all is
+    bit-equal. The errors are those of all gradients together, relative to fp64; they are None where the plan uses
+    bit-exact levers only.
     """
 
     ok: bool
@@ -83,7 +83,7 @@ class Verification:
             limit += f" and {self.bound:.3g} that inexact levers state"
         if self.ok:
             return f"{equal}; {errors}, at most {limit}"
-        return f"NOT EQUAL: {errors}, more than {limit}; what is recomputed is bit-equal"
+        return f"NOT EQUAL: {errors}, more than {limit}; exact levers are bit-equal"
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
         return Verification(ok=False, repeatable=False, compared=len(plain.tensors), worst=again)
     worst = plain.worst_difference(run(model, batch, loss, exact))
     if worst is not None:
-        cause = find_cause(model, batch, loss, exact, plain)
-        worst = replace(worst, lever="recompute", module=cause)
+        blocks = find_cause(model, batch, loss, exact, plain)
+        lever = find_lever(model, batch, loss, replace(exact, choices=blocks), plain)
+        worst = replace(worst, lever=lever, module=", ".join(choice.path for choice in blocks))
     compared = len(plain.tensors) + len(plain.states) - 1
     if exact.levers == plan.levers:
         return Verification(worst is None, repeatable=True, compared=compared, worst=worst)
@@ -157,12 +158,23 @@ def without_levers(plan: Plan) -> Plan:
     return replace(plan, choices=(), levers=())
 
 
-def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
-    """The block whose recomputation alone makes a difference; several where only together they do."""
-    choices = [c for c in plan.choices if c.action != "keep"]
+def without_offload(plan: Plan) -> Plan:
+    """The plan with all that it offloads kept in memory: it recomputes the same."""
+    choices = [
+        replace(choice, kept=choice.kept + choice.offloaded, offloaded=(), offloaded_modules=(), offloads_inputs=False)
+        for choice in plan.choices
+    ]
+    return replace(
+        plan, choices=tuple(choices), levers=tuple(each for each in plan.levers if each.name != Offload.name)
+    )
 
-    def differs(some: list[BlockChoice]) -> bool:
-        return plain.worst_difference(run(model, batch, loss, replace(plan, choices=tuple(some)))) is not None
+
+def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
+    """The block whose choice alone makes a difference; several where only together they do."""
+    choices = tuple(c for c in plan.choices if c.action != "keep")
+
+    def differs(some: tuple[BlockChoice, ...]) -> bool:
+        return plain.worst_difference(run(model, batch, loss, replace(plan, choices=some))) is not None
 
     while len(choices) > 1:
         half = len(choices) // 2
@@ -170,7 +182,15 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
         if not halves:
             break
         choices = halves[0]
-    return ", ".join(choice.path for choice in choices)
+    return choices
+
+
+def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
+    """The exact lever that makes the difference: offload where none is left once everything stays in memory."""
+    if plan.offload is None:
+        return "recompute"
+    in_memory = run(model, batch, loss, without_offload(plan))
+    return "offload" if plain.worst_difference(in_memory) is None else "recompute"
 
 
 def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:

@@ -138,23 +138,37 @@ def test_a_checkpoint_holds_the_plan_and_a_resumed_training_keeps_it(tmp_path, m
     assert len(model.seen) == 4
 
 
+class Plans(pl.Callback):
+    """The plan in force when each batch begins, and the measured peak of its step."""
+
+    def __init__(self, budget):
+        self.budget, self.plans, self.peaks = budget, [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.plans.append(self.budget.plan)
+        self.measured = StepPeak(pl_module, trainer.optimizers[0])
+        self.measured.begin()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.peaks.append(self.measured.end())
+
+
 def test_a_larger_batch_is_planned_for_before_it_runs():
-    class Growing(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
+    generator, lengths = torch.Generator().manual_seed(1), (16, 32, 48, 40)
+    data = [{n: torch.randn(8, t, 64, generator=generator) for n in ("inputs", "targets")} for t in lengths]
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+    plain, within, budget = module_class(pl)(), module_class(pl)(), MemoryBudget("9MiB")
+    seen = Plans(budget)
+    fit(pl, plain, loader=loader)
+    fit(pl, within, budget, seen, loader=loader)
+    assert within.seen == plain.seen
 
-        def __getitem__(self, index):
-            return {name: torch.ones(16 * (index + 1), 64) for name in ("inputs", "targets")}
-
-    budget = MemoryBudget("5MiB")
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=[budget], logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, accelerator="cpu",
-    )  # fmt: skip
-    model = module_class(pl)()
-    trainer.fit(model, torch.utils.data.DataLoader(Growing(), batch_size=1))
-    assert len(model.seen) == 4
-    assert budget.plan.peak_bytes <= budget.plan.budget_bytes
+    first, second, third, fourth = seen.plans
+    assert {choice.action for choice in first.choices} == {"keep"}
+    assert first.plain_peak_bytes < first.budget_bytes < second.plain_peak_bytes < third.plain_peak_bytes
+    assert fourth is third, "a shorter batch needs no other plan"
+    assert max(seen.peaks) <= budget.plan.budget_bytes == 9 * 2**20
+    assert [plan.peak_bytes for plan in (second, third)] == pytest.approx(seen.peaks[1:3], rel=0.05)
 
 
 class ByHand:

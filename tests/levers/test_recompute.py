@@ -1,13 +1,16 @@
 """The lever's interface: which modules it takes, what it leaves untouched, and how it comes off again."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError, RecomputeError
@@ -16,6 +19,7 @@ from tightfit.levers.recompute.lever import apply_policies, matching_modules
 from tightfit.levers.recompute.rule import every_block
 
 WIDTH, BLOCKS = 8, 5
+LAYERS = 1 + 2 * BLOCKS  # linear ones of the model
 
 
 class Mlp(nn.Module):
@@ -200,17 +204,33 @@ def test_a_copy_of_the_model_recomputes_on_its_own_parameters(duplicate, use_ree
             for parameter in model.parameters():
                 parameter.zero_()
         assert twin.layers[0].forward.module is twin.layers[0]
-        frugal = run(twin, inputs)
+        with Products() as products:
+            frugal = run(twin, inputs)
     assert_bit_equal(run(*build()), frugal)
+    assert products.count > LAYERS
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers: one a layer in a plain step, more where blocks run again."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_copy_outlives_the_model_it_was_made_from():
     model, inputs = build()
     recompute(model, "layers.*")
-    twin = copy.deepcopy(model)
+    twin, original = copy.deepcopy(model), weakref.ref(model.layers[0].mlp.up.weight)
     del model
-    twin(inputs).sum().backward()
-    assert inputs.grad is not None
+    gc.collect()
+    assert original() is None, "a copy keeps nothing of the model alive"
+    with Products() as products:
+        frugal = run(twin, inputs)
+    assert_bit_equal(run(*build()), frugal)
+    assert products.count > LAYERS
 
 
 def test_a_policy_keeps_exactly_the_operators_it_names():

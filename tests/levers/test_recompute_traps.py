@@ -1,7 +1,6 @@
 """Recompute is bit-equal to the plain run on every trap we know, whatever the policy keeps.
 
-PyTorch's own checkpoint and selective checkpoint run beside it; what they give is recorded with the test, not
-asserted, since it may change from release to release.
+PyTorch's own checkpoint and selective checkpoint run beside it: a trap that catches nobody proves nothing.
 """
 
 import functools
@@ -51,12 +50,14 @@ def test_recompute_leaves_everything_bit_equal(name, lever):
     assert_bit_equal(plain_step(name), step(name, LEVERS[lever]))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_recompute_is_bit_equal_whatever_pytorch_makes_of_the_same_trap(name, record_property):
-    plain = plain_step(name)
-    for lever, levers in TORCH_LEVERS.items():
-        record_property(lever, verdict(name, plain, levers))
-    assert_bit_equal(plain, step(name, LEVERS["products kept"]))
+@pytest.mark.parametrize("lever", TORCH_LEVERS)
+def test_the_traps_are_traps_pytorchs_own_checkpoint_gets_some_of_them_wrong(lever, record_property):
+    """Which ones may change from release to release: the verdicts are recorded with the test."""
+    verdicts = {name: verdict(name, plain_step(name), TORCH_LEVERS[lever]) for name in CASES}
+    for name, said in verdicts.items():
+        record_property(name, said)
+    assert any(said.startswith("silently wrong") for said in verdicts.values())
+    assert "bit-equal" in verdicts.values()
 
 
 def test_the_comparison_sees_a_single_wrong_bit():

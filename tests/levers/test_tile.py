@@ -110,13 +110,21 @@ def test_frozen_weights_get_no_gradient():
     assert model.layers[0].mlp.down_proj.weight.grad is not None
 
 
-def test_undo_leaves_no_trace():
-    model = decoder()
-    before = [dict(module.__dict__) for module in model.modules()]
+def test_undo_restores_every_module_exactly():
+    model, batch = decoder(), token_batch()
+    before = [copy.copy(module.__dict__) for module in model.modules()]
+    hooks = [[list(value) for name, value in names.items() if "hooks" in name and value] for names in before]
+    plain = gradients(model, batch)
     applied = tile(model, "layers.*.mlp", 20)
     assert "forward" in model.layers[0].mlp.__dict__
+    assert not all(map(torch.equal, gradients(model, batch), plain)), "tiles sum in another order"
     applied.undo()
-    assert [module.__dict__.keys() for module in model.modules()] == [names.keys() for names in before]
+    after = [module.__dict__ for module in model.modules()]
+    for names, restored in zip(before, after, strict=True):
+        assert restored.keys() == names.keys()
+        assert all(restored[name] is value for name, value in names.items())
+    assert hooks == [[list(value) for name, value in names.items() if "hooks" in name and value] for names in after]
+    assert all(map(torch.equal, gradients(model, batch), plain))
 
 
 def test_under_autocast_the_tiles_are_cast_as_the_whole():

@@ -1,6 +1,7 @@
 """A plan may compile blocks where that is named; what it says of bytes is what the allocator records."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ import tightfit
 from command_line import tightfit as command
 from tightfit import Plan
 from tightfit.errors import CannotFit, LeverError
+from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.maximise import maximise
+from tightfit.planner.request import Tracer
+from tightfit.planner.variants import SHARES
 from tiny import allocator_peak, decoder, token_batch
 
 pytestmark = [
@@ -48,14 +52,30 @@ def test_the_measured_peak_is_the_planned_one_and_gradients_are_as_exact(model, 
     assert report.planned_error is not None
 
 
-def test_it_takes_the_largest_share_that_fits(batch, made):
+def with_shares(plan, shares):
+    """The plan with other shares, as it stands without being chosen."""
+    choices = [replace(choice, share=share) for choice, share in zip(plan.choices, shares, strict=True)]
+    return replace(plan, choices=tuple(choices))
+
+
+def test_it_takes_the_largest_share_that_fits_in_as_many_blocks_as_it_does(model, batch, made):
     assert {choice.action for choice in made.choices} == {"compile"}
-    assert 1 <= len(shares(made)) <= 2
-    assert min(shares(made)) < 1
-    assert [choice.share for choice in made.choices] == sorted(choice.share for choice in made.choices)
-    others = [r for r in made.rejected if "compiled" in r.levers]
-    assert others
-    assert all(r.peak_bytes > made.budget_bytes or r.step_seconds >= made.step_seconds for r in others)
+
+    def step(shares):
+        with with_shares(made, shares).apply(model):
+            return tightfit.estimate(model, batch)
+
+    def fits(shares):
+        return step(shares).peak_bytes + UNSEEN_BYTES <= made.budget_bytes
+
+    at = next(i for i, share in enumerate(SHARES) if fits([share] * 4))
+    assert at > 1, "more than one share is too much for all blocks"
+    low, *higher = SHARES[at], SHARES[at - 1], SHARES[0]
+    mixed = [[low] * (4 - last) + [high] * last for high in higher for last in (1, 2, 3)]
+    fastest = min(([low] * 4, *filter(fits, mixed)), key=lambda shares: step(shares).step_seconds)
+    assert [choice.share for choice in made.choices] == fastest
+    assert len(set(fastest)) == 2, "else nothing is mixed"
+    assert made.step_seconds == pytest.approx(step(fastest).step_seconds)
 
 
 def test_below_the_least_it_says_so_and_at_the_least_there_is_a_plan(model, batch):
@@ -67,11 +87,32 @@ def test_below_the_least_it_says_so_and_at_the_least_there_is_a_plan(model, batc
     assert found.peak_bytes <= least
 
 
-def test_it_is_one_of_several_levers_and_the_faster_one_is_taken(model, batch):
+@pytest.mark.parametrize("faster", ["compile", "recompute"])
+def test_it_is_one_of_several_levers_and_the_faster_one_is_taken(model, batch, made, faster, monkeypatch):
+    if faster == "recompute":
+        slow_compiled_code(monkeypatch)
+    alone = {
+        lever: tightfit.plan(model, batch, "0.6x", levers=[lever]).step_seconds for lever in ("recompute", "compile")
+    }
     found = tightfit.plan(model, batch, "0.6x", levers=["recompute", "compile"])
-    slower = [rejected for rejected in found.rejected if rejected.reason == "fits, but is slower"]
-    assert all(rejected.step_seconds >= found.step_seconds for rejected in slower)
-    assert any(("compiled" in rejected.levers) != bool(shares(found)) for rejected in slower)
+    assert min(alone, key=alone.get) == faster
+    assert found.step_seconds == pytest.approx(alone[faster])
+    assert bool(shares(found)) == (faster == "compile")
+    assert any(("compiled" in rejected.levers) != (faster == "compile") for rejected in found.rejected)
+
+
+def slow_compiled_code(monkeypatch):
+    """Compiled blocks take a second more each."""
+    whole = Tracer.whole
+
+    def slower(self, combination, *rest, **how):
+        trace = whole(self, combination, *rest, **how)
+        if combination.compiled is None:
+            return trace
+        first, *others = trace.operators
+        return replace(trace, operators=(replace(first, seconds=first.seconds + 1), *others))
+
+    monkeypatch.setattr(Tracer, "whole", slower)
 
 
 def test_it_is_used_only_where_it_is_named(model, batch):

@@ -8,6 +8,7 @@ import pytest
 import tightfit
 from tightfit.errors import InputError
 from tightfit.planner.api import make_request
+from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.curve import Curve, frontier
 from tightfit.planner.levers import Combination
 from tightfit.planner.records import CurvePoint
@@ -34,10 +35,15 @@ def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
         assert right.step_seconds > left.step_seconds
 
 
-def test_no_recipe_beats_the_curve(curve):
+def test_no_recipe_beats_the_curve(model, curve):
+    """The curve takes recipes in, so that this alone proves nothing: a plan, which knows none, is as fast as each."""
+    assert len(curve.recipes) == 5
     for recipe in curve.recipes:
         point = curve.within(recipe.peak_bytes)
+        made = tightfit.plan(model, token_batch(8), recipe.peak_bytes + UNSEEN_BYTES, levers="rounding")
         assert point.step_seconds <= recipe.step_seconds
+        assert made.step_seconds <= recipe.step_seconds
+        assert made.peak_bytes <= recipe.peak_bytes
 
 
 def test_a_recipe_is_what_the_allocator_records(model, curve):
