@@ -2,7 +2,6 @@
 
 import pytest
 
-from made_up_devices import CALIBRATIONS
 from tightfit import TokenBatch, build_dry, maximise, plan
 from tightfit.errors import BudgetError, CannotFit, InputError
 from tiny import VOCABULARY, allocator_peak, decoder, token_batch
@@ -35,11 +34,8 @@ def test_the_longest_sequence_fits_when_it_really_runs_and_a_longer_one_has_no_p
 
 
 def test_more_levers_reach_further():
-    # Where each call costs much, as in the suite's figures for so small a model, other sets of operators are priced,
-    # and the least that is found lies higher: docs/lab-notes.md, "Where this stands".
-    device = CALIBRATIONS["slow-products"]()
     values = [
-        maximise(longest, BUDGET, what="sequence_length", multiple_of=8, levers=levers, device=device).value
+        maximise(longest, BUDGET, what="sequence_length", multiple_of=8, levers=levers).value
         for levers in (("recompute",), ("recompute", "chunked_loss"))
     ]
     assert values[1] > values[0]

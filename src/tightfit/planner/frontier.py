@@ -82,6 +82,11 @@ def frontier(operations: Sequence[Operation], *, limit: int = 12) -> tuple[KeepS
     return tuple(_keep_set(operations, point.kept) for point in points)
 
 
+def keep_set(operations: Sequence[Operation], kept: frozenset[int]) -> KeepSet:
+    """A keep set without what nothing reads in backward, and with its cost."""
+    return _keep_set(operations, _point(operations, kept).kept)
+
+
 def _needed(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[set[int], set[int]]:
     """Places whose outputs backward needs, and those of them that must be replayed."""
     needed = {place for place, operation in enumerate(operations) if operation.saved}

@@ -12,7 +12,8 @@ from torch import nn
 
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.block_graph import BlockGraph, block_graph
-from tightfit.planner.frontier import KeepSet, frontier
+from tightfit.planner.frontier import KeepSet, frontier, keep_set
+from tightfit.planner.frugal import frugal_sets
 from tightfit.planner.solve import Chain, Option
 from tightfit.planner.windows import Footprint, Window, calls_of, footprint, is_chain, level_at, windows
 from tightfit.trace.record import StepTrace, highest
@@ -74,8 +75,12 @@ def price(
     graphs = {path: graph for path, graph in found.items() if graph is not None}
     spans = tuple(w for w in spans if w.path in graphs)
     order = [w.path for w in spans]
-    kinds = {graph.kind: graph for graph in graphs.values()}
-    by_kind = {kind: _choices(graph, recomputes, offloads) for kind, graph in kinds.items()}
+    kinds = {graphs[window.path].kind: window for window in spans}
+    frugal = {
+        kind: frugal_sets(plain, graphs[window.path], window) if recomputes and in_turn else ()
+        for kind, window in kinds.items()
+    }
+    by_kind = {kind: _choices(graphs[w.path], frugal[kind], recomputes, offloads) for kind, w in kinds.items()}
     choices = tuple(by_kind[graphs[p].kind] for p in order)
     if not in_turn:
         members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
@@ -101,16 +106,22 @@ def price(
     return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
 
 
-def _choices(graph: BlockGraph, recomputes: bool, offloads: bool) -> tuple[Choice, ...]:
-    """Keep everything, the frontier of what else a block of this kind can keep, and that offloaded instead."""
-    sets = frontier(graph.operations, limit=OPTIONS_PER_KIND)
-    frugal = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets[1:]]  # the first replays nothing
+def _choices(
+    graph: BlockGraph, frugal: Sequence[frozenset[int]], recomputes: bool, offloads: bool
+) -> tuple[Choice, ...]:
+    """Keep everything, the frontier of what else a block of this kind can keep with what takes least memory at any
+    price, and all that offloaded instead.
+    """
+    least = [keep_set(graph.operations, kept) for kept in frugal]
+    sets = dict.fromkeys([*frontier(graph.operations, limit=OPTIONS_PER_KIND)[1:], *least])  # the first replays nothing
+    kept = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets]
     moved = []
     if offloads:
-        moved = [_moved(graph, s) for s in frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND)]
+        sets = dict.fromkeys([*frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND), *least])
+        moved = [_moved(graph, s) for s in sets]
     if not recomputes:
-        frugal, moved = [], moved[:1]
-    return (Choice(KEEP_ALL, 0.0), *frugal, *moved)
+        kept, moved = [], moved[:1]
+    return (Choice(KEEP_ALL, 0.0), *kept, *moved)
 
 
 def _moved(graph: BlockGraph, keep_set: KeepSet) -> Choice:
