@@ -12,6 +12,7 @@ from tightfit.levers.recompute import region
 from tightfit.levers.recompute.recorder import Recorder
 from tightfit.memory.disk import DiskRates
 from tightfit.planner import apply
+from tightfit.planner.levers import Offload
 from tiny import decoder, token_batch
 
 
@@ -43,7 +44,7 @@ def offloading(monkeypatch):
     monkeypatch.setattr("tightfit.planner.request.disk_rates", lambda folder: DiskRates(1e11, 1e11))
     model, batch = decoder(hidden_size=128, num_layers=4), token_batch(4, 128)
     made = plan(model, batch, "0.6x", levers=["recompute", "offload"])
-    assert made.offload is not None
+    assert made.lever(Offload) is not None
     return model, batch, made
 
 

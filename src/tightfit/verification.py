@@ -187,7 +187,7 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
 
 def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
     """The exact lever that makes the difference: offload where none is left once everything stays in memory."""
-    if plan.offload is None:
+    if plan.lever(Offload) is None:
         return "recompute"
     in_memory = run(model, batch, loss, without_offload(plan))
     return "offload" if plain.worst_difference(in_memory) is None else "recompute"

@@ -12,9 +12,9 @@ from command_line import tightfit as command
 from tightfit import Plan
 from tightfit.errors import CannotFit, LeverError
 from tightfit.planner.candidates import UNSEEN_BYTES
+from tightfit.planner.levers.compiled import SHARES
 from tightfit.planner.maximise import maximise
 from tightfit.planner.request import Tracer
-from tightfit.planner.variants import SHARES
 from tiny import allocator_peak, decoder, token_batch
 
 pytestmark = [
