@@ -58,6 +58,31 @@ def test_a_module_imports_only_what_stands_above_it(path):
     assert not below, f"{module_of(path)} imports {below}, which stand below it in docs/architecture.md"
 
 
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports anywhere in a file count, lazy ones and those for types too."""
+    files = {module_of(path): path for path in FILES}
+    reads = {
+        module: {part for name in imported(path) if (part := _file_of(name, files)) not in (None, module)}
+        for module, path in files.items()
+    }
+    left = dict(reads)
+    while True:
+        free = {module for module, names in left.items() if not names & left.keys()}
+        if not free:
+            break
+        left = {module: names for module, names in left.items() if module not in free}
+    circles = {module: sorted(names & left.keys()) for module, names in left.items()}
+    assert not circles, f"these import each other, or what does: {circles}"
+
+
+def _file_of(name, files):
+    """The file that an imported name is, or lies in; None for what `tightfit` itself gives."""
+    if name in files:
+        return name
+    parent = name.rpartition(".")[0]
+    return parent if parent in files else None
+
+
 def test_only_the_command_line_prints_and_exits():
     for path in FILES:
         if place_of(module_of(path)) == "cli":

@@ -37,7 +37,7 @@ def estimate(
 
     [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
     """
-    from tightfit.planner.describe import describe_estimate
+    from tightfit.report.plan_tables import describe_estimate
 
     with answering(question):
         from tightfit.cli.subject import subject_of
@@ -80,7 +80,7 @@ def plan(
         raise InputError("--multiple-of is for --maximise, which is not given: give both, or neither")
     from tightfit.cli.maximising import maximised
     from tightfit.cli.subject import subject_of
-    from tightfit.planner.describe import describe_plan
+    from tightfit.report.plan_tables import describe_plan
 
     largest = None
     with answering(question):

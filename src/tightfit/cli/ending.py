@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_BASE = 128  # of a command that a signal ended, in every shell
+INTERRUPTED = EXIT_BASE + signal.SIGINT
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import signal
 from types import FrameType
 
-INTERRUPTED = 130  # 128 + SIGINT
+from tightfit.cli.ending import INTERRUPTED
 
 
 def main() -> None:

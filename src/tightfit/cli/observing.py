@@ -10,7 +10,7 @@ import typer
 
 from tightfit.cli import options
 from tightfit.cli.asking import columns, show
-from tightfit.cli.entry import INTERRUPTED
+from tightfit.cli.ending import INTERRUPTED
 from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError
 

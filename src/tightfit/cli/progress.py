@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from tightfit.planner.describe import rendered, summary
 from tightfit.planner.plan import Plan
+from tightfit.report.plan_tables import summary
+from tightfit.report.terminal import rendered
 from tightfit.train import Start, StepMetrics, TrainResult
 
 LINES = 15  # of a training whose output is no terminal, beside the first and the last

@@ -46,7 +46,7 @@ def train(
 
 def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
     """Plain, predicted and measured side by side; the losses; a sample; where everything is."""
-    from tightfit.planner.describe import rendered
+    from tightfit.report.terminal import rendered
 
     sample = ("", "A sample:", *(f"  {line}" for line in result.sample.splitlines())) if result.sample else ()
     return rendered(
@@ -63,7 +63,7 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
 
 def figures(result: "TrainResult", plan: "Plan | None") -> "Table":
     """Memory and time of a step: plain, as predicted for the step that ran, and as measured."""
-    from tightfit.planner.describe import table_of
+    from tightfit.report.terminal import table_of
     from tightfit.units import format_bytes, format_seconds
 
     measured = result.measured_step_seconds

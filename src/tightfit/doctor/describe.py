@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from tightfit.doctor.diagnosis import Diagnosis, Remedy
-from tightfit.planner.describe import WIDTH, rendered, table_of
+from tightfit.doctor.records import DiagnosisRecord, Remedy
+from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
 ROOMY = 84  # columns
 CHANGES = {"exact": "no bit", "rounding": "rounding", "inexact": "numerics"}
 
 
-def describe_diagnosis(diagnosis: Diagnosis, width: int = WIDTH) -> str:
+def describe_diagnosis(diagnosis: DiagnosisRecord, width: int = WIDTH) -> str:
     """What happened, who holds the memory, remedies with their price, and the lines to add, each whole on a line."""
     parts: list[Table | str] = [f"Diagnosis of {diagnosis.subject}", "", *diagnosis.findings]
     if diagnosis.by_category:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.activity import aside
-from tightfit.doctor.diagnosis import Remedy
+from tightfit.doctor.records import Remedy
 from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError
 from tightfit.levers.recompute import Policy
 from tightfit.optimizer_names import FRUGAL_OPTIMIZERS

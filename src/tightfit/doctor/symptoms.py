@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tightfit.doctor.diagnosis import Diagnosis, Holder
+from tightfit.doctor.diagnosis import Diagnosis
+from tightfit.doctor.records import Holder
 from tightfit.memory.failure import OutOfMemory
 from tightfit.memory.frames import Frame, frames_in_log, phase_of, users_frame
 from tightfit.memory.snapshot import Snapshot

@@ -2,7 +2,8 @@
 
 from tightfit.integrations.minimind import MiniMindRun
 from tightfit.monitoring.describe import told_source
-from tightfit.planner.describe import WIDTH, block_table, notes, rendered, table_of, worst_case
+from tightfit.report.plan_tables import block_table, notes, worst_case
+from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
 AS_PREDICTED = 0.001  # what docs/guarantees.md promises of a predicted peak

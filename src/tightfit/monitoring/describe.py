@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from tightfit.memory.pool import PoolStatistics
-from tightfit.monitoring.record import Failure, Record
-from tightfit.planner.describe import WIDTH, rendered, table_of
+from tightfit.monitoring.recorded import Failure, RecordedTraining
 from tightfit.planner.records import TensorGroup
+from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import short
 from tightfit.units import format_bytes, format_seconds
 
@@ -15,7 +15,7 @@ MODULES = 8  # named in a table
 TENSORS = 5
 
 
-def describe_record(record: Record, width: int = WIDTH) -> str:
+def describe_record(record: RecordedTraining, width: int = WIDTH) -> str:
     """Peak, what it is made of, where it stands, phases, resident memory."""
     parts: list[Table | str] = [*summary(record)]
     if record.failure is not None:
@@ -33,7 +33,7 @@ def describe_record(record: Record, width: int = WIDTH) -> str:
     return rendered(*parts, width=width)
 
 
-def summary(record: Record) -> list[str]:
+def summary(record: RecordedTraining) -> list[str]:
     """What was watched, and its peak, in sentences."""
     if not record.model:
         return ["No model was called with gradients: nothing was watched."]
@@ -50,7 +50,7 @@ def summary(record: Record) -> list[str]:
     return lines
 
 
-def told_source(record: Record) -> str:
+def told_source(record: RecordedTraining) -> str:
     """What the peak was read from."""
     if record.peak_source == "traced step":
         if record.failure is not None and record.failure.out_of_memory is not None:
@@ -62,7 +62,7 @@ def told_source(record: Record) -> str:
     return "resident memory of the whole process, no step having been traced"
 
 
-def told_place(record: Record) -> str:
+def told_place(record: RecordedTraining) -> str:
     """Phase, module and operator of the traced step's peak."""
     assert record.traced is not None, "there is a traced step"
     module = record.traced.peak_module or "top level"
@@ -74,7 +74,7 @@ def failure_line(failure: Failure) -> str:
     return f"Ended by {failure.kind} in {where or 'the script'}: {failure.message}"
 
 
-def category_table(record: Record) -> Table:
+def category_table(record: RecordedTraining) -> Table:
     """Bytes by category: at the peak, or of what is held between steps."""
     total = sum(record.by_category.values())
     table = table_of("at the peak" if record.traced is not None else "held", "bytes", "share")
@@ -106,7 +106,7 @@ def tensor_table(groups: Sequence[TensorGroup], count: int = TENSORS) -> Table:
     return table
 
 
-def phase_table(record: Record) -> Table:
+def phase_table(record: RecordedTraining) -> Table:
     """The highest point of each phase, and resident memory."""
     table = table_of("phase", "highest", "resident")
     for phase in dict.fromkeys([*record.phase_peaks, *record.rss_by_phase]):

@@ -5,7 +5,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.monitoring.record import Record, Sample
+from tightfit.monitoring.recorded import RecordedTraining, Sample
 from tightfit.planner.records import Footing
 from tightfit.report.picture import INSTALL_HINT, PHASE_TINTS, stack_categories
 from tightfit.units import format_bytes
@@ -19,7 +19,7 @@ LEAST_LABELLED = 0.06  # share of the panel's width that a phase needs for its n
 RESIDENT, ALLOCATED, RESERVED = "#000000", "#0072B2", "#56B4E9"
 
 
-def record_picture(record: Record) -> bytes:
+def record_picture(record: RecordedTraining) -> bytes:
     """A PNG, 1200 pixels wide. Raises `InputError` where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # belongs to no window, whatever the user's backend is
@@ -37,7 +37,7 @@ def record_picture(record: Record) -> bytes:
     return image.getvalue()
 
 
-def _draw_step(axis: "Axes", record: Record, footing: Footing) -> None:
+def _draw_step(axis: "Axes", record: RecordedTraining, footing: Footing) -> None:
     unit, divisor = _unit(footing.peak_bytes)
     stack_categories(axis, footing, divisor)
     levels = [sum(sizes) for sizes in zip(*footing.timeline.values(), strict=True)]

@@ -1,88 +1,23 @@
 """What watching a training leaves: plain data that can be printed, written as JSON and diagnosed."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
 from tightfit.memory.failure import OutOfMemory
 from tightfit.memory.pool import PoolStatistics
+from tightfit.monitoring.recorded import Failure, RecordedTraining, Sample
 from tightfit.planner.records import Footing
 
 FORMAT = 2
 KIND = "tightfit memory record"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The counters where a phase ended. `phase` is the one that ended; bytes; CUDA's are None on a CPU."""
-
-    seconds: float  # since the watching began
-    step: int
-    phase: str
-    rss_bytes: int
-    rss_highest_bytes: int
-    allocated_bytes: int | None
-    allocated_highest_bytes: int | None
-    reserved_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The exception that ended the watched training."""
-
-    kind: str
-    message: str
-    phase: str | None
-    module: str | None
-    operator: str | None = None
-    out_of_memory: OutOfMemory | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """A watched training. Bytes are ints.
-
-    `traced` is the one step that was watched in every operator, `traced_step` its number from 1 (0: none was); it is
-    `complete` unless the training ended inside it. `peak_source` says what `peak_bytes` is: the peak of the traced
-    step, of CUDA's allocator, or of resident memory. `pools` are those of buffers outside of the allocators (offload),
-    by name, as they stood at the end.
-    """
-
-    peak_bytes: int
-    peak_source: str
-    by_category: Mapping[str, int]
-    by_module: Mapping[str, int]
-    phase_peaks: Mapping[str, int]
-    rss_bytes: int
-    rss_by_phase: Mapping[str, int]
-    steps: int
-    step_seconds: float | None
-    traced_step: int
-    complete: bool
-    traced: Footing | None
-    model: str
-    parameters: int
-    optimizer: str | None
-    device: str
-    allocator: Mapping[str, int] | None
-    samples: tuple[Sample, ...]
-    failure: Failure | None
-    pools: Mapping[str, PoolStatistics]
-    script: str = ""
-
-    @property
-    def peak_phase(self) -> str | None:
-        """The phase of the traced step's peak; else the one whose peak is highest."""
-        if self.traced is not None:
-            return self.traced.peak_phase
-        return max(self.phase_peaks, key=self.phase_peaks.__getitem__, default=None)
-
-    @property
-    def peak_module(self) -> str | None:
-        return None if self.traced is None else self.traced.peak_module
+class Record(RecordedTraining):
+    """A watched training that can be shown, written and read."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, with the place of the peak on top."""
@@ -125,8 +60,3 @@ class Record:
 def _failure(raw: Mapping[str, Any]) -> Failure:
     said = raw["out_of_memory"]
     return Failure(**{**raw, "out_of_memory": None if said is None else OutOfMemory(**said)})
-
-
-def thinned(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Every other sample once there are `count`, so that a long training keeps a bounded number of them."""
-    return list(samples if len(samples) < count else samples[::2])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.memory.counters import Reading, read_counters
-from tightfit.monitoring.record import Sample, thinned
+from tightfit.monitoring.recorded import Sample, thinned
 from tightfit.trace.record import Phase
 
 SHARE = 0.005  # of the time that passes: half of what the monitor may cost when it only samples

@@ -20,7 +20,8 @@ from tightfit.memory.counters import allocator_state
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.pool import named_pools
 from tightfit.monitoring.real_run import RealRun, WatchedModules, bytes_by_module
-from tightfit.monitoring.record import Failure, Record, Sample
+from tightfit.monitoring.record import Record
+from tightfit.monitoring.recorded import Failure, Sample
 from tightfit.monitoring.sampler import Sampler
 from tightfit.monitoring.stage import Stage
 from tightfit.monitoring.where import Place, place_of_error

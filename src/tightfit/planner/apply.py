@@ -14,7 +14,7 @@ from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.levers import Lever, Offload
-from tightfit.planner.plan import Plan
+from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
@@ -23,7 +23,7 @@ from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 class AppliedPlan(Applied):
     """A plan in force on a model: `undo()` or leaving the `with` block restores the model exactly."""
 
-    def __init__(self, plan: Plan, model: nn.Module, parts: Sequence[Removable]):
+    def __init__(self, plan: PlanRecord, model: nn.Module, parts: Sequence[Removable]):
         super().__init__(parts)
         self.plan = plan
         self.model = model
@@ -63,7 +63,7 @@ def policy_of(choice: BlockChoice) -> Policy:
     return Policy(kept, offloaded=offloaded, offloads_inputs=choice.offloads_inputs)
 
 
-def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
+def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
     """Put a plan's levers on the model it was made for.
 
     Raises `LeverError` where the model is another one, and where there is less room to offload to than the plan needs;
@@ -81,7 +81,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> AppliedPlan:
     return AppliedPlan(plan, model, apply_levers(model, policies, plan.levers, joined_paths(plan), shelf))
 
 
-def joined_paths(plan: Plan) -> list[str]:
+def joined_paths(plan: PlanRecord) -> list[str]:
     return [choice.path for choice in plan.choices if choice.joined]
 
 

@@ -2,27 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from tightfit.planner.outcome import CurveRecord
 from tightfit.planner.records import CurvePoint
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The ways to run a step that are worth having, and fixed recipes beside them; all traced as applied.
-
-    `points` run from the fastest to the least peak: bytes fall and seconds rise strictly from one to the next.
-    `recipes` are what is done without a plan: no lever, every block recomputed, every second one, chunked loss, both.
-    """
-
-    points: tuple[CurvePoint, ...]
-    recipes: tuple[CurvePoint, ...]
-
-    def within(self, budget_bytes: int) -> CurvePoint | None:
-        """The fastest point whose peak is at most the budget; None where there is none."""
-        return next((point for point in self.points if point.peak_bytes <= budget_bytes), None)
+class Curve(CurveRecord):
+    """A curve that can be shown, written and read."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,7 +31,7 @@ class Curve:
         Path(path).write_bytes(curve_picture(self.points, self.recipes))
 
     def __str__(self) -> str:
-        from tightfit.planner.describe import describe_curve
+        from tightfit.report.plan_tables import describe_curve
 
         return describe_curve(self)
 

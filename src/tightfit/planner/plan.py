@@ -2,74 +2,29 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.planner.curve import Curve
-from tightfit.planner.levers import Combination, Lever, find, lever_from_dict
-from tightfit.planner.levers.base import L
+from tightfit.planner.levers import lever_from_dict
+from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice, DeviceRoom, Footing, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tightfit.planner.apply import AppliedPlan
-    from tightfit.step import Precision
 
 FORMAT = 6
 EARLIER_FORMATS = (4, 5)  # of version 0.1.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The fastest combination of levers found whose peak, traced as applied, is within the budget.
+class Plan(PlanRecord):
+    """A plan that can be applied, shown, written and read."""
 
-    Bytes are ints, seconds those of one step with all its micro-batches. `levers` are those in use, each with its
-    setting; `choices` is what each block does. `fingerprint` is of the model's
-    parameters: a plan is for the model it was made for. `curve` is there where it was asked for.
-    """
-
-    budget_bytes: int
-    planned: Footing
-    plain: Footing
-    choices: tuple[BlockChoice, ...]
-    levers: tuple[Lever, ...]
-    rejected: tuple[Rejected, ...]
-    precision: "Precision"
-    optimizer: str
-    device: str
-    fingerprint: str
-    assumptions: tuple[str, ...] = ()
-    batch: str = ""
-    curve: Curve | None = None
-    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
-    weights: str = ""  # dtypes of the parameters, the one of most elements first; empty in plans of earlier versions
-    room: DeviceRoom | None = None  # of a CUDA device, with the planned step's figures
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of the planned step."""
-        return self.planned.peak_bytes
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted seconds of the planned step."""
-        return self.planned.step_seconds
-
-    @property
-    def plain_peak_bytes(self) -> int:
-        return self.plain.peak_bytes
-
-    @property
-    def micro_batches(self) -> int:
-        """In how many parts the batch runs."""
-        return Combination(self.levers).micro_batches
-
-    def lever(self, kind: type[L]) -> L | None:
-        """The setting of a lever in this plan; None where the plan does not use it."""
-        return find(self.levers, kind)
+    curve: Curve | None
 
     def apply(self, model: "nn.Module") -> "AppliedPlan":
         """Put the plan's levers on the model. The handle's `undo()`, or leaving a `with` block, takes them off again.
@@ -98,7 +53,7 @@ class Plan:
         """Write the plan as a page for the browser, all in one file. Raises `InputError` where plotly is not
         installed.
         """
-        from tightfit.planner.page import plan_page
+        from tightfit.report.plan_page import plan_page
 
         Path(path).write_text(plan_page(self), encoding="utf-8")
 
@@ -162,7 +117,7 @@ class Plan:
         return cls(**fields)
 
     def __str__(self) -> str:
-        from tightfit.planner.describe import describe_plan
+        from tightfit.report.plan_tables import describe_plan
 
         return describe_plan(self)
 

@@ -1,54 +1,21 @@
 """Plans and estimates as text for a terminal of a given width."""
 
-import io
-import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tightfit.devices.known import find
-from tightfit.planner.curve import Curve
-from tightfit.planner.plan import Plan
+from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import BlockChoice, CurvePoint, Footing
+from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import alike, arithmetic, keeps, kept_bytes, where, without_folders
 from tightfit.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from tightfit.planner.estimate import Estimate
-
-WIDTH = 100
-
-
-def rendered(*items: Table | str, width: int = WIDTH) -> str:
-    """Tables and lines as text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
-    for item in items:
-        if isinstance(item, str):  # a path stays whole, however long it is
-            lines = textwrap.wrap(item, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-            console.print("\n".join(lines), soft_wrap=True)
-        else:
-            console.print(item)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
-def table_of(*columns: str, texts: Sequence[str] = ()) -> Table:
-    """A table whose first column and those named in `texts` hold words and may wrap; the others hold figures."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        is_text = index == 0 or column in texts
-        justify = "left" if is_text else "right"
-        table.add_column(column, justify=justify, no_wrap=bool(texts) and not is_text, overflow="fold")
-    return table
-
 
 # Estimates
 
 
-def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
+def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
     """Peak, what it is made of, where it stands, and the time."""
     footing = estimate.footing
     return rendered(
@@ -68,7 +35,7 @@ def describe_estimate(estimate: "Estimate", width: int = WIDTH) -> str:
     )
 
 
-def does_not_fit(estimate: "Estimate") -> str:
+def does_not_fit(estimate: EstimateRecord) -> str:
     """That the step is too large for the device as it stands; empty where it fits."""
     if estimate.fits:
         return ""
@@ -76,7 +43,7 @@ def does_not_fit(estimate: "Estimate") -> str:
     return f": does not fit, {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}"
 
 
-def device_footprint(estimate: "Estimate") -> list[str]:
+def device_footprint(estimate: EstimateRecord) -> list[str]:
     """What a CUDA device has to hold beside the tensors."""
     if estimate.reserved_bytes is None:
         return []
@@ -115,7 +82,7 @@ def phase_table(footing: Footing) -> Table:
 # Plans
 
 
-def describe_plan(plan: Plan, width: int = WIDTH) -> str:
+def describe_plan(plan: PlanRecord, width: int = WIDTH) -> str:
     """Whether and how it fits, plain against planned, what each block does, and why the rest was rejected."""
     parts: list[Table | str] = [*summary(plan), "", comparison(plan)]
     if any(choice.action != "keep" for choice in plan.choices):
@@ -127,7 +94,7 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     return rendered(*parts, *notes(plan.assumptions), width=width)
 
 
-def summary(plan: Plan) -> list[str]:
+def summary(plan: PlanRecord) -> list[str]:
     """The answer in sentences."""
     step = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
     lines = [
@@ -141,7 +108,7 @@ def summary(plan: Plan) -> list[str]:
     return lines + used_levers(plan)
 
 
-def device_room(plan: Plan) -> list[str]:
+def device_room(plan: PlanRecord) -> list[str]:
     """What a plan takes of a CUDA device as a whole, and what its budget has to do with that."""
     room = plan.room
     if room is None:
@@ -160,12 +127,12 @@ def device_room(plan: Plan) -> list[str]:
     return lines
 
 
-def used_levers(plan: Plan) -> list[str]:
+def used_levers(plan: PlanRecord) -> list[str]:
     """What the plan does, a sentence for each lever."""
     return [lever.sentence(plan.choices) for lever in plan.levers]
 
 
-def comparison(plan: Plan) -> Table:
+def comparison(plan: PlanRecord) -> Table:
     """The plain step against the planned one."""
     table = table_of("", "plain", "planned", "of plain")
     plain, planned = plan.plain, plan.planned
@@ -195,7 +162,7 @@ def block_table(choices: Sequence[BlockChoice]) -> Table:
     return table
 
 
-def rejected_table(plan: Plan) -> Table:
+def rejected_table(plan: PlanRecord) -> Table:
     """What was considered and not taken."""
     table = table_of("not taken", "peak", "step", "because", texts=("because",))
     for rejected in plan.rejected:
@@ -208,12 +175,12 @@ def rejected_table(plan: Plan) -> Table:
 # Curves
 
 
-def describe_curve(curve: Curve, width: int = WIDTH) -> str:
+def describe_curve(curve: CurveRecord, width: int = WIDTH) -> str:
     """The frontier, and the recipes beside it."""
     return rendered(*curve_tables(curve), width=width)
 
 
-def curve_tables(curve: Curve, chosen_bytes: int | None = None) -> list[Table | str]:
+def curve_tables(curve: CurveRecord, chosen_bytes: int | None = None) -> list[Table | str]:
     """Peak against step time, from the plain step down; the plan's own point marked."""
     plain = curve.recipes[0]
     table = table_of("trade-off curve", "peak", "of plain", "step", "of plain")

@@ -1,20 +1,15 @@
 """Plans and estimates as pages for the browser."""
 
-from typing import TYPE_CHECKING
-
 import tightfit
-from tightfit.planner.describe import device_footprint, summary
-from tightfit.planner.plan import Plan
+from tightfit.planner.outcome import EstimateRecord, PlanRecord
 from tightfit.planner.records import Footing
 from tightfit.report.page import Page, render
+from tightfit.report.plan_tables import device_footprint, summary
 from tightfit.report.words import arithmetic, where, without_folders
 from tightfit.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from tightfit.planner.estimate import Estimate
 
-
-def estimate_page(estimate: "Estimate") -> str:
+def estimate_page(estimate: EstimateRecord) -> str:
     """What the plain step takes. Raises `InputError` where plotly is not installed."""
     footing = estimate.footing
     computed = arithmetic(estimate.weights, estimate.precision)
@@ -36,7 +31,7 @@ def estimate_page(estimate: "Estimate") -> str:
     )
 
 
-def plan_page(plan: Plan, *, measured_peak_bytes: int | None = None, plain_micro_batches: int = 1) -> str:
+def plan_page(plan: PlanRecord, *, measured_peak_bytes: int | None = None, plain_micro_batches: int = 1) -> str:
     """The plain step and the planned one, the curve if the plan has one, and what was not taken.
 
     `measured_peak_bytes` is the allocator's record of the planned step, where it ran. Raises `InputError` where plotly

@@ -1,0 +1,124 @@
+"""What comes out of planning, as plain data: plans, estimates and curves, for those who show them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tightfit.planner.levers import Combination, Lever, find
+from tightfit.planner.levers.base import L
+from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, Footing, Rejected
+
+if TYPE_CHECKING:
+    from tightfit.step import Precision
+
+
+@dataclass(frozen=True)
+class CurveRecord:
+    """The ways to run a step that are worth having, and fixed recipes beside them; all traced as applied.
+
+    `points` run from the fastest to the least peak: bytes fall and seconds rise strictly from one to the next.
+    `recipes` are what is done without a plan: no lever, every block recomputed, every second one, chunked loss, both.
+    """
+
+    points: tuple[CurvePoint, ...]
+    recipes: tuple[CurvePoint, ...]
+
+    def within(self, budget_bytes: int) -> CurvePoint | None:
+        """The fastest point whose peak is at most the budget; None where there is none."""
+        return next((point for point in self.points if point.peak_bytes <= budget_bytes), None)
+
+
+@dataclass(frozen=True)
+class EstimateRecord:
+    """The predicted memory and time of one training step with no lever applied. Bytes are ints."""
+
+    footing: Footing
+    parameters: int
+    precision: str
+    optimizer: str
+    device: str
+    device_bytes: int
+    assumptions: tuple[str, ...]
+    context_bytes: int = 0  # on CUDA: what the process takes of the device outside of the allocator; an assumption
+    fits: bool = True  # as it stands, into the device: on CUDA with what the allocator reserves and the context
+    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one of most elements first
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes in use at the peak; on CUDA what `torch.cuda.max_memory_allocated` tells."""
+        return self.footing.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """On CUDA what `torch.cuda.max_memory_reserved` tells, None on a CPU."""
+        return self.footing.reserved_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.footing.step_seconds
+
+    @property
+    def by_category(self) -> Mapping[str, int]:
+        """Bytes at the peak: parameters, gradients, optimizer states, activations, inputs, workspace."""
+        return self.footing.by_category
+
+    @property
+    def peak_phase(self) -> str:
+        """Forward, recompute, backward or optimizer."""
+        return self.footing.peak_phase
+
+    @property
+    def peak_module(self) -> str:
+        """Path of the module that is running at the peak; empty at the top level."""
+        return self.footing.peak_module
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The fastest combination of levers found whose peak, traced as applied, is within the budget.
+
+    Bytes are ints, seconds those of one step with all its micro-batches. `levers` are those in use, each with its
+    setting; `choices` is what each block does. `fingerprint` is of the model's
+    parameters: a plan is for the model it was made for. `curve` is there where it was asked for.
+    """
+
+    budget_bytes: int
+    planned: Footing
+    plain: Footing
+    choices: tuple[BlockChoice, ...]
+    levers: tuple[Lever, ...]
+    rejected: tuple[Rejected, ...]
+    precision: "Precision"
+    optimizer: str
+    device: str
+    fingerprint: str
+    assumptions: tuple[str, ...] = ()
+    batch: str = ""
+    curve: CurveRecord | None = None
+    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one of most elements first; empty in plans of earlier versions
+    room: DeviceRoom | None = None  # of a CUDA device, with the planned step's figures
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the planned step."""
+        return self.planned.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the planned step."""
+        return self.planned.step_seconds
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        return self.plain.peak_bytes
+
+    @property
+    def micro_batches(self) -> int:
+        """In how many parts the batch runs."""
+        return Combination(self.levers).micro_batches
+
+    def lever(self, kind: type[L]) -> L | None:
+        """The setting of a lever in this plan; None where the plan does not use it."""
+        return find(self.levers, kind)
