@@ -40,6 +40,51 @@ def profiled(folder, *arguments):
     return ended(folder, "-c", "from tightfit.cli import main; main()", "profile", str(SCRIPT), *arguments)
 
 
+# Runs the script once for each ending, alone or under `tightfit profile`, each in a fork of an interpreter that has
+# imported torch: an interpreter of its own spends most of its time on that.
+STARTER = """
+import json, os, runpy, sys
+import torch, torch._dynamo
+
+script, runs = json.loads(sys.argv[1])
+codes = []
+for way, end, folder in runs:
+    child = os.fork()
+    if child:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        continue
+    os.chdir(folder)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
+    if way == "profiled":
+        from tightfit.cli import main
+
+        sys.argv = ["tightfit", "profile", script, "--end", end]
+        main()
+    else:
+        sys.path[0], sys.argv = os.path.dirname(script), [script, "--end", end]
+        runpy.run_path(script, run_name="__main__")
+    sys.exit()
+print(json.dumps(codes))
+"""
+RUNS = [("plain", "exit"), ("plain", "interrupt")] + [
+    ("profiled", end) for end in ("exit", "interrupt", "memory", "untrained")
+]
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """How the script ended, by the way it ran and the ending that it was given."""
+    folders = [tmp_path_factory.mktemp("-".join(run)) for run in RUNS]
+    asked = [str(SCRIPT), [[*run, str(folder)] for run, folder in zip(RUNS, folders, strict=True)]]
+    started = ended(folders[0], "-c", STARTER, json.dumps(asked))
+    assert started.code == 0, started.err
+    return {
+        run: Ended(code, (folder / "out").read_text(), (folder / "err").read_text(), folder)
+        for run, code, folder in zip(RUNS, json.loads(started.out), folders, strict=True)
+    }
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     return profiled(tmp_path_factory.mktemp("done"), "--steps", "3", "--debug")
@@ -66,30 +111,35 @@ def test_the_summary_is_on_stderr_and_the_picture_beside_the_record(done):
     assert (done.folder / "training_script-memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("exit", 3), ("interrupt", 128 + 15)])
-def test_a_script_that_ends_early_ends_as_it_would_have(end, code, tmp_path):
-    done, alone = profiled(tmp_path, "--end", end), plain(tmp_path, "--end", end)
+def test_a_script_that_raises_ends_as_it_would_have(tmp_path):
+    done, alone = profiled(tmp_path, "--end", "raise"), plain(tmp_path, "--end", "raise")
+    assert done.code == alone.code == 1
+    assert done.out == alone.out
+    assert done.record.steps == 2
+    assert done.err.endswith(alone.err)  # the traceback, from the script's own line on
+    assert done.record.failure.message == "bad luck"
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit", 3), ("interrupt", 128 + 15)])
+def test_a_script_that_ends_early_ends_as_it_would_have(end, code, forked):
+    done, alone = forked["profiled", end], forked["plain", end]
     assert done.code == alone.code == code
     assert done.out == alone.out
     assert done.record.steps == 2
-    if end == "raise":
-        assert done.err.endswith(alone.err)  # the traceback, from the script's own line on
-        assert done.record.failure.message == "bad luck"
-    else:
-        assert done.record.failure is None
-        assert "Traceback" not in done.err
+    assert done.record.failure is None
+    assert "Traceback" not in done.err
 
 
-def test_a_script_that_runs_out_of_memory_leaves_what_a_doctor_needs(tmp_path):
-    done = profiled(tmp_path, "--end", "memory")
+def test_a_script_that_runs_out_of_memory_leaves_what_a_doctor_needs(forked):
+    done = forked["profiled", "memory"]
     assert done.code == 1
     failure = done.record.failure
     assert failure.out_of_memory.requested_bytes == 4 * 10**15
     assert done.record.traced_step == 2
 
 
-def test_a_script_that_trains_nothing_says_so(tmp_path):
-    done = profiled(tmp_path, "--end", "untrained")
+def test_a_script_that_trains_nothing_says_so(forked):
+    done = forked["profiled", "untrained"]
     assert done.code == 0
     assert done.record.model == ""
     assert "No model was called with gradients: nothing was watched." in done.err

@@ -183,8 +183,9 @@ def test_an_estimate_of_what_does_not_fit_says_so_in_its_first_line():
 def test_where_the_device_has_no_room_that_is_the_reason_and_not_the_budget():
     model = build_dry(gpt2)
     found = maximise(
-        lambda size: (model, TokenBatch(size, 512, VOCABULARY)), "8GiB", what="batch_size", device="rtx4090,memory=2GiB"
-    )
+        lambda size: (model, TokenBatch(size, 512, VOCABULARY)), "8GiB", what="batch_size", multiple_of=8,
+        device="rtx4090,memory=2GiB",
+    )  # fmt: skip
     assert found.above is not None
     assert found.above.taken_bytes is not None
     assert found.above.least_bytes < found.plan.budget_bytes

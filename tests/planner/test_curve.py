@@ -28,6 +28,12 @@ def curve(model):
     return tightfit.curve(model, token_batch(8), levers="rounding", points=POINTS)
 
 
+@pytest.fixture(scope="module")
+def with_curve(model):
+    """A plan of bit-exact levers, with its curve."""
+    return tightfit.plan(model, token_batch(8), "0.7x", curve=True)
+
+
 def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
     assert len(curve.points) > POINTS
     for left, right in pairwise(curve.points):
@@ -75,8 +81,8 @@ def test_what_is_added_up_from_one_micro_batch_is_the_whole_step(model, micro_ba
     assert search.with_optimizer(search.part(combination)) == pytest.approx(whole.step_seconds)
 
 
-def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(model, tmp_path):
-    made = tightfit.plan(model, token_batch(8), "0.7x", curve=True)
+def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(with_curve, tmp_path):
+    made = with_curve
     assert made.peak_bytes in [point.peak_bytes for point in made.curve.points]
     assert not any("chunked" in point.levers for point in made.curve.points), "only what the plan may use"
     made.to_json(tmp_path / "plan.json")
@@ -84,8 +90,8 @@ def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(model, tmp_path)
     assert "every second block recomputed" in str(made)
 
 
-def test_levers_that_were_not_allowed_have_figures_beside_a_curve(model):
-    made = tightfit.plan(model, token_batch(8), "0.7x", curve=True)
+def test_levers_that_were_not_allowed_have_figures_beside_a_curve(with_curve):
+    made = with_curve
     forbidden = {r.levers: r for r in made.rejected if "not among the levers" in r.reason}
     assert set(forbidden) == {"chunked loss", "2 micro-batches", "tiles of 48 tokens"}
     assert all(r.peak_bytes < made.plain_peak_bytes and r.step_seconds > 0 for r in forbidden.values())
