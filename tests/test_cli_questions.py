@@ -3,6 +3,7 @@ import json
 import pytest
 import yaml
 
+import models_by_name
 import tightfit as package
 from command_line import tightfit
 from tightfit.report.plan_tables import describe_plan
@@ -37,15 +38,28 @@ def test_an_estimate_as_json_has_the_field_names_of_python():
     assert sum(figures["by_category"].values()) == figures["peak_bytes"]
 
 
-def test_the_options_describe_the_step():
-    def peak(*options):
-        return json.loads(tightfit("estimate", *DECODER, *options, "--json").out)["peak_bytes"]
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ((), {}),
+        (("--micro-batches", 4), {"micro_batches": 4}),
+        (("--optimizer", "sgd"), {"optimizer": "sgd"}),
+        (("--precision", "bf16"), {"precision": "bf16"}),
+        (("--batch-size", 8), {"size": 8}),
+        (("--seq-len", 32), {"length": 32}),
+    ],
+    ids=str,
+)
+def test_the_options_describe_the_step(options, arguments):
+    """As the arguments of `estimate` do, to the byte; each changes the peak, so that none may be read and left."""
 
-    plain = peak()
-    assert peak("--micro-batches", 4) < plain
-    assert peak("--optimizer", "sgd") < plain
-    assert peak("--precision", "bf16") != plain
-    assert peak("--batch-size", 8) > plain
+    def estimated(size=4, length=64, **arguments):
+        batch = package.TokenBatch(size, length, models_by_name.VOCABULARY)
+        return package.estimate(models_by_name.decoder(), batch, **arguments).peak_bytes
+
+    peak = json.loads(tightfit("estimate", *DECODER, *options, "--json").out)["peak_bytes"]
+    assert peak == estimated(**arguments)
+    assert not arguments or peak != estimated()
 
 
 def test_options_beside_a_config_stand_for_its_keys(config):

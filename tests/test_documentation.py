@@ -1,6 +1,8 @@
 """What the pages name is there: other pages, files of the repository, public names."""
 
+import importlib
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 SOURCES = ("", "docs", "src", "src/tightfit", "tests")  # where a name in the text may begin
 OTHERS = {"model/model_minimind.py"}  # files of MiniMind's
+MODULES = {"exclusions", "optim"}  # that pages name as a whole
 pages = pytest.mark.parametrize("name", NAMES)
 
 
@@ -39,11 +42,39 @@ def test_every_file_that_is_named_exists(name):
     assert not missing
 
 
+def named_in(text):
+    """What a page names of the package: `tightfit.plan`, `tightfit.ops.attention`, and what it imports from there."""
+    dotted = {*re.findall(r"\btightfit((?:\.[A-Za-z]\w*)+)", text)}
+    imports = re.findall(r"from tightfit((?:\.\w+)*) import ([\w, ]+)", text)
+    return {name.strip(".") for name in dotted} | {
+        f"{module}.{name.split(' as ')[0].strip()}".strip(".") for module, names in imports for name in names.split(",")
+    }
+
+
+def is_public(name):
+    """Whether users reach it: a public name, or something in a module."""
+    first, *rest = name.split(".")
+    if not rest:
+        return first in tightfit.__all__
+    found = tightfit
+    for number, part in enumerate(parts := name.split("."), start=1):
+        with suppress(ImportError):
+            importlib.import_module(".".join(["tightfit", *parts[:number]]))
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
 @pages
 def test_every_public_name_is_public(name):
-    named = set(re.findall(r"\btightfit\.(\w+)", NAMES[name].read_text("utf-8")))
-    modules = {path.stem for path in (ROOT / "src" / "tightfit").iterdir()}
-    assert named <= {*tightfit.__all__, *modules}
+    named = named_in(NAMES[name].read_text("utf-8"))
+    assert {each for each in named if not is_public(each)} <= MODULES
+
+
+def test_a_name_that_is_no_more_is_noticed():
+    text = "`tightfit.plan`, `tightfit.trace`, `tightfit.ops.atention`\nfrom tightfit.train import train, untrain\n"
+    assert {each for each in named_in(text) if not is_public(each)} == {"trace", "ops.atention", "train.untrain"}
 
 
 def test_every_page_is_linked_from_another():

@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,9 +53,25 @@ def test_an_optimizer_that_is_not_installed_is_named(run, monkeypatch):
     assert "adamw8bit, step in backward" not in found["sides"]
 
 
-def test_the_trainer_is_timed_against_a_loop_by_hand(run):
+def test_the_trainer_is_timed_against_a_loop_by_hand(run, monkeypatch):
+    """On a clock that only the two sides move: three seconds a step in the trainer, two by hand."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark, seconds = importlib.import_module("no_lever"), [0.0]
+    stepped, counted = benchmark.Stepper.step, benchmark.counted
+
+    def in_trainer(self, *args, **kwargs):
+        seconds[0] += 3
+        return stepped(self, *args, **kwargs)
+
+    def in_loop(*args):
+        seconds[0] += 2
+        return counted(*args)
+
+    monkeypatch.setattr(benchmark.Stepper, "step", in_trainer)
+    monkeypatch.setattr(benchmark, "counted", in_loop)
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     found = run("no_lever")
-    assert found["ratio"] == pytest.approx(found["trainer_seconds"] / found["by_hand_seconds"])
+    assert (found["trainer_seconds"], found["by_hand_seconds"], found["ratio"]) == (3, 2, 1.5)
 
 
 def test_the_longest_sequence_is_run_and_stays_within_its_budget(run):

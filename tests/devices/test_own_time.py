@@ -1,10 +1,13 @@
 """What PyTorch and the executor take of a CPU for an operator, beside its kernel."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import astuple
 
+import pytest
 import torch
 
+from tightfit.devices import own_time as own_time_module
 from tightfit.devices.own_time import own_time
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import recompute
@@ -15,8 +18,56 @@ from tightfit.trace.step import trace_step
 from tiny import decoder, token_batch
 
 
-def test_nothing_that_is_measured_is_below_zero():
-    assert min(astuple(own_time(rounds=5))) >= 0  # on a busy machine, kernels alone may take longer than whole steps
+class Clock:
+    """Seconds that are known, in the place of measured ones: those of a forward and a backward, plain and recomputed,
+    and of each kernel. Which operators run is as it is.
+    """
+
+    def __init__(self, monkeypatch, forward, backward, kernel):
+        self.recomputing = False
+        self.plain_operators = self.replayed_operators = 0
+        clock = self
+
+        class Blocks(own_time_module._Blocks):
+            def timed(self):
+                assert min(super().timed()) > 0
+                return forward[clock.recomputing], backward[clock.recomputing]
+
+            def kernels(self):
+                found = super().kernels()
+                found.seconds = {again: kernel * count for again, count in found.counts.items()}
+                if clock.recomputing:
+                    clock.replayed_operators = found.counts[True]
+                else:
+                    clock.plain_operators = found.counts[False]
+                return found
+
+            @contextmanager
+            def recomputed(self):
+                with super().recomputed():
+                    clock.recomputing = True
+                    yield
+                    clock.recomputing = False
+
+        monkeypatch.setattr(own_time_module, "_Blocks", Blocks)
+
+
+def test_what_a_step_takes_beside_its_kernels_is_shared_out_over_its_operators(monkeypatch):
+    """Steps of known seconds: a millisecond for each kernel, and so much more for what is measured."""
+    clock = Clock(monkeypatch, forward=(2.0, 2.5), backward=(3.0, 4.5), kernel=0.001)
+    found = own_time(rounds=1)
+    first, again = clock.plain_operators, clock.replayed_operators
+    forward = own_time_module._Blocks().forward_operators()
+    assert 0 < again <= forward < first
+    assert found.framework == pytest.approx((5.0 - 0.001 * first) / first)
+    assert found.recording == pytest.approx(0.5 / forward)
+    assert found.replaying == pytest.approx((1.5 - 0.001 * again) / again - found.framework)
+
+
+def test_nothing_that_is_measured_is_below_zero(monkeypatch):
+    """On a busy machine kernels alone may take longer than whole steps, and recomputed steps less than plain ones."""
+    Clock(monkeypatch, forward=(2.0, 1.5), backward=(3.0, 2.5), kernel=10.0)
+    assert astuple(own_time(rounds=1)) == (0.0, 0.0, 0.0)
 
 
 def test_measuring_leaves_the_random_generators_alone():

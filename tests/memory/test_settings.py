@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,29 @@ def test_the_configuration_takes_it_and_refuses_what_is_none():
         parse_config({"memory": {"allocator": "expandable"}})
 
 
-def test_what_is_allocated_in_a_private_pool_on_a_cpu_is_as_everywhere():
-    with private_pool("cpu"):
-        tensor = torch.ones(3)
-    assert tensor.tolist() == [1, 1, 1]
+@pytest.mark.parametrize(("device", "pools"), [("cuda", ["made", "in use", "done"]), ("cpu", [])])
+def test_only_on_cuda_is_a_private_pool_made_and_it_is_left_after_an_error_too(device, pools, monkeypatch):
+    events = []
+
+    @contextmanager
+    def use(pool, device):
+        events.append("in use")
+        try:
+            yield
+        finally:
+            events.append("done")
+
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: events.append("made"))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+
+    def fails():
+        with private_pool(device):
+            assert events == pools[:2]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert events == pools
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -113,12 +133,24 @@ def test_the_memory_of_a_private_pool_goes_back_whole():
     assert torch.cuda.memory_reserved() == before
 
 
+# Keys of the builds of torch for CUDA: in c10/cuda/CUDAAllocatorConfig.cpp (2.11 to 2.15), of which a build for a CPU
+# knows nothing.
+KEYS_OF_CUDA = {
+    "graph_capture_record_stream_reuse", "per_process_memory_fraction", "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb", "pinned_use_cuda_host_register", "release_lock_on_cudamalloc",
+    "throw_on_cudamalloc_oom",
+}  # fmt: skip
+
+
 def test_torch_knows_the_keys_that_are_offered():
-    """In the libraries of torch, where CUDA's own keys are those of a build with CUDA."""
+    """In the libraries of torch."""
     libraries = (Path(torch.__file__).parent / "lib").glob("libc10*.so")
     content = b"".join(path.read_bytes() for path in libraries)
-    common = ("expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions")
-    assert all(key.encode() in content and key in KEYS for key in common)
+    known = {key for key in KEYS if key.encode() in content}
+    expected = set(KEYS) if torch.version.cuda else set(KEYS) - KEYS_OF_CUDA
+    assert known == expected
+    assert {"backend", "expandable_segments", "max_split_size_mb", "roundup_power2_divisions"} <= known
+    assert set(KEYS) > KEYS_OF_CUDA
 
 
 def test_brackets_hold_one_value_together():

@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 import tightfit
+from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from exactness import bits
 from tightfit.errors import InputError
+from tightfit.monitoring.real_run import RealRun
 from tightfit.monitoring.record import Record
 from tightfit.step import StepSettings, model_loss
+from tightfit.units import format_bytes
 from tiny import allocator_peak, decoder, token_batch
 
 
@@ -305,9 +308,23 @@ def test_a_record_survives_its_json(watched, tmp_path):
     assert str(back) == str(watched)
 
 
-def test_the_picture_is_a_png(watched, tmp_path):
+def test_the_picture_shows_the_traced_step_and_the_counters(watched, tmp_path, monkeypatch):
+    figures = drawn_figures(monkeypatch)
     watched.to_png(tmp_path / "record.png")
     assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
+    (figure,), record = figures, watched.record()
+    step, training = figure.axes
+    peak = format_bytes(watched.peak_bytes)
+    assert figure.get_suptitle() == f"Memory of Decoder: peak {peak} ({record.peak_source})"
+    assert step.get_title() == f"Step {record.traced_step}: its operators in the order in which they ran"
+    assert texts(step)[0] == f"peak {peak} in {record.traced.peak_phase}, {record.traced.peak_module or 'top level'}"
+    assert {"forward", "backward", "optimizer"} <= set(texts(step))
+    assert top_of_stack(step) == pytest.approx(watched.peak_bytes / 2**20)
+    samples = record.samples
+    assert len(samples) > 4
+    (resident,) = lines(training).values()
+    unit = 2**30 if training.get_ylabel() == "GiB" else 2**20
+    assert resident == [(sample.seconds, sample.rss_bytes / unit) for sample in samples]
 
 
 def test_the_summary_has_the_peak_first(watched):
@@ -342,8 +359,22 @@ def test_a_compiled_model_is_traced_as_it_was_written_and_then_runs_compiled():
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
-def test_operators_whose_scratch_memory_is_measured_are_watched():
-    model = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.Flatten())
-    with tightfit.monitor(model, torch.optim.SGD(model.parameters()), traced_step=1) as watch:
-        nn.functional.mse_loss(model(torch.ones(2, 3, 8)), torch.ones(2, 32)).backward()
-    assert watch.peak_bytes > 0
+def test_operators_whose_scratch_memory_is_measured_are_watched(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.Flatten()), torch.ones(64, 3, 256)
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum()
+
+    def watched():
+        optimizer = torch.optim.SGD(model.parameters())
+        with tightfit.monitor(model, optimizer, traced_step=1) as watch:
+            loss(model, {"x": x}).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return watch.peak_bytes
+
+    found = watched()
+    assert found == allocator_peak(model, {"x": x}, loss=loss, optimizer="sgd")
+    monkeypatch.setattr(RealRun, "scratch", lambda self, *call: 0)
+    assert watched() < found, "a convolution takes scratch memory at the peak"

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from tightfit.errors import InputError
 from tightfit.planner.records import CurvePoint, Footing
 from tightfit.report.picture import COLOURS, PHASE_TINTS, curve_picture, memory_picture
@@ -48,16 +49,45 @@ def test_a_training_without_levers_or_budget_has_a_picture_too():
     assert size_of(memory_picture(PLAIN, None))[0] == 1200
 
 
-def test_what_is_drawn_depends_on_the_plan_the_budget_and_the_measurement():
-    pictures = {
-        memory_picture(PLAIN, None),
-        memory_picture(PLAIN, PLANNED),
-        memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB),
-        memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB, measured_peak_bytes=9 * MIB),
-        memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB, measured_peak_bytes=9 * MIB, micro_batches=2),
-    }
+@pytest.fixture
+def figures(monkeypatch):
+    return drawn_figures(monkeypatch)
 
-    assert len(pictures) == 5
+
+def test_the_plain_step_alone_is_one_panel(figures):
+    memory_picture(PLAIN, None)
+    (axis,) = figures[0].axes
+    assert axis.get_title() == "Plain: no lever"
+    assert figures[0].get_suptitle() == "Peak memory of a training step: plain 14.00 MiB"
+    assert texts(axis)[0] == "peak 14.00 MiB\nin backward"
+    assert top_of_stack(axis) == 14
+    assert lines(axis) == {}
+
+
+def test_plan_budget_and_measurement_are_drawn_where_they_are(figures):
+    memory_picture(PLAIN, PLANNED, budget_bytes=12 * MIB, measured_peak_bytes=8 * MIB, micro_batches=2)
+    plain, planned = figures[0].axes
+    assert plain.get_title() == "Plain: no lever"
+    assert planned.get_title() == "Planned: as it ran, 2 micro-batches"
+    assert (top_of_stack(plain), top_of_stack(planned)) == (14, 9)
+    assert "peak 9.00 MiB\nin backward" in texts(planned)
+    assert figures[0].get_suptitle() == (
+        "Peak memory of a training step: plain 14.00 MiB, planned 9.00 MiB (64% of plain), measured 8.00 MiB, "
+        "budget 12.00 MiB"
+    )
+    budget = [(0, 12), (1, 12)]  # across the panel
+    assert lines(plain) == {"budget": budget}
+    assert lines(planned) == {"budget": budget, "measured peak": [(2, 8)]}
+    assert "recompute" in planned.get_legend_handles_labels()[1]
+    assert "recompute" not in plain.get_legend_handles_labels()[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "title"), [(1, "Planned"), (2, "Planned, 2 micro-batches"), (4, "Planned, the last 2 of 4 micro-batches")]
+)
+def test_the_title_says_which_micro_batches_are_shown(figures, count, title):
+    memory_picture(PLAIN, PLANNED, micro_batches=count)
+    assert figures[0].axes[1].get_title() == title
 
 
 def test_every_category_has_a_colour_of_its_own_and_every_phase_a_tint():
@@ -76,6 +106,10 @@ def test_without_matplotlib_the_way_to_install_it_is_named(monkeypatch: pytest.M
 POINTS = (CurvePoint("no lever", 9 * MIB, 1.0), CurvePoint("3 of 4 blocks recompute", 4 * MIB, 1.1))
 
 
-def test_a_curve_is_a_picture_of_its_own_or_stands_below_the_step():
+def test_a_curve_is_a_picture_of_its_own_or_stands_below_the_step(figures):
     assert size_of(curve_picture(POINTS, POINTS[:1], chosen_bytes=4 * MIB, budget_bytes=5 * MIB)) == (1200, 600)
     assert size_of(memory_picture(PLAIN, PLANNED, points=POINTS, recipes=POINTS[:1])) == (1200, 1200)
+    alone, below = figures[0].axes[0], figures[1].axes[-1]
+    curve = {"plans, by budget": [(9, 1), (4, 1.1)], "no lever": [(9, 1)]}
+    assert lines(alone) == {**curve, "this plan": [(4, 1.1)], "budget": [(5, 0), (5, 1)]}
+    assert lines(below) == {**curve, "this plan": [(9, 1)]}  # that of the planned step

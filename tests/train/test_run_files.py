@@ -6,8 +6,11 @@ import pytest
 import torch
 from tiny_training import Listener, metrics, run, settings
 
+from drawn_figures import drawn_figures, lines
+from tightfit import Plan
 from tightfit.errors import OutputError
 from tightfit.train import train
+from tightfit.units import format_bytes
 
 BUDGET = {"budget": "0.6x", "levers": "exact"}
 
@@ -24,10 +27,24 @@ def test_the_result_names_what_was_predicted_measured_and_reached(tmp_path: Path
     assert len(result["sample"]) > 0
 
 
-def test_the_picture_is_drawn(tmp_path: Path):
+def test_the_picture_shows_what_was_planned_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn_figures(monkeypatch)
+
     run(tmp_path, memory=BUDGET)
 
     assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    plan = Plan.from_json(tmp_path / "run" / "plan.json")
+    measured = json.loads((tmp_path / "run" / "result.json").read_text())["measured_peak_bytes"]
+    (figure,) = figures
+    title = figure.get_suptitle()
+    for name, size in (
+        ("plain", plan.plain_peak_bytes), ("planned", plan.peak_bytes), ("measured", measured),
+        ("budget", plan.budget_bytes),
+    ):  # fmt: skip
+        assert f"{name} {format_bytes(size)}" in title
+    plain, planned = figure.axes
+    assert (plain.get_title(), planned.get_title()) == ("Plain: no lever", "Planned: as it ran")
+    assert lines(planned)["measured peak"][0][1] == measured / 2**20
 
 
 @pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {}], ids=["plan", "by hand", "plain"])
