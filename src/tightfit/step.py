@@ -1,7 +1,7 @@
 """One training step, defined once: the dry run, the verification, the benchmarks and the trainer all run this.
 
 A step is: for each micro-batch forward, loss and backward, then clipping and the optimizer, then gradients set to
-None.
+None, or to zero where a loop of one's own does that.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,6 +78,7 @@ class StepSettings:
 
     precision: Precision = "fp32"
     grad_clip: float | None = None
+    keep_gradients: bool = False  # set to zero after a step, not to None: they stay where they are through all steps
 
 
 class Part(NamedTuple):
@@ -130,7 +131,9 @@ def update(
     scaler: torch.amp.GradScaler | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor | None:
-    """Clip, step and set the gradients to None. Returns the gradients' norm before clipping, if it was asked for."""
+    """Clip, step and let go of the gradients, or set them to zero. Returns their norm before clipping, if it was asked
+    for.
+    """
     norm = None
     with (observer or NoObserver()).phase("optimizer"):
         if scaler is not None:
@@ -142,5 +145,5 @@ def update(
         else:
             scaler.step(optimizer)
             scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not settings.keep_gradients)
     return norm

@@ -23,8 +23,9 @@ class Repeated(nn.Module):
 
 
 def gpt2():
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    )
 
 
 MODELS = {"decoder": decoder, "gpt2": gpt2, "repeated": Repeated}

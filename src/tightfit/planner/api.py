@@ -29,7 +29,7 @@ from tightfit.planner.wrapped import refuse_distributed
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.trace.copies import AWAY
 from tightfit.trace.record import StepTrace
-from tightfit.trace.twin import real_tensors, twin_of, with_memory
+from tightfit.trace.twin import has_no_memory, real_tensors, twin_of, with_memory
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
@@ -46,16 +46,21 @@ def estimate(
     device: Any = None,
     micro_batches: int = 1,
     grad_clip: float | None = None,
+    keep_gradients: bool | None = None,
 ) -> Estimate:
     """Predict the peak memory and the time of one training step; nothing is computed and nothing is changed.
 
     `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; with
     `micro_batches` it is split in as many, whose gradients accumulate. `loss` is `callable(model, batch) ->
     scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name
-    with figures of one's own: `"rtx3080,memory=8GiB"`.
+    with figures of one's own: `"rtx3080,memory=8GiB"`. `keep_gradients` says that the loop sets gradients to zero after
+    a step (`zero_grad(set_to_none=False)`), so that the next one begins with them; None: that it does so if the model
+    has gradients now and all of them are zero.
     Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
     """
-    request = make_request(model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip)
+    request = make_request(
+        model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip, keep_gradients
+    )
     return make_estimate(request)
 
 
@@ -74,6 +79,7 @@ def plan(
     blocks: str | None = None,
     micro_batches: int | Literal["auto"] = 1,
     grad_clip: float | None = None,
+    keep_gradients: bool | None = None,
     curve: bool = False,
     offload_folder: str | None = None,
     offload_budget: int | str | None = None,
@@ -105,6 +111,7 @@ def plan(
         blocks=blocks,
         micro_batches=micro_batches,
         grad_clip=grad_clip,
+        keep_gradients=keep_gradients,
         offload_folder=offload_folder,
         offload_budget=offload_budget,
     )
@@ -131,6 +138,7 @@ def curve(
     blocks: str | None = None,
     micro_batches: int = 1,
     grad_clip: float | None = None,
+    keep_gradients: bool | None = None,
     points: int = POINTS,
 ) -> Curve:
     """What memory costs in time: peak against step time, from the plain step down to the least peak.
@@ -138,7 +146,9 @@ def curve(
     `points` is the number of budgets for which a choice is solved and traced as applied. The other arguments are those
     of `plan`. The curve also holds the fixed recipes that are used without a plan.
     """
-    request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip)
+    request = make_request(
+        model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip, keep_gradients
+    )
     if points < 1:
         raise InputError(f"points is {points}, wanted at least 1")
     search = Search(request, "1x")
@@ -159,12 +169,15 @@ def make_search(
     blocks: str | None = None,
     micro_batches: int | Literal["auto"] = 1,
     grad_clip: float | None = None,
+    keep_gradients: bool | None = None,
     offload_folder: str | None = None,
     offload_budget: int | str | None = None,
 ) -> Search:
     """A search about to begin, from the arguments of `plan`."""
     count = 1 if micro_batches == "auto" else micro_batches
-    request = make_request(model, batch, loss, optimizer, precision, device, levers, blocks, count, grad_clip)
+    request = make_request(
+        model, batch, loss, optimizer, precision, device, levers, blocks, count, grad_clip, keep_gradients
+    )
     request = replace(request, offload=OffloadSettings(offload_folder, positive_bytes(offload_budget)))
     if micro_batches == "auto":
         request = replace(request, levers=request.levers | {MicroBatches.name}, fewest_micro_batches=True)
@@ -182,24 +195,33 @@ def make_request(
     blocks: str | None,
     micro_batches: int,
     grad_clip: float | None,
+    keep_gradients: bool | None = None,
 ) -> Request:
     """The arguments of a user's call, checked."""
     check_step(model, batch, loss, optimizer, precision)
     check_settings(micro_batches, grad_clip, blocks)
     check_levers(levers)
     refuse_distributed(model, "a plan or an estimate")
+    keeps = gradients_are_zero(model) if keep_gradients is None else keep_gradients
     model, batch = as_twins(model, batch, optimizer)
     return Request(
         model=model,
         batch=batch,
         loss=loss or model_loss,
         optimizer=optimizer,
-        settings=StepSettings(precision, grad_clip),
+        settings=StepSettings(precision, grad_clip, keeps),
         device=lookup(device),
         levers=allowed_levers(levers),
         blocks=blocks,
         micro_batches=micro_batches,
     )
+
+
+def gradients_are_zero(model: nn.Module) -> bool:
+    """Whether a loop has set the model's gradients to zero and left them there: a backward leaves others."""
+    held = [p.grad for p in model.parameters() if p.grad is not None]
+    known = all(g.layout is torch.strided and not has_no_memory(g) for g in held)
+    return bool(held) and known and not any(bool(g.detach().any()) for g in held)
 
 
 def as_twins(model: nn.Module, batch: Batch, optimizer: Optimizer) -> tuple[nn.Module, Batch]:
