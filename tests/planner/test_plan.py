@@ -10,9 +10,9 @@ from torch import nn
 from tightfit import Plan, TokenBatch, plan, verify
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
 from tightfit.planner.levers import allowed_levers
+from tightfit.planner.levers.micro_batch import PARTS_SPREAD
 from tightfit.report.words import alike
 from tightfit.units import format_bytes, format_seconds
-from tightfit.planner.levers.micro_batch import PARTS_SPREAD
 from tiny import allocator_peak, decoder, token_batch
 
 BUDGETS = ("0.8x", "0.65x", "0.5x")

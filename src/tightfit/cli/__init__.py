@@ -3,6 +3,6 @@
 Nothing heavy is imported before a command needs it.
 """
 
-from tightfit.cli.entry import main
+from tightfit.cli.entry import command as main
 
 __all__ = ["main"]

@@ -78,12 +78,13 @@ def plan(
     """
     if multiple_of is not None and maximise is None:
         raise InputError("--multiple-of is for --maximise, which is not given: give both, or neither")
-    from tightfit.cli.maximising import maximised
-    from tightfit.cli.subject import subject_of
     from tightfit.report.plan_tables import describe_plan
 
     largest = None
     with answering(question):
+        from tightfit.cli.maximising import maximised
+        from tightfit.cli.subject import subject_of
+
         if maximise is not None:
             question, largest = maximised(question, maximise, multiple_of)
         if largest is None or curve or html is not None:

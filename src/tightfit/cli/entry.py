@@ -6,6 +6,18 @@ from types import FrameType
 from tightfit.cli.ending import INTERRUPTED
 
 
+def command() -> None:
+    """What a shell runs: `main`, and the end of the process."""
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code == 0:
+            from tightfit.cli.light import end_at_once
+
+            end_at_once()
+        raise
+
+
 def main() -> None:
     """Run the command that `sys.argv` names."""
     pressed: list[int] = []

@@ -1,8 +1,11 @@
 """What a command that only asks may leave out, and the lines of other packages that nobody asked for."""
 
+import atexit
+import gc
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +20,12 @@ IDLE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",
 }
+COMPILED = ("adamw8bit", "adamw4bit")  # optimizers whose packages compile code of theirs when they are imported
 ALL_LOADED = "TIGHTFIT_ALL_LOADED"  # set in the environment of a command that was started again
+# The collector of cycles begins at 700 new objects. An import makes hundreds of thousands, and next to no garbage.
+SELDOM = (100_000, 20, 100)
 _alone: list[bool] = []  # not empty where this process was started to run one command
+_answered: list[bool] = []  # not empty where that command was a question, and dry runs have answered it
 
 
 def this_process_is_ours() -> None:
@@ -34,9 +41,20 @@ def answering(question: Question) -> Iterator[None]:
     if not may_defer(question):
         yield
         return
+    often = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield from _answering_lightly()
+    finally:
+        gc.set_threshold(*often)
+    _answered.append(True)
+
+
+def _answering_lightly() -> Iterator[None]:
+    from tightfit.cli.transformers_index import read_once
     from tightfit.deferred import GaveWay, deferred
 
-    with deferred() as deferral:
+    with deferred() as deferral, read_once():
         try:
             yield
         except (Exception, GaveWay) as error:
@@ -47,13 +65,32 @@ def answering(question: Question) -> Iterator[None]:
             start_again()
 
 
+def end_at_once() -> None:
+    """End the process after an answer as Python would, except that nothing is taken apart that ends with the process
+    anyway: that takes half a second. Returns where somebody may still be at work.
+    """
+    if not _answered or sys.flags.interactive or sys.flags.inspect or sys.gettrace() or sys.getprofile():
+        return
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        return
+    atexit._run_exitfuncs()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the shell has closed it
+            stream.flush()
+    except OSError:
+        return  # nobody reads any more, or the disk is full: Python says so at its own end
+    os._exit(0)
+
+
 def may_defer(question: Question) -> bool:
     """Not where the user's own code is imported, nor where a plan may compile, nor where a model is a pipe that can be
-    read once; nor in a process that others go on with.
+    read once, nor with an optimizer that needs what is left out; nor in a process that others go on with.
     """
     if not _alone or ALL_LOADED in os.environ or question.config is not None or question.model is None:
         return False
-    return ":" not in question.model and "compile" not in (question.levers or "") and not Path(question.model).is_fifo()
+    if question.optimizer in COMPILED or "compile" in (question.levers or ""):
+        return False
+    return ":" not in question.model and not Path(question.model).is_fifo()
 
 
 def is_ours(error: BaseException | None) -> bool:

@@ -8,6 +8,7 @@ known, so that masks, positions, routing and branches that look at data get true
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -154,7 +155,8 @@ class DryRun(Recording):
                 self.keep_original(target)
         faults.operator = traits.name
         try:
-            return func(*args, **kwargs)
+            with one_thread():
+                return func(*args, **kwargs)
         except RuntimeError as error:
             if "can't allocate memory" not in str(error):
                 raise
@@ -256,6 +258,17 @@ class DryRun(Recording):
         with torch.no_grad():
             for alias, content in self.originals.values():
                 alias.copy_(content)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What is computed for real is small: waking other threads for it, which then wait for more, costs most of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def hollow_tensors(shapes: Any) -> Any:
