@@ -7,6 +7,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from made_up_devices import CALIBRATIONS
 from tightfit import plan
 from tightfit.errors import CannotFit
+from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.block_graph import block_graph
+from tightfit.planner.frontier import frontier, keep_set
+from tightfit.planner.frugal import foreseen, frugal_sets
+from tightfit.planner.request import Combination, Request, Tracer
+from tightfit.planner.windows import footprint, windows
+from tightfit.step import StepSettings, model_loss
 from tiny import VOCABULARY, decoder, token_batch
 
 
@@ -42,3 +49,23 @@ def least(model, device, levers):
 def test_the_least_is_the_same_at_every_price(build, levers):
     model = build()
     assert len({least(model, device(), levers) for device in CALIBRATIONS.values()}) == 1
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_the_backward_foreseen_under_a_keep_set_is_the_one_traced(build):
+    model = build()
+    device, settings, levers = CALIBRATIONS["even"](), StepSettings(), frozenset({"recompute"})
+    tracer = Tracer(Request(model, token_batch(2, 64), model_loss, "adamw", settings, device, levers))
+    path = "inner.layers.0" if build is Repeated else next(p for p, m in model.named_modules() if p.endswith(".0"))
+    plain = tracer.whole(Combination(1), {path: KEEP_ALL})
+    (window,) = windows(plain, [path])
+    graph = block_graph(plain, model, path)
+    assert graph is not None
+    backward = foreseen(plain, graph, window)
+    least = [keep_set(graph.operations, kept) for kept in frugal_sets(plain, graph, window)]
+    beneath = set()
+    for one in [*frontier(graph.operations), *least]:
+        applied = tracer.whole(Combination(1), {path: Policy(graph.kept_keys(one.kept))})
+        (there,) = windows(applied, [path])
+        beneath.add(backward.cost(one.kept)[1] - footprint(applied, there).backward_bytes)
+    assert len(beneath) == 1  # the level on which the block stands
