@@ -25,13 +25,13 @@ from environment import environment
 from tightfit import Plan, TokenBatch, estimate, plan, verify
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.levers.optimizer import build_optimizer
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import Precision, StepSettings, forward_backward, model_loss, update
-from tightfit.train.measure import resident_tensors
+from tightfit.training.measure import resident_tensors
 
 SMALL_HF = {
     "vocab_size": 8000, "hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 6,

@@ -28,7 +28,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.train.measure import resident_tensors
+from tightfit.training.measure import resident_tensors
 
 CASES = {
     "CPU26": (DecoderConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, vocab_size=6400), (4, 256)),

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from environment import environment
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import apply_policies
-from tightfit.operators import traits_of
+from tightfit.runtime.operators import traits_of
 
 WIDTH, HEADS = 8, 2
 

@@ -16,12 +16,12 @@ from torch import nn
 from taking_turns import options_of, report
 from tightfit import TokenBatch, build_dry, maximise
 from tightfit.levers.micro_batch import as_parts
-from tightfit.levers.optimizer import build_optimizer
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
+from tightfit.optim.by_name import build_optimizer
 from tightfit.step import Batch, StepSettings, forward_backward, model_loss, update
-from tightfit.train.measure import resident_tensors
+from tightfit.training.measure import resident_tensors
 
 # Preset, vocabulary, budget, and what lengths are a multiple of.
 FULL, SMALL = ("mm26", 32_000, "2GB", 64), ("cpu8", 6_400, "160MB", 64)

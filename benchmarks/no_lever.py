@@ -21,12 +21,12 @@ from tightfit.config.schema import TrainingConfig
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.step import StepSettings, TokenBatch
-from tightfit.train.interrupt import Interrupt
-from tightfit.train.loop import SETTLED, Stepper, measured_steps, run_steps
-from tightfit.train.objective import CausalLMLoss, counted
-from tightfit.train.optimizer import OptimizerRecipe
-from tightfit.train.reporter import SilentReporter
-from tightfit.train.storage import RunFolder
+from tightfit.training.interrupt import Interrupt
+from tightfit.training.loop import SETTLED, Stepper, measured_steps, run_steps
+from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.reporter import SilentReporter
+from tightfit.training.storage import RunFolder
 
 FULL, SMALL = ("mm26", 32, 512), ("cpu8", 2, 64)  # preset, sequences, tokens
 STEPS = 10

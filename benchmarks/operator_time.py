@@ -29,9 +29,9 @@ from tightfit.devices.cost import CostModel
 from tightfit.devices.work import work_of
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.decoder_config import PRESETS
-from tightfit.operators import traits_of
+from tightfit.runtime.operators import traits_of
 from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.trace.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape
 
 BATCHES = {"cpu8": TokenBatch(8, 256, 6400), "cpu26": TokenBatch(4, 256, 6400)}
 PRECISIONS = ("fp32", "bf16")

@@ -17,12 +17,12 @@ from torch import nn
 from optimizers import in_backward
 from taking_turns import options_of, ratios, report, take_turns
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.levers.optimizer import build_optimizer
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
+from tightfit.optim.by_name import build_optimizer
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.train.measure import resident_tensors
+from tightfit.training.measure import resident_tensors
 
 FULL, SMALL = ("mm104", 32, 512), ("cpu8", 2, 64)  # preset, sequences, tokens: 16k a step
 FEW = 16  # tokens of the step whose bytes are measured

@@ -20,15 +20,15 @@ from accuracy_page import RESULTS, ROOT, rows, where
 from environment import environment
 from tightfit.devices.present import lookup
 from tightfit.levers.micro_batch import as_parts
-from tightfit.levers.optimizer import build_optimizer, named_states
 from tightfit.memory.allocator import measured_peak, storage_bytes
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim import step_in_backward
+from tightfit.optim.by_name import build_optimizer, named_states
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.trace.cuda import CudaRole
-from tightfit.trace.record import Category
-from tightfit.trace.step import trace_step
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.record import Category
+from tightfit.tracing.step import trace_step
 
 OUTPUT = RESULTS / "optimizers.json"
 PAGE = ROOT / "docs" / "optimizers.md"

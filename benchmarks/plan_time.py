@@ -66,7 +66,7 @@ def answer(case: str, question: str) -> dict[str, Any]:
 
         import tightfit
         from tightfit.devices.present import lookup
-        from tightfit.trace.build import build_dry
+        from tightfit.tracing.build import build_dry
 
         device = replace(lookup(DEVICE), memory_bytes=MEMORY)
 

@@ -83,6 +83,17 @@ def _file_of(name, files):
     return parent if parent in files else None
 
 
+# Public functions, those that are to come too: `tightfit.trace` would be a room of that name as soon as anything of it
+# is imported, since Python makes a subpackage an attribute of its parent.
+FUNCTIONS = {"train", "trace", "fit", "plan", "verify", "distil", "prune", "quantise", "estimate"}
+
+
+def test_no_room_and_no_module_has_the_name_of_a_public_function():
+    names = {part for path in FILES for part in module_of(path).split(".")}
+    assert not names & FUNCTIONS
+    assert not {module_of(path).split(".")[0] for path in FILES} & public_names()
+
+
 def test_only_the_command_line_prints_and_exits():
     for path in FILES:
         if place_of(module_of(path)) == "cli":

@@ -4,7 +4,7 @@ import pytest
 
 import tightfit as package
 from command_line import tightfit
-from tightfit.optimizer_names import OPTIMIZERS
+from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
 COMMANDS = (

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tightfit import exclusions as table
 from tightfit import maximise
 from tightfit.config import load_config, parse_config
 from tightfit.errors import TightfitError
 from tightfit.levers.recompute import recompute
+from tightfit.names import exclusions as table
 from tightfit.planner.levers.page import exclusions, levers_page
 from tightfit.step import TokenBatch
 from tiny import VOCABULARY, decoder

@@ -101,7 +101,7 @@ def test_what_was_left_out_answers_what_it_knows_and_is_the_real_thing_afterward
     code = (
         "import json, sys\n"
         "import torch\n"
-        "from tightfit.deferred import deferred\n"
+        "from tightfit.runtime.deferred import deferred\n"
         "with deferred() as deferral:\n"
         "    from torch.distributed.tensor import DTensor, Shard\n"
         "    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq\n"
@@ -144,7 +144,7 @@ def ways():
     """Per use of a stand-in the name that gave way; asked with others' `except Exception` around it."""
     code = (
         "import copy, json, types\n"
-        "from tightfit.deferred import GaveWay, deferred\n"
+        "from tightfit.runtime.deferred import GaveWay, deferred\n"
         "ways = {}\n"
         "with deferred() as deferral:\n"
         "    from sympy import name\n"

@@ -1,4 +1,4 @@
-"""Questions answered with packages left out (`tightfit.deferred`) and with everything loaded: the same bytes.
+"""Questions answered with packages left out (`tightfit.runtime.deferred`) and with everything loaded: the same bytes.
 
 Beside those of `test_import_time.py`, which are compared in every run of the suite.
 """

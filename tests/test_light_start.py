@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tightfit.cli.transformers_index import hasten
-from tightfit.operators import traits_of
-from tightfit.trace.dry_run import DryRun
-from tightfit.trace.ledger import Ledger
-from tightfit.trace.modules import ModuleTracker
+from tightfit.runtime.operators import traits_of
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.ledger import Ledger
+from tightfit.tracing.modules import ModuleTracker
 
 ASK = ("estimate", "--model", "cpu26", "--seq-len", "64", "--device", "rtx4090", "--json")
 

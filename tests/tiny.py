@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.levers.optimizer import build_optimizer, state_tensors
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.optim.by_name import build_optimizer, state_tensors
 from tightfit.step import Loss, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.trace.step import plain_tensors
+from tightfit.tracing.step import plain_tensors
 
 VOCABULARY = 600
 

@@ -21,8 +21,8 @@ from benchmarks.gpu.cases import MODELS
 
 from tightfit import TokenBatch, set_allocator
 from tightfit.levers.micro_batch import as_parts
-from tightfit.levers.optimizer import build_optimizer
 from tightfit.memory.counters import allocator_state
+from tightfit.optim.by_name import build_optimizer
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 
 DEFAULT = "default"

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import now
-from tightfit.internals import current_node
 from tightfit.memory.allocator import collector_off
-from tightfit.trace.cuda import CudaRole
-from tightfit.trace.cuda.allocator import MIN_BLOCK
-from tightfit.trace.cuda.products import Release, blas_workspace
-from tightfit.trace.cuda.replay import play
-from tightfit.trace.dry_run import DryRun
-from tightfit.trace.ledger import Ledger
-from tightfit.trace.modules import ModuleTracker
-from tightfit.trace.record import Phase
-from tightfit.trace.shapes import TensorShape
-from tightfit.trace.step import record
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import current_node
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.cuda.allocator import MIN_BLOCK
+from tightfit.tracing.cuda.products import Release, blas_workspace
+from tightfit.tracing.cuda.replay import play
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.ledger import Ledger
+from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.record import Phase
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.step import record
 
 REPEATS = 3  # the first makes the gradients, later ones are alike
 RELEASE: Release = (2, 7)  # rows are of 2.4 to 2.11, which all keep cuBLAS's workspaces; no product ran on newer cards

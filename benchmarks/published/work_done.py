@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from tightfit.devices.known import find
 from tightfit.devices.work import Work, work_of
 from tightfit.step import Part, StepSettings
-from tightfit.trace.build import build_dry
-from tightfit.trace.cuda import CudaRole
-from tightfit.trace.record import Phase, StepTrace
-from tightfit.trace.shapes import TensorShape
-from tightfit.trace.step import trace_part, trace_step
+from tightfit.tracing.build import build_dry
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.record import Phase, StepTrace
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.step import trace_part, trace_step
 
 A_NUMBER = 16  # bytes
 _PHASES = {"forward": {Phase.FORWARD}, "backward": {Phase.BACKWARD}}

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from tightfit.activity import accumulation
 from tightfit.errors import ModelError
+from tightfit.runtime.activity import accumulation
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Batch = Any  # a dict (passed as keywords), a tuple (positional) or a TokenBatch

@@ -19,18 +19,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from tightfit.activity import aside
 from tightfit.errors import ModelError
-from tightfit.levers.low_bit_weights import at_full_width
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Offload
-from tightfit.planner.plan import BlockChoice, Plan
+from tightfit.planner.plans import BlockChoice, Plan
 from tightfit.planner.wrapped import refuse_distributed
+from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, forward_backward, model_loss
-from tightfit.trace.restore import everything_restored
-from tightfit.trace.twin import has_no_memory
+from tightfit.tracing.restore import everything_restored
+from tightfit.tracing.twin import has_no_memory
+from tightfit.weights.low_bit import at_full_width
 
 # Where most weights are frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on
 # 1152 numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"), as this factor over the root of their number allows.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tightfit.devices.cost import CostModel, interpolate
-from tightfit.trace.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape
 
 
 def shape(*sizes, dtype=torch.float32):

@@ -12,9 +12,9 @@ from tightfit.devices.own_time import own_time
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import recompute
 from tightfit.step import model_loss
-from tightfit.trace.record import Phase
-from tightfit.trace.recording import ExecutorCost
-from tightfit.trace.step import trace_step
+from tightfit.tracing.record import Phase
+from tightfit.tracing.recording import ExecutorCost
+from tightfit.tracing.step import trace_step
 from tiny import decoder, token_batch
 
 

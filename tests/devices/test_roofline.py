@@ -11,7 +11,7 @@ from tightfit.devices.present import lookup
 from tightfit.devices.roofline import RooflineLaw, stream_of
 from tightfit.devices.spec import DeviceSpec, Kernels, Roofline
 from tightfit.devices.work import AttentionShape, ProductShape, Work
-from tightfit.trace.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape
 
 TERA, GIGA = 1e12, 1e9
 LAWS = {key: RooflineLaw(device.spec.roofline) for key, device in known_devices().items() if device.spec.roofline}

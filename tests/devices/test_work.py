@@ -7,7 +7,7 @@ from tightfit.devices.families import _FAMILIES, Family, family_of
 from tightfit.devices.work import work_of
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.trace.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape
 
 aten = torch.ops.aten
 

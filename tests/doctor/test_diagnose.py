@@ -11,7 +11,7 @@ from tightfit.config import load_config
 from tightfit.errors import InputError
 from tightfit.planner.levers import lever_types
 from tightfit.step import model_loss
-from tightfit.trace.record import StepTrace
+from tightfit.tracing.record import StepTrace
 from tiny import allocator_peak, decoder, token_batch
 
 GIB = 2**30

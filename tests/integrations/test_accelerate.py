@@ -95,7 +95,7 @@ def test_checkpointing_is_given_back_where_a_plan_cannot_be_applied(monkeypatch)
         raise LeverError("no room to offload to")
 
     accelerator, model, optimizer = checkpointing()
-    monkeypatch.setattr("tightfit.planner.plan.Plan.apply", refused)
+    monkeypatch.setattr("tightfit.planner.plans.Plan.apply", refused)
     with pytest.raises(LeverError, match="no room"):
         apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.6x")
     assert all(layer.gradient_checkpointing for layer in model.model.layers)

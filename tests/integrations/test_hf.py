@@ -9,8 +9,8 @@ from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded,
 
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.integrations.hf import FrugalTrainer, MemoryBudget
-from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.levers import ChunkedLoss
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.units import format_bytes
 
 ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 # The part of the plain peak that is the budget, and the losses that are printed.

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import transformers
 
-from tightfit.levers.optimizer import state_tensors
 from tightfit.memory.allocator import storage_bytes
+from tightfit.optim.by_name import state_tensors
 
 VOCABULARY = 300
 

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tightfit.activity import now
 from tightfit.levers.offload.shelf import HOST, HostShelf
 from tightfit.levers.offload.transfers import Lanes
 from tightfit.memory.pinned import PinnedStore
-from tightfit.operators import traits_of, written_arguments
+from tightfit.runtime.activity import now
+from tightfit.runtime.operators import traits_of, written_arguments
 
 COMPUTE, OUT, BACK = "compute", "out", "back"
 

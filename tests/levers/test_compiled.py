@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import tightfit
-from tightfit.activity import now
 from tightfit.config import parse_config
 from tightfit.errors import CompileError, DeviceError, LeverError
 from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.runtime.activity import now
 from tightfit.step import StepSettings, model_loss
-from tightfit.trace.compiled_code import KERNEL
-from tightfit.trace.record import Phase
-from tightfit.trace.step import trace_step
+from tightfit.tracing.compiled_code import KERNEL
+from tightfit.tracing.record import Phase
+from tightfit.tracing.step import trace_step
 from tiny import VOCABULARY, allocator_peak, decoder, token_batch
 
 GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import LeverError
+from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.levers.deferred_logits import DeferredLogits
-from tightfit.levers.loss import apply_chunked_loss
 
 VOCABULARY, WIDTH, LENGTH = 97, 16, 13
 FULL = (2, LENGTH, VOCABULARY)

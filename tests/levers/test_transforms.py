@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import RecomputeError
+from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.levers.compiled import compile_blocks
-from tightfit.levers.loss import apply_chunked_loss
 from tightfit.levers.recompute import recompute
 from tightfit.levers.recompute.recorder import Recorder
 from tightfit.levers.recompute.region import RecordedForward

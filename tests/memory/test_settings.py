@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tightfit import internals
-from tightfit.allocator_names import KEYS, parse_allocator
 from tightfit.config import parse_config
 from tightfit.errors import ConfigError, DeviceError, InputError
-from tightfit.internals import allocator_settings, set_allocator_settings
 from tightfit.memory.settings import VARIABLES, private_pool, set_allocator
+from tightfit.names.allocator import KEYS, parse_allocator
+from tightfit.runtime import internals
+from tightfit.runtime.internals import allocator_settings, set_allocator_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ def _as_before(monkeypatch):
 def test_a_setting_reaches_torch_and_the_processes_that_are_started():
     assert set_allocator("expandable_segments") == "expandable_segments:True"
     assert allocator_settings() == "expandable_segments:True"
-    child = "import tightfit.internals; print(tightfit.internals.allocator_settings())"
+    child = "import tightfit.runtime.internals; print(tightfit.runtime.internals.allocator_settings())"
     said = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "expandable_segments:True"
 

@@ -81,7 +81,7 @@ def test_a_chunked_loss_on_adapters_is_proved(folder, base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_model_too_large_to_be_there_is_estimated_with_its_adapters(folder, base):
-    from tightfit.trace.build import build_dry
+    from tightfit.tracing.build import build_dry
 
     section = PretrainedModel(path=str(folder), adapter=AdapterConfig(base=base))
     dry = build_dry(lambda: build_model(section.model_copy(update={"random_init": True})))

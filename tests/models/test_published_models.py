@@ -6,7 +6,7 @@ from tightfit.config import PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.loading import build_model
 from tightfit.models.published import published
-from tightfit.trace.build import build_dry
+from tightfit.tracing.build import build_dry
 
 
 @pytest.mark.parametrize("name", published())

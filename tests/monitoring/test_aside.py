@@ -13,9 +13,9 @@ from torch import nn
 import tightfit
 import tightfit.errors
 from round_device import round_device
-from tightfit.activity import aside, now
 from tightfit.devices.own_time import own_time
 from tightfit.monitoring.record import Record
+from tightfit.runtime.activity import aside, now
 from tightfit.step import model_loss
 from tiny import decoder, token_batch
 

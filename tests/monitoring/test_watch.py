@@ -84,7 +84,7 @@ def test_no_handler_of_signals_is_set_in_a_training_that_is_only_watched(monkeyp
     def watch(self):
         raise AssertionError("a watched step has all its memory")
 
-    monkeypatch.setattr("tightfit.trace.faults.Faults.watch", watch)
+    monkeypatch.setattr("tightfit.tracing.faults.Faults.watch", watch)
     assert Loop().run().peak_bytes > 0
 
 

@@ -15,8 +15,8 @@ from tightfit import recompute
 from tightfit.levers.micro_batch import as_parts
 from tightfit.ops import attention, flex
 from tightfit.ops.attention import plain_attention
-from tightfit.trace.cuda import CudaRole
-from tightfit.trace.step import trace_step
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.step import trace_step
 
 HOPPER = CudaRole((9, 0), 132)
 LIMITS = [

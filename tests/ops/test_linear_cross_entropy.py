@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from fp64_truth import OperatorLog, error_ratios, results
 
-from tightfit import internals
 from tightfit.errors import InputError
 from tightfit.memory.allocator import measured_peak
 from tightfit.ops import linear_cross_entropy
 from tightfit.ops.cross_entropy import default_chunk_size, plain_linear_cross_entropy
+from tightfit.runtime import internals
 
 IGNORED = -100
 

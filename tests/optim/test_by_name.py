@@ -8,11 +8,11 @@ from small_training import assert_same_weights, batches, loss_of, net, resumed_e
 
 from tightfit.config import TrainingConfig, parse_config
 from tightfit.errors import ConfigError, DeviceError, InputError
-from tightfit.levers.optimizer import build_optimizer
+from tightfit.names.optimizers import FOR_BF16, FOREIGN, OPTIMIZERS
 from tightfit.optim import MuonWithAdamW, OffloadedAdamW
+from tightfit.optim.by_name import build_optimizer
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.optimizer_names import FOR_BF16, FOREIGN, OPTIMIZERS
-from tightfit.train.optimizer import OptimizerRecipe, set_learning_rate
+from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
 
 LOW_BIT = ("adamw8bit", "adamw4bit")
 FREE = sorted(OPTIMIZERS.keys() - set(LOW_BIT))

@@ -5,12 +5,12 @@ import torch
 from small_training import assert_same_weights, net, train
 
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.levers.optimizer import build_optimizer
 from tightfit.optim import OffloadedAdamW, step_in_backward
+from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.api import estimate
 from tightfit.step import model_loss
-from tightfit.trace.record import Category
-from tightfit.trace.step import trace_step
+from tightfit.tracing.record import Category
+from tightfit.tracing.step import trace_step
 from tiny import allocator_peak, decoder, token_batch
 
 TOLERANCE = 0.001

@@ -9,8 +9,8 @@ from torch import nn
 from round_device import round_device
 from tightfit import Plan, plan, verify
 from tightfit.levers.recompute.lever import matching_modules
-from tightfit.module_paths import globs_of
-from tightfit.planner.blocks import find_blocks
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.runtime.module_paths import globs_of
 from tightfit.step import model_loss
 from tiny import allocator_peak
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tightfit.planner.bisection import UNBOUNDED, certain_bound, rough_bound
+from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 
 CURVES = {
     "a straight line": lambda n: 1000 + 37 * n,

@@ -11,10 +11,10 @@ import tightfit
 from command_line import tightfit as command
 from tightfit import Plan
 from tightfit.errors import CannotFit, LeverError
-from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.levers.compiled import SHARES
-from tightfit.planner.maximise import maximise
 from tightfit.planner.request import Tracer
+from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.largest import maximise
 from tiny import allocator_peak, decoder, token_batch
 
 pytestmark = [

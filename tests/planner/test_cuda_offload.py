@@ -14,7 +14,7 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.api import make_request
 from tightfit.planner.levers import Combination
 from tightfit.planner.request import Tracer
-from tightfit.trace.copies import AWAY, BACK, WAIT
+from tightfit.tracing.copies import AWAY, BACK, WAIT
 
 BLOCKS = [f"layers.{i}" for i in range(6)]
 

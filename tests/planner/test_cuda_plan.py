@@ -16,15 +16,15 @@ from tightfit.levers.micro_batch import as_parts
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.api import make_request
-from tightfit.planner.search import Search
+from tightfit.planner.search.search import Search
 from tightfit.step import StepSettings, model_loss
-from tightfit.trace.build import build_dry
-from tightfit.trace.cuda import CudaRole
-from tightfit.trace.cuda.allocator import MIB, round_size
-from tightfit.trace.cuda.replay import fits_device, play
-from tightfit.trace.cuda.workspace import CONTEXT_BYTES
-from tightfit.trace.record import Category, StepTrace
-from tightfit.trace.step import trace_step
+from tightfit.tracing.build import build_dry
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.cuda.allocator import MIB, round_size
+from tightfit.tracing.cuda.replay import fits_device, play
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.record import Category, StepTrace
+from tightfit.tracing.step import trace_step
 
 WIDTH, VOCABULARY = 256, 2000
 

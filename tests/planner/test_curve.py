@@ -8,11 +8,11 @@ import pytest
 import tightfit
 from tightfit.errors import InputError
 from tightfit.planner.api import make_request
-from tightfit.planner.candidates import UNSEEN_BYTES
-from tightfit.planner.curve import Curve, frontier
+from tightfit.planner.curves import Curve, frontier
 from tightfit.planner.levers import Combination
 from tightfit.planner.records import CurvePoint
-from tightfit.planner.search import Search
+from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.search import Search
 from tiny import allocator_peak, decoder, token_batch
 
 POINTS = 4

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tightfit import Plan
-from tightfit.planner.candidates import UNSEEN_BYTES
 from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, Recompute
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tiny import allocator_peak, decoder, token_batch
 
 FILES = Path(__file__).parent / "earlier_plans"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.planner.frontier import Operation, frontier, replay_cost
+from tightfit.planner.blocks.frontier import Operation, frontier, replay_cost
 
 NANOSECOND = 1e-9
 EVERYTHING = 10_000  # more sets than any frontier here has

@@ -8,11 +8,11 @@ from made_up_devices import CALIBRATIONS
 from tightfit import plan
 from tightfit.errors import CannotFit
 from tightfit.levers.recompute import KEEP_ALL, Policy
-from tightfit.planner.block_graph import block_graph
-from tightfit.planner.frontier import frontier, keep_set
-from tightfit.planner.frugal import foreseen, frugal_sets
+from tightfit.planner.blocks.frontier import frontier, keep_set
+from tightfit.planner.blocks.frugal import foreseen, frugal_sets
+from tightfit.planner.blocks.graph import block_graph
+from tightfit.planner.blocks.windows import footprint, windows
 from tightfit.planner.request import Combination, Request, Tracer
-from tightfit.planner.windows import footprint, windows
 from tightfit.step import StepSettings, model_loss
 from tiny import VOCABULARY, decoder, token_batch
 

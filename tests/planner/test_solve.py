@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.planner.solve import Chain, Option, Solution, added_seconds, least_peak, peak, solve
+from tightfit.planner.blocks.solve import Chain, Option, Solution, added_seconds, least_peak, peak, solve
 
 MICROSECOND = 1e-6
 PLAIN, RECOMPUTED = Option(40, 50, 20, 0.0), Option(10, 50, 60, 3.0)
@@ -94,8 +94,8 @@ def test_solution_is_that_of_enumeration_on_fifty_random_chains(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_solution_is_that_of_enumeration_where_sweeps_start_too_narrow(seed, monkeypatch):
-    monkeypatch.setattr("tightfit.planner.solve.FIRST_WIDTH", 2)
-    monkeypatch.setattr("tightfit.planner.solve.WIDENING", 2)
+    monkeypatch.setattr("tightfit.planner.blocks.solve.FIRST_WIDTH", 2)
+    monkeypatch.setattr("tightfit.planner.blocks.solve.WIDENING", 2)
     rng = random.Random(100 + seed)
     for _ in range(20):
         chain = random_chain(rng, 8, most_options=4, scale=rng.choice([100, 10**12]))
@@ -250,5 +250,7 @@ def test_seconds_proportional_to_bytes_without_a_common_unit_are_answered_within
 
 
 def test_the_solver_does_not_import_torch():
-    program = "import sys, tightfit.planner.solve, tightfit.planner.frontier; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, tightfit.planner.blocks.solve, tightfit.planner.blocks.frontier; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -10,7 +10,7 @@ from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts
 from tightfit.planner.levers import TiledModules
 from tightfit.planner.levers.tokenwise import find_tokenwise
-from tightfit.trace.step import trace_step
+from tightfit.tracing.step import trace_step
 from tiny import allocator_peak, decoder, token_batch
 
 LENGTH = 512

@@ -125,7 +125,7 @@ def verify(
     [dim]tightfit verify --model ./SmolLM2-135M --seq-len 256 --plan plan.json[/]
     """
     from tightfit.cli.subject import subject_of
-    from tightfit.planner.plan import Plan
+    from tightfit.planner.plans import Plan
 
     if plan_file is not None and question.budget is not None:
         raise InputError("--plan and --budget are both given: keep one of them")

@@ -52,7 +52,7 @@ def answering(question: Question) -> Iterator[None]:
 
 def _answering_lightly() -> Iterator[None]:
     from tightfit.cli.transformers_index import read_once
-    from tightfit.deferred import GaveWay, deferred
+    from tightfit.runtime.deferred import GaveWay, deferred
 
     with deferred() as deferral, read_once():
         try:

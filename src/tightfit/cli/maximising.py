@@ -15,7 +15,7 @@ from tightfit.config import load_config
 from tightfit.errors import InputError, TightfitError
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.models.loading import position_limit
-from tightfit.planner.maximise import Largest, maximise
+from tightfit.planner.search.largest import Largest, maximise
 from tightfit.step import Batch
 
 TOKENS = 64  # a sequence length that matrix units like

@@ -112,7 +112,7 @@ def doctor(
     [dim]python train.py 2>&1 | tightfit doctor -[/]
     """
     from tightfit.doctor.describe import describe_diagnosis
-    from tightfit.doctor.diagnose import ASK_COMMAND, ASK_PYTHON, diagnose
+    from tightfit.doctor.diagnosing import ASK_COMMAND, ASK_PYTHON, diagnose
     from tightfit.doctor.reading import read_subject, read_text
 
     subject = read_text(sys.stdin.read(), "stdin") if str(file) == "-" else read_subject(file)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tightfit.cli.question import Question
-from tightfit.optimizer_names import OPTIMIZERS
+from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
 THE_MODEL, THE_STEP, THE_BUDGET, THE_ANSWER = "The model", "The step", "The budget", "The answer"

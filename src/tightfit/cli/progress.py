@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 from tightfit.report.plan_tables import summary
 from tightfit.report.terminal import rendered
-from tightfit.train import Start, StepMetrics, TrainResult
+from tightfit.training import Start, StepMetrics, TrainResult
 
 LINES = 15  # of a training whose output is no terminal, beside the first and the last
 BESIDE = 21  # columns that step, bar and remaining time take at least

@@ -22,7 +22,7 @@ from tightfit.models.pretrained import find
 from tightfit.models.published import published
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
 from tightfit.step import Batch
-from tightfit.trace.build import build_dry
+from tightfit.tracing.build import build_dry
 
 SEED = 0  # of new weights
 

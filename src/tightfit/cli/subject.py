@@ -19,13 +19,13 @@ from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.planner import api
-from tightfit.planner.estimate import Estimate
-from tightfit.planner.plan import Plan
+from tightfit.planner.estimates import Estimate
+from tightfit.planner.plans import Plan
 from tightfit.step import Batch, Loss, TokenBatch
-from tightfit.trace.build import build_dry
-from tightfit.train.fitting import recompute_by_hand
-from tightfit.train.objective import CausalLMLoss, counted
-from tightfit.train.optimizer import OptimizerRecipe
+from tightfit.tracing.build import build_dry
+from tightfit.training.fitting import recompute_by_hand
+from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent

@@ -33,7 +33,7 @@ def train(
     """
     with ends_in_order():
         from tightfit.cli.progress import ProgressReporter
-        from tightfit.train import train as run
+        from tightfit.training import train as run
 
         reporter = ProgressReporter()
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.optimizer_names import FOREIGN
+from tightfit.names.optimizers import FOREIGN
 
 
 class AliasValueError(ValueError):

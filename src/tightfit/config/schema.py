@@ -18,17 +18,17 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from tightfit.allocator_names import parse_allocator
 from tightfit.errors import BudgetError
-from tightfit.exclusions import (
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.names.allocator import parse_allocator
+from tightfit.names.exclusions import (
     BUDGET_AND_COMPILED_BLOCKS,
     BUDGET_AND_RECOMPUTE,
     RECOMPUTE_AND_COMPILED_BLOCKS,
     STEP_IN_BACKWARD_AND_CLIPPING,
     STEP_IN_BACKWARD_AND_SCALER,
 )
-from tightfit.models.decoder_config import DecoderConfig
-from tightfit.optimizer_names import parse_optimizer
+from tightfit.names.optimizers import parse_optimizer
 from tightfit.planner.levers import CLASSES, lever_types
 from tightfit.units import check_budget, parse_bytes
 

@@ -9,7 +9,6 @@ import numpy as np
 import psutil
 import torch
 
-from tightfit.activity import aside
 from tightfit.devices.calls import (
     AttentionCase,
     Buffers,
@@ -32,6 +31,7 @@ from tightfit.devices.quiet import Watch
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
+from tightfit.runtime.activity import aside
 
 SECONDS = 7.0  # shared out over the kinds of calls; a slow or busy device takes longer
 ROUNDS = 6

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from tightfit.devices.timing import Call, fastest
-from tightfit.internals import clear_cublas_workspaces
+from tightfit.runtime.internals import clear_cublas_workspaces
 
 SECONDS = 0.3  # for each of the measurements
 ROUNDS = 10

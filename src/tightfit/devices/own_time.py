@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.activity import now
 from tightfit.levers.recompute import RECOMPUTE_ALL, Applied
 from tightfit.levers.recompute.lever import apply_policies
-from tightfit.operators import traits_of
+from tightfit.runtime.activity import now
+from tightfit.runtime.operators import traits_of
 
 WIDTH, HEADS, TOKENS, BLOCKS = 64, 2, 64, 2
 ROUNDS = 60

@@ -11,7 +11,7 @@ from tightfit.errors import InputError
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.snapshot import is_pickle, is_snapshot, read_snapshot, snapshot_of
 from tightfit.monitoring.record import KIND, Record
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 from tightfit.planner.records import Footing
 
 WANTED = (

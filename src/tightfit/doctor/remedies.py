@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tightfit.activity import aside
 from tightfit.doctor.records import Remedy
 from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError
 from tightfit.levers.recompute import Policy
-from tightfit.optimizer_names import FRUGAL_OPTIMIZERS
-from tightfit.planner.blocks import find_blocks
-from tightfit.planner.candidates import UNSEEN_BYTES, Candidate
+from tightfit.names.optimizers import FRUGAL_OPTIMIZERS
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Exactness, Offer, PlainStep, Role, allowed_levers, lever_types
 from tightfit.planner.request import Request, Tracer
-from tightfit.planner.search import Search
-from tightfit.trace.record import StepTrace
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.search import Search
+from tightfit.runtime.activity import aside
+from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes
 
 

@@ -10,7 +10,7 @@ from tightfit.memory.frames import Frame, frames_in_log, phase_of, users_frame
 from tightfit.memory.snapshot import Snapshot
 from tightfit.monitoring.record import Record
 from tightfit.monitoring.where import Place
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 from tightfit.planner.records import Footing
 from tightfit.report.words import short
 from tightfit.units import format_bytes

@@ -30,7 +30,7 @@ from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.memory.counters import read_counters
 from tightfit.planner.levers import MicroBatches, allowed_levers
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 from tightfit.step import Batch
 from tightfit.verification import verify
 

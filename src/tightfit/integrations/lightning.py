@@ -38,10 +38,10 @@ from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
 from tightfit.memory.counters import read_counters
-from tightfit.planner.blocks import find_blocks
-from tightfit.planner.candidates import UNSEEN_BYTES
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.footing import fingerprint
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import Batch
 
 __all__ = ["FrugalModule", "MemoryBudget", "checkpoint_blocks"]

@@ -13,9 +13,9 @@ from tightfit.monitoring.record import Record
 from tightfit.monitoring.script import profile_script
 from tightfit.planner.api import as_plan
 from tightfit.planner.apply import AppliedPlan
-from tightfit.planner.blocks import find_blocks
-from tightfit.planner.plan import Plan
-from tightfit.planner.search import Search
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.plans import Plan
+from tightfit.planner.search.search import Search
 from tightfit.units import check_budget
 
 MODEL_FILE = Path("model") / "model_minimind.py"

@@ -15,11 +15,11 @@ from tightfit.integrations.batches import all_labels_counted, repeated
 from tightfit.integrations.checkpointing import TakenOver
 from tightfit.levers.micro_batch import batch_size
 from tightfit.planner import api
-from tightfit.planner.blocks import find_blocks
-from tightfit.planner.candidates import UNSEEN_BYTES
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import MicroBatches, allowed_levers
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 from tightfit.planner.records import Footing
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import Batch, Loss, Precision
 from tightfit.units import check_budget, format_bytes, parse_budget
 

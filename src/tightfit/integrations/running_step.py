@@ -21,14 +21,14 @@ from tightfit.devices.present import lookup
 from tightfit.errors import ModelError
 from tightfit.integrations.batches import ignores_labels, is_mask
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
-from tightfit.internals import set_version_counters
 from tightfit.levers.micro_batch import IGNORE_INDEX
-from tightfit.levers.optimizer import state_tensors
+from tightfit.optim.by_name import state_tensors
 from tightfit.planner.levers import allowed_levers
 from tightfit.planner.request import Request
+from tightfit.runtime.internals import set_version_counters
 from tightfit.step import Batch, Part, StepSettings
-from tightfit.trace.restore import everything_restored
-from tightfit.trace.step import plain_tensors
+from tightfit.tracing.restore import everything_restored
+from tightfit.tracing.step import plain_tensors
 
 _NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent, Path(contextlib.__file__))
 _CLIPPED = 1.0  # a norm to clip at: which one makes no difference to memory or time

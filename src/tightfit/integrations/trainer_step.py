@@ -11,7 +11,7 @@ from tightfit.integrations.batches import worst_batches
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.step import AUTOCAST_DTYPES, Batch
-from tightfit.trace.restore import Contents
+from tightfit.tracing.restore import Contents
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from tightfit.activity import aside
 from tightfit.errors import LeverError
 from tightfit.integrations.batches import first_samples, is_table, stretched
 from tightfit.integrations.planning import GuestStep
 from tightfit.levers.micro_batch import IGNORE_INDEX, as_tensors, batch_size, split_batch, valid_tokens
 from tightfit.models.mode import evaluating
+from tightfit.runtime.activity import aside
 from tightfit.step import AUTOCAST_DTYPES, Batch
-from tightfit.trace.restore import everything_restored
+from tightfit.tracing.restore import everything_restored
 
 LENGTH = 16  # tokens of each sample that are tried: a step that has not been planned yet must not take much
 LABELLED = ((0, 1), (1, 2, 3))  # places of labels in either sample: 1 to 3 after a shift by one, 2 to 3 without

@@ -3,7 +3,7 @@
 Not the model is compiled but its blocks: parameters are arguments of the compiled code, so one compilation serves all
 blocks of a kind. What a block holds for backward is then PyTorch's own choice, the smallest cut of its joint graph, and
 recomputing is a share of that: no operator of compiled code passes the dispatcher, so our recompute does not see into
-it. A dry run on a CPU runs the code that the compiler writes (`trace/compiled_code.py`); where somebody else watches
+it. A dry run on a CPU runs the code that the compiler writes (`tracing/compiled_code.py`); where somebody else watches
 operators, and in a dry run that plays a CUDA device, a block runs as it was written.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import now
 from tightfit.errors import CompileError, LeverError
-from tightfit.internals import dispatch_is_watched, inductor_with_budget, many_compilations
-from tightfit.levers.cpp_compiler import demand_compiler
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import FrugalForward
-from tightfit.module_paths import module_at
+from tightfit.runtime.activity import now
+from tightfit.runtime.cpp_compiler import demand_compiler
+from tightfit.runtime.internals import dispatch_is_watched, inductor_with_budget, many_compilations
+from tightfit.runtime.module_paths import module_at
 
 
 def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Applied:

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.activity import now
 from tightfit.errors import LeverError
-from tightfit.internals import transforms_are_active
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import matching_modules
 from tightfit.levers.recompute.region import FrugalForward
 from tightfit.ops.tiled import tiled
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import transforms_are_active
 
 __all__ = ["tile"]
 

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from tightfit.errors import LeverError
-from tightfit.internals import register_pages, unregister_pages
+from tightfit.runtime.internals import register_pages, unregister_pages
 from tightfit.units import format_bytes
 
 SHARE_OF_FREE_MEMORY = 0.5  # without a budget; pinned pages are never swapped out, so the rest must do for everybody

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
-from tightfit.allocator_names import parse_allocator
 from tightfit.errors import DeviceError, InputError
-from tightfit.internals import allocator_settings, set_allocator_settings
+from tightfit.names.allocator import parse_allocator
+from tightfit.runtime.internals import allocator_settings, set_allocator_settings
 
 # The name that torch reads, and the older one, which it still reads.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
-from tightfit.levers.low_bit_weights import freeze_in_low_bits
+from tightfit.weights.low_bit import freeze_in_low_bits
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from tightfit.config import load_config
 from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError, OutputError
-from tightfit.levers.low_bit_weights import freeze_in_low_bits
 from tightfit.models.adapters import ADAPTER_CONFIG, adapter_state, is_adapted, load_adapter, save_adapter
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import build_model
 from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_config, save_decoder
+from tightfit.weights.low_bit import freeze_in_low_bits
 
 __all__ = ["CONFIG_FILE", "MODEL_TYPE", "RUN_CONFIG", "WEIGHTS_FILE", "load_model", "save_model", "saved_bytes"]
 

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import AsideOfLoop
-from tightfit.internals import current_node, is_profiling
-from tightfit.levers.optimizer import named_states
 from tightfit.memory.failure import parse_out_of_memory
-from tightfit.operators import Traits, traits_of
+from tightfit.optim.by_name import named_states
 from tightfit.optim.gradients import gradient_memory
-from tightfit.trace.ledger import Cell, Ledger
-from tightfit.trace.modules import ModuleTracker
-from tightfit.trace.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
-from tightfit.trace.recording import Recording, answers_itself, tensors_in
-from tightfit.trace.shapes import TensorShape
-from tightfit.trace.step import record
-from tightfit.trace.workspace import cpu_workspace
+from tightfit.runtime.activity import AsideOfLoop
+from tightfit.runtime.internals import current_node, is_profiling
+from tightfit.runtime.operators import Traits, traits_of
+from tightfit.tracing.ledger import Cell, Ledger
+from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
+from tightfit.tracing.recording import Recording, answers_itself, tensors_in
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.step import record
+from tightfit.tracing.workspace import cpu_workspace
 
 CUDA_ROUNDING = 512  # kMinBlockSize, c10/cuda/CUDACachingAllocator.h
 

@@ -7,7 +7,7 @@ import torch
 
 from tightfit.memory.counters import Reading, read_counters
 from tightfit.monitoring.recorded import Sample, thinned
-from tightfit.trace.record import Phase
+from tightfit.tracing.record import Phase
 
 SHARE = 0.005  # of the time that passes: half of what the monitor may cost when it only samples
 FIRST_SAMPLES = 16  # are taken whatever they cost

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tightfit.activity import now
 from tightfit.errors import InputError
 from tightfit.monitoring.watch import TRACED_STEP, Watch
+from tightfit.runtime.activity import now
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.activity import AsideOfLoop
-from tightfit.internals import at_end_of_backward, current_node
-from tightfit.trace.record import Phase
+from tightfit.runtime.activity import AsideOfLoop
+from tightfit.runtime.internals import at_end_of_backward, current_node
+from tightfit.tracing.record import Phase
 
 
 class Stage:

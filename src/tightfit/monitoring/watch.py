@@ -13,9 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from tightfit.activity import now
 from tightfit.errors import InputError
-from tightfit.internals import compiled_code_off, is_innermost
 from tightfit.memory.counters import allocator_state
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.pool import named_pools
@@ -27,7 +25,9 @@ from tightfit.monitoring.stage import Stage
 from tightfit.monitoring.where import Place, place_of_error
 from tightfit.planner.footing import footing
 from tightfit.planner.wrapped import refuse_sharded
-from tightfit.trace.record import Category, Phase, StepTrace
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import compiled_code_off, is_innermost
+from tightfit.tracing.record import Category, Phase, StepTrace
 
 RECENT_STEPS = 101  # whose median is the step's time
 TRACED_STEP = 2  # the first one has no optimizer states before its end
@@ -317,8 +317,8 @@ class Watch:
 
     def _held(self) -> dict[Category, int]:
         """Bytes of parameters, gradients and states, each storage once."""
-        from tightfit.levers.optimizer import state_tensors
         from tightfit.memory.allocator import storage_bytes
+        from tightfit.optim.by_name import state_tensors
         from tightfit.optim.gradients import gradient_memory
 
         parameters = [p for model in self._models.values() for p in model.parameters()]

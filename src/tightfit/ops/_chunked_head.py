@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightfit.activity import now
+from tightfit.runtime.activity import now
 
 # The gradient of a weight of less than fp32 is summed through pieces of at most this many bytes, or of a quarter of the
 # chunk's logits where that is more: pieces that are small beside what is there anyway only cost launches.

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import InputError
-from tightfit.internals import graph_is_kept
 from tightfit.ops._chunked_head import Gradients, Head, Terms, Tokens, accumulation_dtype, run_chunks
 from tightfit.ops._once import differentiable_once
+from tightfit.runtime.internals import graph_is_kept
 
 __all__ = ["linear_cross_entropy", "plain_linear_cross_entropy"]
 

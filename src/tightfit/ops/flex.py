@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.activity import now
-from tightfit.internals import as_outside_of_kernels
 from tightfit.ops._once import differentiable_once
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import as_outside_of_kernels
 
 __all__ = ["BACKWARD", "FORWARD", "FlexAttention", "block_mask", "serves"]
 

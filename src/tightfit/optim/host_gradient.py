@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tightfit.activity import host_memory
-from tightfit.internals import no_torch_function, tensor_without_memory
 from tightfit.optim.link import Link
+from tightfit.runtime.activity import host_memory
+from tightfit.runtime.internals import no_torch_function, tensor_without_memory
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default

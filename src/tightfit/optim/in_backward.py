@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.activity import accumulation, now
 from tightfit.errors import InputError, LeverError
-from tightfit.internals import no_torch_function, tensor_without_memory
+from tightfit.runtime.activity import accumulation, now
+from tightfit.runtime.internals import no_torch_function, tensor_without_memory
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _SECOND_BACKWARD = (

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.activity import host_memory
-from tightfit.streams import CudaStreams
+from tightfit.runtime.activity import host_memory
+from tightfit.runtime.streams import CudaStreams
 
 HOST = torch.device("cpu")
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tightfit.activity import host_memory, now
 from tightfit.errors import InputError
 from tightfit.optim.adamw_step import adamw_step, new_moments
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.host_gradient import HostGradient
 from tightfit.optim.link import HOST, Link
+from tightfit.runtime.activity import host_memory, now
 
 MASTER = "master"
 _LOW = (torch.bfloat16, torch.float16)

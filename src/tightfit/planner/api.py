@@ -7,29 +7,29 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tightfit.activity import aside
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
-from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import policy_of
 from tightfit.planner.arguments import check_levers, check_settings, check_step
-from tightfit.planner.candidates import Candidate
-from tightfit.planner.curve import Curve
-from tightfit.planner.estimate import Estimate, make_estimate, told
+from tightfit.planner.curves import Curve
+from tightfit.planner.estimates import Estimate, make_estimate, told
 from tightfit.planner.footing import dtypes_of, fingerprint, footing
 from tightfit.planner.levers import CompiledBlocks, Lever, MicroBatches, Offload, Recompute, allowed_levers
-from tightfit.planner.plan import Plan
+from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
 from tightfit.planner.request import Request
-from tightfit.planner.search import Search
-from tightfit.planner.tradeoff import POINTS, Tradeoff
+from tightfit.planner.search.candidates import Candidate
+from tightfit.planner.search.search import Search
+from tightfit.planner.search.tradeoff import POINTS, Tradeoff
 from tightfit.planner.wrapped import refuse_distributed
+from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
-from tightfit.trace.copies import AWAY
-from tightfit.trace.record import StepTrace
-from tightfit.trace.twin import has_no_memory, real_tensors, twin_of, with_memory
+from tightfit.tracing.copies import AWAY
+from tightfit.tracing.record import StepTrace
+from tightfit.tracing.twin import has_no_memory, real_tensors, twin_of, with_memory
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 

@@ -7,7 +7,7 @@ import zlib
 from torch import nn
 
 from tightfit.planner.records import Footing, TensorGroup
-from tightfit.trace.record import Category, StepTrace, StorageRecord
+from tightfit.tracing.record import Category, StepTrace, StorageRecord
 
 TIMELINE_POINTS = 600
 TOP_GROUPS = 20

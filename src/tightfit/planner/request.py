@@ -15,21 +15,21 @@ from tightfit.errors import DeviceError, LeverError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
 from tightfit.levers.offload import HostShelf, OffloadSettings
-from tightfit.levers.optimizer import OptimizerFactory
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
+from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.levers import Combination, Lever, lever_types
 from tightfit.step import Batch, Loss, Part, StepSettings
-from tightfit.trace.copies import AWAY, BACK
-from tightfit.trace.cuda import CudaRole
-from tightfit.trace.cuda.replay import fits_device
-from tightfit.trace.cuda.workspace import CONTEXT_BYTES
-from tightfit.trace.record import Category, Phase, StepTrace
-from tightfit.trace.recording import ExecutorCost, OperatorCost
-from tightfit.trace.rules import ONE_SIDED, Routing
-from tightfit.trace.shapes import TensorShape
-from tightfit.trace.step import trace_part, trace_step
+from tightfit.tracing.copies import AWAY, BACK
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.cuda.replay import fits_device
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.record import Category, Phase, StepTrace
+from tightfit.tracing.recording import ExecutorCost, OperatorCost
+from tightfit.tracing.rules import ONE_SIDED, Routing
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.step import trace_part, trace_step
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from tightfit.activity import now, offload
 from tightfit.errors import LeverError
-from tightfit.internals import counting_alias
 from tightfit.levers.offload.transfers import Crossing, CudaCrossing, Lanes, Transfers
 from tightfit.levers.recompute.values import Copy
 from tightfit.memory.disk import DiskStore
 from tightfit.memory.pinned import PinnedStore, host_budget
 from tightfit.memory.pool import BufferPool, Lease, PoolStatistics
-from tightfit.operators import fresh_memory
-from tightfit.streams import CudaStreams
+from tightfit.runtime.activity import now, offload
+from tightfit.runtime.internals import counting_alias
+from tightfit.runtime.operators import fresh_memory
+from tightfit.runtime.streams import CudaStreams
 from tightfit.units import format_bytes
 
 DISK, HOST, DRY_DISK, DRY_HOST = "cpu", "cuda", "dry cpu", "dry cuda"  # tiers, by the devices whose values they take

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tightfit.activity import offload
-from tightfit.internals import is_shared
 from tightfit.memory.pinned import PinnedBuffer
 from tightfit.memory.pool import Lease
-from tightfit.operators import fresh_memory
-from tightfit.streams import CudaStreams
+from tightfit.runtime.activity import offload
+from tightfit.runtime.internals import is_shared
+from tightfit.runtime.operators import fresh_memory
+from tightfit.runtime.streams import CudaStreams
 
 OUT, IN = "out", "in"
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from tightfit.errors import LeverError
-from tightfit.exclusions import SEGMENTS_AND_REENTRANT
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.rule import Rule, every_block
 from tightfit.levers.recompute.values import Shelf
-from tightfit.module_paths import module_at, named_modules
+from tightfit.names.exclusions import SEGMENTS_AND_REENTRANT
+from tightfit.runtime.module_paths import module_at, named_modules
 
 __all__ = ["Applied", "apply_policies", "matching_modules", "recompute", "undo"]
 

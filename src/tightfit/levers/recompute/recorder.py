@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import TensorWeakRef
 
-from tightfit.activity import now
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.exposure import ExposureWatch
 from tightfit.levers.recompute.generators import GeneratorState, generator_of
@@ -40,7 +39,8 @@ from tightfit.levers.recompute.values import (
     root_of,
     set_product,
 )
-from tightfit.operators import (
+from tightfit.runtime.activity import now
+from tightfit.runtime.operators import (
     EXCHANGES_MEMORY,
     Traits,
     flat,

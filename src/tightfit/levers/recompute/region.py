@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
-from tightfit.internals import transforms_are_active, without_dynamo
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, enter, leave
 from tightfit.levers.recompute.values import Shelf
+from tightfit.runtime.internals import transforms_are_active, without_dynamo
 
 _numbers = itertools.count()
 

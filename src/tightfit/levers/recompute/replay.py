@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from tightfit.activity import recomputation
-from tightfit.internals import NoAutocast
 from tightfit.levers.recompute.values import Operation, Parcel, Product, Reference, whole_storage
+from tightfit.runtime.activity import recomputation
+from tightfit.runtime.internals import NoAutocast
 
 
 def materialise(product: Product) -> None:

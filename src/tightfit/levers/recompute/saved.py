@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from tightfit.activity import now
 from tightfit.levers.recompute.replay import materialise
 from tightfit.levers.recompute.values import (
     Geometry,
@@ -14,6 +13,7 @@ from tightfit.levers.recompute.values import (
     modified_in_place,
     product_of,
 )
+from tightfit.runtime.activity import now
 
 
 class Promise(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from tightfit.internals import counting_alias
-from tightfit.operators import Traits, flat, instances, map_instances, written_arguments
+from tightfit.runtime.internals import counting_alias
+from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
 _ROOT, _PRODUCT = "_tightfit_root", "_tightfit_product"
 _EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from tightfit.errors import InputError
-from tightfit.exclusions import Exclusion
+from tightfit.names.exclusions import Exclusion
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tightfit.levers.recompute import Policy
     from tightfit.planner.records import BlockChoice
     from tightfit.step import Batch
-    from tightfit.trace.record import StepTrace
+    from tightfit.tracing.record import StepTrace
 
 ROUNDING_SPREAD = 1.02  # sums in another order move the error of the gradients against fp64 by so much
 

@@ -40,7 +40,7 @@ class ChunkedLoss(Lever):
         return None if cls.settings(step) else "no linear head that feeds a cross-entropy was found"
 
     def apply(self, model: "nn.Module") -> "Applied":
-        from tightfit.levers.loss import apply_chunked_loss
+        from tightfit.levers.chunked_loss import apply_chunked_loss
 
         return apply_chunked_loss(model, self.head, self.chunk_size)
 

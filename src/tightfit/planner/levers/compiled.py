@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.exclusions import BUDGET_AND_COMPILED_BLOCKS
+from tightfit.names.exclusions import BUDGET_AND_COMPILED_BLOCKS
 from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CompiledBlocks(Lever):
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
         """All blocks at their fastest."""
-        from tightfit.module_paths import globs_of
+        from tightfit.runtime.module_paths import globs_of
 
         python = "; ".join(f'tightfit.compile_blocks(model, "{glob}")' for glob in globs_of(step.blocks))
         found = cls.settings(step)[:1]

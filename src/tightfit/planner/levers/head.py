@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from tightfit.trace.record import OperatorRecord, Phase, StepTrace
+from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
 
 _LOSS = ("aten._log_softmax.default",)
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")

@@ -77,7 +77,7 @@ class Offload(Lever):
         if not step.blocks:
             return []
         from tightfit.levers.recompute import OFFLOAD_ALL
-        from tightfit.module_paths import globs_of
+        from tightfit.runtime.module_paths import globs_of
 
         python = "; ".join(f'tightfit.offload(model, "{glob}")' for glob in globs_of(step.blocks))
         yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"

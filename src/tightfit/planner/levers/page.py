@@ -6,7 +6,7 @@
 import sys
 from collections.abc import Iterator
 
-from tightfit.exclusions import OF_NO_LEVER, Exclusion
+from tightfit.names.exclusions import OF_NO_LEVER, Exclusion
 from tightfit.planner.levers import Exactness, Lever, lever_types
 
 _INTRODUCTION = """\
@@ -25,8 +25,8 @@ _EXCLUDING = """
 ## Levers and settings that exclude each other
 
 What is given together is refused with these words, before a step is run. Forty random combinations of levers are
-trained in `tests/train/test_combinations.py`: each is refused by this table, or has the losses of the plain training,
-to the last bit where its levers are exact, or says that its budget cannot be met.
+trained in `tests/training/test_combinations.py`: each is refused by this table, or has the losses of the plain
+training, to the last bit where its levers are exact, or says that its budget cannot be met.
 
 | one | other | why | what to do |
 |---|---|---|---|

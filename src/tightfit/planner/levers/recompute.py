@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from tightfit.exclusions import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
+from tightfit.names.exclusions import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
 from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Recompute(Lever):
         if not step.blocks:
             return []
         from tightfit.levers.recompute import RECOMPUTE_ALL
-        from tightfit.module_paths import globs_of
+        from tightfit.runtime.module_paths import globs_of
 
         globs = globs_of(step.blocks)
         python = "; ".join(f'tightfit.recompute(model, "{glob}")' for glob in globs)

@@ -54,7 +54,7 @@ class TiledModules(Lever):
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
         """The fewest tiles."""
-        from tightfit.module_paths import globs_of
+        from tightfit.runtime.module_paths import globs_of
 
         offers = []
         for setting in cls.settings(step)[:1]:

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_iter
 
 from tightfit.devices.families import Family, base_name, family_of
 from tightfit.step import Batch
-from tightfit.trace.record import Category, OperatorRecord, Phase, StepTrace
+from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace
 
 _ELEMENTWISE = (Family.FREE, Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION)
 _PRODUCTS = ("mm", "addmm")  # of rows, one for each token; batched ones may be those of tokens with each other

@@ -1,0 +1,136 @@
+"""`tightfit.diagnose`: from an error, a trace or a file's content to what happened and what helps."""
+
+from dataclasses import replace
+from functools import partial, singledispatch
+from typing import Any
+
+from torch import nn
+
+from tightfit.doctor import symptoms
+from tightfit.doctor.diagnosis import Diagnosis
+from tightfit.doctor.remedies import priced_remedies
+from tightfit.errors import InputError
+from tightfit.memory.failure import parse_out_of_memory
+from tightfit.memory.snapshot import Snapshot, snapshot_of
+from tightfit.monitoring.record import Record
+from tightfit.monitoring.watch import Watch
+from tightfit.monitoring.where import place_of_error
+from tightfit.planner.api import Optimizer, make_request
+from tightfit.planner.estimates import Estimate
+from tightfit.planner.footing import footing
+from tightfit.planner.plans import Plan
+from tightfit.planner.records import Footing
+from tightfit.step import Batch, Loss, Precision
+from tightfit.tracing.record import StepTrace
+from tightfit.units import format_bytes
+
+ASK_PYTHON = "For remedies with their price: tightfit.diagnose(..., model=model, batch=batch)."
+ASK_COMMAND = "For remedies with their price: tightfit doctor FILE CONFIG, or --model with --batch-size and --seq-len."
+WATCH = "To see which module and category: tightfit profile SCRIPT, then tightfit doctor on the record that it writes."
+
+
+def diagnose(
+    error_or_trace: Any,
+    *,
+    model: nn.Module | None = None,
+    batch: Batch | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    device: Any = None,
+    micro_batches: int = 1,
+    grad_clip: float | None = None,
+) -> Diagnosis:
+    """Why memory ran out, or where it goes: phase, module and category of the peak, and what helps.
+
+    The subject is an exception (an out-of-memory error of CUDA, the CPU or MPS), a `StepTrace`, an `Estimate`, a
+    `Plan`, a `Watch` or its `Record`, or what `torch.cuda.memory._snapshot()` returns. With `model` and `batch` (and
+    the other arguments of `tightfit.estimate`) the step is run dry, as it is and with each remedy, so that remedies
+    come with the bytes they save and the seconds they cost. Raises `InputError` where the subject is none of these.
+    """
+    found = symptoms_of(error_or_trace)
+    if model is None or batch is None:
+        known = () if found.by_category or found.holders else (WATCH,)
+        return replace(found, advice=(*found.advice, *known, ASK_PYTHON))
+    request = make_request(model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip)
+    priced = priced_remedies(request, found.limit_bytes)
+    expected = symptoms.of_step(found.subject, footing(priced.plain))
+    if not found.by_category:
+        found = replace(found, by_category=expected.by_category, holders=expected.holders, category=expected.category)
+    predicted = isinstance(error_or_trace, Plan | Estimate | Footing | StepTrace)
+    compared = () if predicted else (_compared(found, expected, request.device.name),)
+    return replace(
+        found,
+        findings=(*found.findings, *compared),
+        phase=found.phase or expected.phase,
+        module=found.module if found.module is not None else expected.module,
+        operator=found.operator or expected.operator,
+        expected_bytes=expected.peak_bytes,
+        remedies=priced.remedies,
+        advice=(*found.advice, *priced.notes),
+    )
+
+
+@singledispatch
+def symptoms_of(subject: Any) -> Diagnosis:
+    """What the subject says of itself. Raises `InputError` where nothing is known of its kind."""
+    raise InputError(
+        f"a {type(subject).__name__} cannot be diagnosed: give an out-of-memory error, a trace, an estimate, a plan, "
+        "a watch or its record, or a CUDA memory snapshot"
+    )
+
+
+symptoms_of.register(Footing, partial(symptoms.of_step, "an estimate"))
+symptoms_of.register(Plan, symptoms.of_plan)
+symptoms_of.register(Record, symptoms.of_record)
+symptoms_of.register(Snapshot, symptoms.of_snapshot)
+symptoms_of.register(symptoms.LoggedFailure, symptoms.of_log)
+
+
+@symptoms_of.register
+def _(subject: Estimate) -> Diagnosis:
+    return symptoms.of_step("an estimate", subject.footing)
+
+
+@symptoms_of.register
+def _(subject: Watch) -> Diagnosis:
+    return symptoms.of_record(subject.record())
+
+
+@symptoms_of.register
+def _(subject: StepTrace) -> Diagnosis:
+    if not subject.operators:
+        raise InputError("the trace is empty: no operator ran in it")
+    return symptoms.of_step("a traced step", footing(subject))
+
+
+@symptoms_of.register
+def _(subject: BaseException) -> Diagnosis:
+    said = parse_out_of_memory(str(subject))
+    if said is None:
+        text = " ".join(str(subject).split())[:200]
+        raise InputError(f"{type(subject).__name__} is no out-of-memory error: {text}")
+    return symptoms.of_error(said, place_of_error(subject))
+
+
+@symptoms_of.register
+def _(subject: dict) -> Diagnosis:
+    try:
+        return symptoms.of_snapshot(snapshot_of(subject))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"not a CUDA memory snapshot ({type(error).__name__}: {error})") from error
+
+
+def _compared(found: Diagnosis, expected: Diagnosis, device: str) -> str:
+    """Expected against actual, where the subject knows its own peak."""
+    assert expected.peak_bytes is not None, "a dry run has a peak"
+    place = f"{expected.phase}, {expected.module or 'top level'}"
+    line = f"A dry run of this step on {device} expects {format_bytes(expected.peak_bytes)}, in {place}"
+    actual = found.peak_bytes if found.requested_bytes is None else None
+    if actual is None and found.limit_bytes is not None:
+        over = expected.peak_bytes - found.limit_bytes
+        told = f"{format_bytes(over)} more than there was" if over > 0 else f"{format_bytes(-over)} less than there was"
+        return f"{line}: {told}."
+    if actual is None:
+        return f"{line}."
+    return f"{line}; actual {format_bytes(actual)} ({actual / expected.peak_bytes - 1:+.2%})."

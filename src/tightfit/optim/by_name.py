@@ -1,0 +1,137 @@
+"""Optimizers by name, as PyTorch's own defaults build them."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from tightfit.errors import InputError
+from tightfit.memory.allocator import memory_of
+from tightfit.names.optimizers import FOR_BF16, OptimizerName, parse_optimizer
+from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim.base import FrugalOptimizer
+from tightfit.optim.in_backward import steps_in_backward
+from tightfit.optim.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
+from tightfit.runtime.internals import fused_kernel_devices
+
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+_ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def _fused(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    groups = list(groups)
+    check_device("adamw_fused", groups, fused_kernel_devices())
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+_KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": _fused,
+    "adamw8bit": adamw8bit,
+    "adamw4bit": adamw4bit,
+    "adamw_bf16": BF16AdamW,
+    "adamw_bf16_stochastic": partial(BF16AdamW, keeping="stochastic"),
+    "offloaded_adamw": OffloadedAdamW,
+    "adam": torch.optim.Adam,
+    "muon": MuonWithAdamW,
+    "adafactor": torch.optim.Adafactor,
+    "sgd": torch.optim.SGD,
+}
+_SETTINGS = {"adafactor": ("lr", "weight_decay"), "sgd": ("lr",)}  # that mean to it what they mean to AdamW
+
+
+def build_optimizer(
+    kind: str | OptimizerFactory | torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
+    """An optimizer over the parameters that are trained.
+
+    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `optimizer_names`), a callable that takes
+    parameters, or an optimizer whose class and settings are taken over, group by group, but not its state. Raises
+    `InputError` for an unknown name, a missing package or weights that it is not for, `DeviceError` where it cannot run
+    on the parameters' device.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if isinstance(kind, torch.optim.Optimizer):
+        return _twin(kind)
+    if callable(kind):
+        return kind(trained)
+    return optimizer_by_name(kind, trained, options)
+
+
+def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer over parameters or groups, with those of AdamW's settings that it has too. Raises as
+    `build_optimizer` does.
+    """
+    kind, fraction = _parsed(name)
+    known = _SETTINGS.get(kind, _ADAM_SETTINGS)
+    options = {key: value for key, value in settings.items() if key in known}
+    if fraction is not None:
+        options["fraction"] = fraction
+    groups = list(groups)
+    if kind in FOR_BF16:
+        _demand_bf16(kind, groups)
+    return _KINDS[kind](groups, **options)
+
+
+def _demand_bf16(kind: str, groups: list[Any]) -> None:
+    """On fp32 weights alone, these would be plain AdamW and save nothing."""
+    given = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    members = [parameter for group in given for parameter in group]
+    if members and not any(p.dtype == torch.bfloat16 for p in members):
+        raise InputError(
+            f"optimizer {kind} is for bf16 weights, and none that is trained here is bf16: convert the model with "
+            "model.to(torch.bfloat16), or take adamw"
+        )
+
+
+def _parsed(name: str) -> OptimizerName:
+    try:
+        return parse_optimizer(name)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class over the same parameters and settings, without states."""
+    if isinstance(optimizer, FrugalOptimizer):
+        twin: torch.optim.Optimizer = optimizer.twin()
+    else:
+        accepted = inspect.signature(type(optimizer)).parameters  # `defaults` holds more than the constructor takes
+        settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        groups = [dict(group) for group in optimizer.param_groups]
+        twin = without_its_step(type(optimizer))(groups, **settings)
+    if steps_in_backward(optimizer):
+        step_in_backward(twin, [p for group in twin.param_groups for p in group["params"]])
+    return twin
+
+
+def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """States that lie in host memory while the parameters lie on CUDA: counters of steps, where the optimizer is
+    neither fused nor capturable (`_init_group` in torch/optim/adam.py and its neighbours).
+    """
+    return [
+        state["step"]
+        for group in optimizer.param_groups
+        if not group.get("fused") and not group.get("capturable")
+        for parameter in group["params"]
+        if isinstance((state := optimizer.state.get(parameter, {})).get("step"), torch.Tensor)
+    ]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every tensor of the optimizer's state."""
+    return [tensor for _, _, tensor in named_states(optimizer)]
+
+
+def named_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Every tensor of the optimizer's state, after the parameter that it belongs to and the name of the state."""
+    for parameter, states in optimizer.state.items():
+        for key, value in states.items():
+            for leaf in tree_iter(value):
+                if isinstance(leaf, torch.Tensor):
+                    yield from ((parameter, key, tensor) for tensor in memory_of(leaf))
+    if isinstance(optimizer, OffloadedAdamW):
+        yield from ((parameter, "weight on the host", copy) for parameter, copy in optimizer.host_weights.items())

@@ -1,0 +1,208 @@
+"""The blocks of a model: the parts that run one after the other, whatever holds them.
+
+What runs decides. The forwards of a traced step form a tree: which module called which. Modules of one class that one
+module calls, or one that it calls several times, are its blocks; whether a list, a dict or attributes hold them does
+not matter. Where nothing is repeated, the largest parts are taken that keep something for backward, and in the end the
+model itself.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median
+
+from torch import nn
+
+from tightfit.devices.families import Family, family_of
+from tightfit.levers.recompute.lever import matching_modules
+from tightfit.runtime.module_paths import named_modules
+from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace
+
+# Repeated parts are taken apart where the repeated parts inside keep at least this share of their bytes: stages of
+# blocks are; a block in which experts or heads are repeated is not, since its attention lies beside those.
+COVERED = 0.9
+AS_HEAVY = 0.5  # what is not repeated is a block if it keeps this share of what the repeated ones beside it keep
+WORTH_IT = 0.01  # of what the heaviest block keeps; below that a block is left alone
+_HOLDERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
+_LISTS = nn.ModuleList | nn.Sequential
+
+
+@dataclass(eq=False)
+class Part:
+    """A module, the bytes that its calls keep for backward, and the modules that it calls.
+
+    `kind` is its class, `shape` its class with the shapes of its weights, `holder` the list that it is a member of.
+    """
+
+    path: str
+    kind: str
+    shape: str
+    holder: str
+    composed: bool  # more than a single layer
+    kept_bytes: int = 0
+    calls: int = 0
+    parts: dict[str, "Part"] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list["Part"]:
+        return [part for part in self.parts.values() if part.composed and part.kept_bytes]
+
+    @property
+    def repeated(self) -> list["Part"]:
+        """Those that are alike: of one class, members of one list, or called several times in a call of this one."""
+        kinds = Counter(part.kind for part in self.candidates)
+        holders = Counter(part.holder for part in self.candidates if part.holder)
+        return [
+            part
+            for part in self.candidates
+            if kinds[part.kind] > 1 or holders[part.holder] > 1 or part.calls > max(1, self.calls)
+        ]
+
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether most of it are parts of the same shapes: it is a stage, not a block."""
+        shapes = Counter(part.shape for part in self.candidates)
+        equal = sum(part.kept_bytes for part in self.candidates if shapes[part.shape] > 1)
+        inner = sum(part.kept_bytes for part in self.candidates if part.has_equal_parts and shapes[part.shape] == 1)
+        return equal + inner >= COVERED * self.kept_bytes
+
+
+def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace | None = None) -> list[str]:
+    """Paths of the blocks: those that match the glob, or what is repeated in the traced step, else its largest parts.
+
+    Without a trace, what is repeated as the model holds it: members of lists and dicts, and attributes of one class.
+    Raises `LeverError` if a glob matches nothing.
+    """
+    if pattern is not None:
+        return matching_modules(model, pattern)
+    if trace is None:
+        return [part.path for part in repeated_parts(_as_held(model), into_stages=False)]
+    root = _as_run(model, trace)
+    blocks = repeated_parts(root, into_stages=True) or largest_parts(root)
+    least = WORTH_IT * max((part.kept_bytes for part in blocks), default=0)
+    return list(dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least))
+
+
+def repeated_parts(part: Part, *, into_stages: bool) -> list[Part]:
+    """The repeated parts below a part, in the order in which they run; `into_stages` takes stages apart."""
+    repeated = part.repeated
+    least = AS_HEAVY * median([child.kept_bytes for child in repeated] or [0])
+    blocks = []
+    for child in part.candidates:
+        if child in repeated and not (into_stages and child.has_equal_parts):
+            blocks.append(child)
+            continue
+        inner = repeated_parts(child, into_stages=into_stages)
+        if not inner and repeated and child.kept_bytes >= least:
+            inner = [child]
+        blocks += inner
+    return blocks
+
+
+def largest_parts(part: Part) -> list[Part]:
+    """Where nothing is repeated: the parts that keep most of what it keeps, or the part itself."""
+    parts = part.candidates
+    covered = sum(child.kept_bytes for child in parts) >= COVERED * part.kept_bytes
+    if len(parts) == 1 and covered:
+        return largest_parts(parts[0])
+    if not part.calls or (parts and covered):
+        return parts
+    return [part] if part.kept_bytes else []
+
+
+# The parts as a step ran them
+
+
+def _as_run(model: nn.Module, trace: StepTrace) -> Part:
+    """The tree of calls in the forward of the last micro-batch, the model at its root. Calls of what is no module of
+    the model stand for themselves in nobody's place: what they call is called by their caller.
+    """
+    modules = dict(named_modules(model))
+    root = _part("", model)
+    parts = {"": root}
+    place = {-1: root}  # the part of each call
+    first, last = trace.repeated
+    kept, products = _running_sum(_kept_bytes(trace)), _running_sum([_is_product(o) for o in trace.operators])
+    done: Counter[str] = Counter()
+    for number, call in enumerate(trace.calls):
+        caller = place.get(call.caller, root)
+        module = modules.get(call.path)
+        if module is None or not first <= call.start < last or trace.operators[call.start].phase is not Phase.FORWARD:
+            place[number] = caller
+            continue
+        if call.path not in parts:
+            parts[call.path] = caller.parts[call.path] = _part(call.path, module)
+            parts[call.path].holder = _list_of(call.path, modules)
+        part = place[number] = parts[call.path]
+        part.calls += 1
+        part.kept_bytes += kept[call.end] - kept[call.start]
+        done[call.path] += products[call.end] - products[call.start]
+    root.kept_bytes = root.kept_bytes or sum(part.kept_bytes for part in root.parts.values())
+    for path, part in parts.items():
+        part.composed = bool(part.parts) or done[path] > part.calls
+    return root
+
+
+def _list_of(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """The path of the list that a module is a member of, or nothing; what is no module is a plain container."""
+    parent, _, name = path.rpartition(".")
+    holder = modules.get(parent)
+    return parent if name.isdecimal() and (holder is None or isinstance(holder, _LISTS)) else ""
+
+
+def _running_sum(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)]
+
+
+def _is_product(operator: OperatorRecord) -> bool:
+    return family_of(operator.name) in (Family.PRODUCT, Family.ATTENTION)
+
+
+def _kept_bytes(trace: StepTrace) -> list[int]:
+    """For each operator, the bytes of activations that it made and that were still there when backward began."""
+    middle = trace.end_of_forward
+    kept = [0] * len(trace.operators)
+    for storage in trace.storages:
+        stays = storage.died is None or storage.died > middle
+        if storage.category is Category.ACTIVATION and storage.operator is not None and stays:
+            kept[storage.operator] += storage.bytes
+    return kept
+
+
+# The parts as a model holds them
+
+
+def _as_held(model: nn.Module) -> Part:
+    """The tree of modules without the lists and dicts that hold some: weights stand for what a module keeps."""
+    root = _part("", model)
+    root.calls = 1
+    _hold(model, "", root, alone=False)
+    return root
+
+
+def _hold(module: nn.Module, path: str, part: Part, *, alone: bool) -> None:
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}".lstrip(".")
+        # A sequence runs as a module does: as a member of a list it is a block, anywhere else it only holds some.
+        is_member = isinstance(module, _LISTS) and isinstance(child, nn.Sequential)
+        if isinstance(child, _HOLDERS) and not is_member:
+            composed = [member for member in child.children() if _has_children(member)]
+            _hold(child, child_path, part, alone=isinstance(child, nn.ModuleList) and len(composed) == 1)
+            continue
+        inner = part.parts[child_path] = _part(child_path, child)
+        inner.composed = _has_children(child)
+        inner.holder = path if isinstance(module, _LISTS) else ""
+        inner.kept_bytes = max(1, sum(parameter.numel() for parameter in child.parameters()))
+        inner.calls = 2 if alone else 1  # one block in a list by itself is there to be run several times
+        _hold(child, child_path, inner, alone=False)
+
+
+def _part(path: str, module: nn.Module) -> Part:
+    weights = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*module.parameters(), *module.buffers())]
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return Part(path, kind, f"{kind} {weights}", "", composed=_has_children(module))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())

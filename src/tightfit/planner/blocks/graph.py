@@ -1,0 +1,84 @@
+"""The operators inside a block as a graph."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tightfit.levers.recompute import OperatorKey
+from tightfit.planner.blocks.frontier import Operation
+from tightfit.runtime.module_paths import module_at
+from tightfit.tracing.record import Phase, StepTrace
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """The forward of one block: its operators that could be run again, as the frontier sees them, their keys, and the
+    modules inside the block that they run in.
+    """
+
+    path: str
+    operations: tuple[Operation, ...]
+    keys: tuple[OperatorKey, ...]
+    modules: tuple[str, ...]
+    kind: str
+
+    def kept_keys(self, kept: frozenset[int]) -> frozenset[OperatorKey]:
+        return frozenset(self.keys[index] for index in kept)
+
+
+def block_graph(trace: StepTrace, model: nn.Module, path: str, *, replaying_seconds: float = 0.0) -> BlockGraph | None:
+    """The graph of a watched block, from its first call in the last micro-batch. None if the block did not run.
+
+    `replaying_seconds` is what the executor adds to the time of an operator that is run again.
+    """
+    calls = first_call(trace, path)
+    if not calls:
+        return None
+    position = {index: place for place, index in enumerate(calls)}
+    operations = tuple(_operation(trace, index, position, calls[-1], replaying_seconds) for index in calls)
+    keys = tuple(OperatorKey(trace.operators[i].name, trace.operators[i].occurrence) for i in calls)
+    modules = tuple(trace.operators[i].module.removeprefix(path).lstrip(".") for i in calls)
+    return BlockGraph(path, operations, keys, modules, kind_of(module_at(model, path), keys))
+
+
+def first_call(trace: StepTrace, path: str) -> list[int]:
+    """Indexes of the operators of the block's first call in the last traced micro-batch."""
+    first, last = trace.repeated
+    seen: set[tuple[str, int]] = set()
+    calls: list[int] = []
+    for index in range(first, last):
+        operator = trace.operators[index]
+        if operator.region != path or operator.phase is not Phase.FORWARD:
+            continue
+        key = (operator.name, operator.occurrence)
+        if key in seen:
+            break
+        seen.add(key)
+        calls.append(index)
+    return calls
+
+
+def _operation(
+    trace: StepTrace, index: int, position: dict[int, int], last: int, replaying_seconds: float
+) -> Operation:
+    operator = trace.operators[index]
+    producers = {trace.values[value].operator for value in operator.reads}
+    inputs = tuple(sorted(position[p] for p in producers if p in position and p < index))
+    # A result of the block: the next one holds it anyway.
+    leaves = any(trace.last_forward_read.get(value, -1) > last for value in operator.makes)
+    sizes = {trace.values[v].storage: trace.storages[trace.values[v].storage].bytes for v in operator.makes}
+    return Operation(
+        seconds=operator.seconds + replaying_seconds,
+        bytes=0 if leaves else sum(sizes.values()),
+        saved=any(trace.values[value].saved for value in operator.makes),
+        inputs=inputs,
+        pinned=leaves or operator.chooses,
+    )
+
+
+def kind_of(block: nn.Module, keys: Sequence[OperatorKey]) -> str:
+    """Blocks of one kind have one class, parameters of the same shapes, and run the same operators."""
+    shapes = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in block.parameters()]
+    return f"{type(block).__name__} {zlib.crc32(repr((shapes, keys)).encode()):08x}"

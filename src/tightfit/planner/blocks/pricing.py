@@ -1,0 +1,194 @@
+"""Prices a model's blocks: for each kind the options worth having, with their bytes measured on traces as applied.
+
+Bytes are never derived from a rule. Every option is put on some block of its kind, several at a time, and the dry
+run of the model so applied shows what each keeps and how high it reaches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+
+from torch import nn
+
+from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.blocks.frontier import KeepSet, frontier, keep_set
+from tightfit.planner.blocks.frugal import frugal_sets
+from tightfit.planner.blocks.graph import BlockGraph, block_graph
+from tightfit.planner.blocks.solve import Chain, Option
+from tightfit.planner.blocks.windows import Footprint, Window, calls_of, footprint, is_chain, level_at, windows
+from tightfit.tracing.record import StepTrace, highest
+
+OPTIONS_PER_KIND = 12
+OFFLOADING_OPTIONS_PER_KIND = 6
+Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with these policies applied
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the blocks of a kind: what is kept or offloaded, and the seconds of recomputing the rest."""
+
+    policy: Policy
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The blocks of a model in forward order, their options, and the chain to solve."""
+
+    paths: tuple[str, ...]
+    graphs: tuple[BlockGraph, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    chain: Chain
+
+    def policies(self, choice: Sequence[int]) -> dict[str, Policy]:
+        """The policies of a solution; blocks that keep everything are left alone."""
+        chosen = {path: self.choices[i][choice[i]].policy for i, path in enumerate(self.paths)}
+        return {path: policy for path, policy in chosen.items() if policy != KEEP_ALL}
+
+    def in_memory(self) -> "Priced":
+        """The same without the options that offload."""
+        stays = [[not choice.policy.offloads for choice in choices] for choices in self.choices]
+        choices = tuple(tuple(compress(mine, kept)) for mine, kept in zip(self.choices, stays, strict=True))
+        options = tuple(tuple(compress(mine, kept)) for mine, kept in zip(self.chain.options, stays, strict=True))
+        return replace(self, choices=choices, chain=replace(self.chain, options=options))
+
+
+def price(
+    model: nn.Module,
+    paths: Sequence[str],
+    trace: Tracer,
+    *,
+    fixed_bytes: int,
+    recomputes: bool = True,
+    offloads: bool = False,
+    replaying_seconds: float = 0.0,
+    beside: bool = False,
+) -> Priced:
+    """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's);
+    `recomputes` and `offloads` say what choices may do, `beside` that copies go on beside the computation;
+    `replaying_seconds` is what the executor takes, beside its kernel, for an operator that it runs again.
+    """
+    plain = trace(dict.fromkeys(paths, KEEP_ALL))
+    in_turn = is_chain(plain, paths)
+    spans = windows(plain, paths)
+    found = {w.path: block_graph(plain, model, w.path, replaying_seconds=replaying_seconds) for w in spans}
+    graphs = {path: graph for path, graph in found.items() if graph is not None}
+    spans = tuple(w for w in spans if w.path in graphs)
+    order = [w.path for w in spans]
+    kinds = {graphs[window.path].kind: window for window in spans}
+    frugal = {
+        kind: frugal_sets(plain, graphs[window.path], window) if recomputes and in_turn else ()
+        for kind, window in kinds.items()
+    }
+    by_kind = {kind: _choices(graphs[w.path], frugal[kind], recomputes, offloads) for kind, w in kinds.items()}
+    choices = tuple(by_kind[graphs[p].kind] for p in order)
+    if not in_turn:
+        members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
+        priced = {kind: _apart(members[kind], by_kind[kind], plain, trace) for kind in by_kind}
+        chain = _heap(plain, [priced[graphs[p].kind] for p in order], fixed_bytes)
+        return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
+    calls = {path: calls_of(plain, path) for path in order}
+    plain_prints = {w.path: footprint(plain, w) for w in spans}
+    measured = _measure(order, graphs, by_kind, plain_prints, trace, beside)
+    options = tuple(
+        tuple(
+            Option(
+                f.kept_bytes,
+                f.forward_bytes,
+                f.backward_bytes,
+                (choice.seconds * calls[path] + f.lever_seconds) * plain.loop_repeats,
+            )
+            for f, choice in zip(measured[graphs[path].kind], by_kind[graphs[path].kind], strict=True)
+        )
+        for path in order
+    )
+    chain = _chain(plain, spans, options, plain_prints, fixed_bytes)
+    return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
+
+
+def _choices(
+    graph: BlockGraph, frugal: Sequence[frozenset[int]], recomputes: bool, offloads: bool
+) -> tuple[Choice, ...]:
+    """Keep everything, the frontier of what else a block of this kind can keep with what takes least memory at any
+    price, and all that offloaded instead.
+    """
+    least = [keep_set(graph.operations, kept) for kept in frugal]
+    sets = dict.fromkeys([*frontier(graph.operations, limit=OPTIONS_PER_KIND)[1:], *least])  # the first replays nothing
+    kept = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets]
+    moved = []
+    if offloads:
+        sets = dict.fromkeys([*frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND), *least])
+        moved = [_moved(graph, s) for s in sets]
+    if not recomputes:
+        kept, moved = [], moved[:1]
+    return (Choice(KEEP_ALL, 0.0), *kept, *moved)
+
+
+def _moved(graph: BlockGraph, keep_set: KeepSet) -> Choice:
+    """Offload the block's inputs and what a set keeps; what is never replayed is small, or held anyway."""
+    pinned = frozenset(place for place in keep_set.kept if graph.operations[place].pinned)
+    policy = Policy(graph.kept_keys(pinned), offloaded=graph.kept_keys(keep_set.kept - pinned), offloads_inputs=True)
+    return Choice(policy, keep_set.replay_seconds)
+
+
+def _measure(
+    order: Sequence[str],
+    graphs: Mapping[str, BlockGraph],
+    by_kind: Mapping[str, tuple[Choice, ...]],
+    plain: Mapping[str, Footprint],
+    trace: Tracer,
+    beside: bool,
+) -> dict[str, list[Footprint]]:
+    """The footprint of every option of every kind, from as few traces as blocks allow."""
+    members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
+    measured = {kind: [plain[members[kind][0]]] for kind in by_kind}
+    while any(len(measured[kind]) < len(by_kind[kind]) for kind in by_kind):
+        policies, tried = {}, {}
+        for kind, choices in by_kind.items():
+            waiting = range(len(measured[kind]), len(choices))
+            for path, option in zip(members[kind], waiting, strict=False):
+                policies[path], tried[path] = choices[option].policy, kind
+        applied = trace(policies)
+        for window in windows(applied, order):
+            if window.path in tried:
+                measured[tried[window.path]].append(footprint(applied, window, beside=beside))
+    return measured
+
+
+def _chain(
+    plain: StepTrace,
+    spans: Sequence[Window],
+    options: tuple[tuple[Option, ...], ...],
+    prints: Mapping[str, Footprint],
+    fixed_bytes: int,
+) -> Chain:
+    """The levels on which the blocks stand, with what they keep taken off."""
+    kept = 0
+    forward_base, backward_base = [], []
+    for window in spans:
+        forward_base.append(level_at(plain, window.forward[0]) - kept)
+        backward_base.append(level_at(plain, window.backward[1]) - kept)
+        kept += prints[window.path].kept_bytes
+    if not spans:
+        return Chain((), (), (), plain.peak_bytes, fixed_bytes)
+    first, last = plain.repeated
+    middle = highest(plain.levels, spans[-1].forward[1], spans[-1].backward[0]) - kept
+    ends = [*plain.levels[first : spans[0].forward[0]], *plain.levels[spans[0].backward[1] : last]]
+    return Chain(options, tuple(forward_base), tuple(backward_base), middle, max([fixed_bytes, *ends]))
+
+
+def _apart(paths: Sequence[str], choices: Sequence[Choice], plain: StepTrace, trace: Tracer) -> tuple[Option, ...]:
+    """The options of alike blocks that do not run one after the other: what each moves the peak and the seconds by is
+    its share of what it does on all of them. No point of a block's own is known, so none is given.
+    """
+    applied = [plain, *(trace(dict.fromkeys(paths, choice.policy)) for choice in choices[1:])]
+    saved = [(plain.peak_bytes - one.peak_bytes) // len(paths) for one in applied]
+    added = [max(0.0, one.step_seconds - plain.step_seconds) / len(paths) for one in applied]
+    return tuple(Option(max(saved) - mine, 0, 0, seconds) for mine, seconds in zip(saved, added, strict=True))
+
+
+def _heap(plain: StepTrace, options: Sequence[tuple[Option, ...]], fixed_bytes: int) -> Chain:
+    """A chain whose peak is the plain one, less what the choices save."""
+    nowhere = (0,) * len(options)
+    kept = sum(mine[0].kept_bytes for mine in options)
+    return Chain(tuple(options), nowhere, nowhere, plain.peak_bytes - kept, fixed_bytes)

@@ -1,0 +1,125 @@
+"""Where in a step each block runs: the spans of operators over which its choices move the level of memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from tightfit.tracing.record import OperatorRecord, Phase, StepTrace, highest
+
+
+@dataclass(frozen=True)
+class Window:
+    """The operators of one block, half open: forward up to the next block, backward from the one after it."""
+
+    path: str
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
+    """The windows of the blocks that ran in the last micro-batch, in forward order."""
+    spans = _spans(trace, paths)
+    order = sorted(spans, key=lambda p: spans[p].forward[0])
+    starts = [spans[p].forward[0] for p in order]
+    forwards = [*zip(starts, [*starts[1:], spans[order[-1]].forward[1] + 1], strict=True)] if order else []
+    result: list[Window] = []
+    begin = min((spans[p].backward[0] for p in order), default=trace.end_of_forward)
+    for path, forward in zip(reversed(order), reversed(forwards), strict=True):
+        end = max(begin, spans[path].backward[1] + 1)
+        result.append(Window(path, forward, (begin, end)))
+        begin = end
+    return tuple(reversed(result))
+
+
+def is_chain(trace: StepTrace, paths: Sequence[str]) -> bool:
+    """Whether the blocks run one after the other, each once or several times in a row, and none runs backward before
+    all have run forward. Not where a loss calls the model twice, or takes gradients of its own.
+    """
+    spans = sorted(_spans(trace, paths).values(), key=lambda span: span.forward)
+    in_turn = all(one.forward[1] < other.forward[0] for one, other in pairwise(spans))
+    return in_turn and all(span.backward[0] >= trace.end_of_forward for span in spans)
+
+
+class _Span(NamedTuple):
+    """First and last operator of a block, in forward and in backward."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def _spans(trace: StepTrace, paths: Sequence[str]) -> dict[str, _Span]:
+    """Those of the blocks that run in forward and in backward."""
+    first, last = trace.repeated
+    owners = owning_blocks(trace, paths)
+    forward: dict[str, list[int]] = {}
+    backward: dict[str, list[int]] = {}
+    for index in range(first, last):
+        operator = trace.operators[index]
+        path = owners[operator.call]
+        if path is not None:
+            (forward if operator.phase is Phase.FORWARD else backward).setdefault(path, []).append(index)
+    both = [path for path in forward if path in backward]
+    return {p: _Span((forward[p][0], forward[p][-1]), (backward[p][0], backward[p][-1])) for p in both}
+
+
+def owning_blocks(trace: StepTrace, paths: Sequence[str]) -> dict[int, str | None]:
+    """For each call of a module the block that it is part of, be it the block's own; -1 stands for no call."""
+    wanted = set(paths)
+    owners: dict[int, str | None] = {-1: None}
+    for number, call in enumerate(trace.calls):
+        parts = call.path.split(".")  # a checkpoint's call in backward has no caller, but its path
+        above = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
+        owners[number] = owners[call.caller] or next((path for path in above if path in wanted), None)
+    return owners
+
+
+def calls_of(trace: StepTrace, path: str) -> int:
+    """How often a block runs forward in the last micro-batch."""
+    first, _ = trace.repeated
+    owners = owning_blocks(trace, [path])
+    own = [c for c in trace.calls if c.path == path and owners[c.caller] is None]
+    return sum(first <= call.start < trace.end_of_forward for call in own)
+
+
+def level_at(trace: StepTrace, index: int) -> int:
+    """Bytes in use before operator `index` starts."""
+    return trace.starts[index] if index < len(trace.starts) else trace.levels[-1]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one block does to the level of memory, as a trace shows it, and what it takes to offload and to record."""
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    lever_seconds: float = 0.0
+
+
+def footprint(trace: StepTrace, window: Window, *, beside: bool = False) -> Footprint:
+    """Bytes that the block keeps from forward to backward, and its highest points above the levels beside it.
+
+    Copies that go on `beside` the computation cost what is left of them when the block's own forward, or backward, has
+    ended: its neighbours' time is for their own copies.
+    """
+    start, end = window.forward
+    forward, backward = trace.operators[start:end], trace.operators[slice(*window.backward)]
+    return Footprint(
+        kept_bytes=level_at(trace, end) - level_at(trace, start),
+        forward_bytes=highest(trace.levels, start, end) - level_at(trace, start),
+        backward_bytes=highest(trace.levels, *window.backward) - level_at(trace, window.backward[1]),
+        lever_seconds=sum(_copy_seconds(span, beside) for span in (forward, backward))
+        + sum(
+            operator.executor_seconds
+            for operator in (*forward, *backward)
+            if not operator.copied_bytes and operator.phase is Phase.FORWARD
+        ),
+    )
+
+
+def _copy_seconds(operators: Sequence[OperatorRecord], beside: bool) -> float:
+    copies = sum(operator.seconds for operator in operators if operator.copied_bytes)
+    if not beside:
+        return copies
+    return max(0.0, copies - sum(operator.seconds for operator in operators if not operator.copied_bytes))

@@ -1,0 +1,71 @@
+"""What a training step will take, known before it runs."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tightfit.planner.footing import dtypes_of, footing
+from tightfit.planner.outcome import EstimateRecord
+from tightfit.planner.request import Request, Tracer, lacking
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+
+
+class Estimate(EstimateRecord):
+    """An estimate that can be shown and written."""
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = asdict(self)
+        return {**{k: v for k, v in figures.items() if k != "footing"}, **figures["footing"]}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the estimate to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the estimate as a page for the browser, all in one file. Raises `InputError` where plotly is not
+        installed.
+        """
+        from tightfit.report.plan_page import estimate_page
+
+        Path(path).write_text(estimate_page(self), encoding="utf-8")
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the memory of the step. Raises `InputError` where matplotlib is not installed."""
+        from tightfit.report.picture import memory_picture
+
+        Path(path).write_bytes(memory_picture(self.footing, None))
+
+    def __str__(self) -> str:
+        from tightfit.report.plan_tables import describe_estimate
+
+        return describe_estimate(self)
+
+
+def make_estimate(request: Request) -> Estimate:
+    """Trace the request's step as it stands."""
+    tracer = Tracer(request)
+    trace = tracer.whole(request.plain, {})
+    routed = tracer.routed_peaks(trace, request.plain, {})
+    return Estimate(
+        footing=footing(trace),
+        parameters=sum(p.numel() for p in request.model.parameters()),
+        precision=request.settings.precision,
+        optimizer=request.optimizer_name,
+        device=request.device.name,
+        device_bytes=request.device.memory_bytes,
+        assumptions=told(trace.assumptions),
+        context_bytes=0 if request.role is None else CONTEXT_BYTES,
+        fits=not lacking(trace, request.device.memory_bytes),
+        worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
+        weights=dtypes_of(request.model),
+    )
+
+
+def told(assumptions: Any) -> tuple[str, ...]:
+    """The assumptions of a trace as sentences."""
+    return tuple(
+        f"{a.question} ({a.module or 'top level'}, {a.where}) was assumed {a.answer}"
+        + ("; the peak depends on it" if a.moves_peak else "")
+        for a in assumptions
+    )

@@ -1,0 +1,137 @@
+"""A plan: which levers a training step uses to stay within a budget, what it will cost, and why not otherwise."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import InputError
+from tightfit.planner.curves import Curve
+from tightfit.planner.levers import lever_from_dict
+from tightfit.planner.outcome import PlanRecord
+from tightfit.planner.records import BlockChoice, DeviceRoom, Footing, Rejected
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.planner.apply import AppliedPlan
+
+FORMAT = 6
+EARLIER_FORMATS = (4, 5)  # of version 0.1.0
+
+
+class Plan(PlanRecord):
+    """A plan that can be applied, shown, written and read."""
+
+    curve: Curve | None
+
+    def apply(self, model: "nn.Module") -> "AppliedPlan":
+        """Put the plan's levers on the model. The handle's `undo()`, or leaving a `with` block, takes them off again.
+
+        Raises `LeverError` if the model is not the one that was planned.
+        """
+        from tightfit.planner.apply import apply_plan
+
+        return apply_plan(self, model)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, with `peak_bytes` and `step_seconds` on top for those who read only these."""
+        figures = {
+            "peak_bytes": self.peak_bytes,
+            "step_seconds": self.step_seconds,
+            "plain_peak_bytes": self.plain_peak_bytes,
+        }
+        levers = [lever.to_dict() for lever in self.levers]
+        return {"format": FORMAT, **figures, **asdict(self), "levers": levers, "micro_batches": self.micro_batches}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as a page for the browser, all in one file. Raises `InputError` where plotly is not
+        installed.
+        """
+        from tightfit.report.plan_page import plan_page
+
+        Path(path).write_text(plan_page(self), encoding="utf-8")
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the memory of the step, plain and planned, and the curve if there is one. Raises `InputError` where
+        matplotlib is not installed.
+        """
+        from tightfit.report.picture import memory_picture
+
+        curve = self.curve
+        picture = memory_picture(
+            self.plain,
+            None if self.planned == self.plain else self.planned,
+            budget_bytes=self.budget_bytes,
+            micro_batches=self.micro_batches,
+            points=() if curve is None else curve.points,
+            recipes=() if curve is None else curve.recipes,
+        )
+        Path(path).write_bytes(picture)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "Plan":
+        """Read a plan that `to_json` wrote. Raises `InputError` where the file is not one."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise InputError(f"{path}: the plan cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path}: not a plan that this version of tightfit wrote ({error})") from error
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Plan":
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"a {type(raw).__name__}, wanted a mapping")
+        if raw.get("format") not in (*EARLIER_FORMATS, FORMAT):
+            raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
+        raw = raw if raw["format"] == FORMAT else _brought_up(raw)
+        fields = {name: raw[name] for name in cls.__dataclass_fields__}
+        choices = tuple(
+            BlockChoice(
+                **{
+                    **c,
+                    "kept": tuple((name, occurrence) for name, occurrence in c["kept"]),
+                    "kept_modules": tuple(c["kept_modules"]),
+                    "offloaded": tuple((name, occurrence) for name, occurrence in c["offloaded"]),
+                    "offloaded_modules": tuple(c["offloaded_modules"]),
+                }
+            )
+            for c in raw["choices"]
+        )
+        fields |= {
+            "planned": Footing.from_dict(raw["planned"]),
+            "plain": Footing.from_dict(raw["plain"]),
+            "choices": choices,
+            "levers": tuple(lever_from_dict(lever) for lever in raw["levers"]),
+            "room": None if raw["room"] is None else DeviceRoom(**raw["room"]),
+            "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
+            "assumptions": tuple(raw["assumptions"]),
+            "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
+        }
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        from tightfit.report.plan_tables import describe_plan
+
+        return describe_plan(self)
+
+
+def _brought_up(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan of version 0.1.0, which had a field for each lever, in today's form."""
+    choices, levers = raw["choices"], []
+    if any(choice["action"] in ("recompute", "operators") for choice in choices):
+        levers.append({"name": "recompute"})
+    if raw["micro_batches"] > 1:
+        levers.append({"name": "micro_batch", "count": raw["micro_batches"]})
+    named = {"chunked_loss": "chunked_loss", "tile": "tiled", "offload": "offload"}
+    levers += [{"name": name, **raw[field]} for name, field in named.items() if raw[field] is not None]
+    shares = [(choice["path"], choice["share"]) for choice in choices if choice["share"] is not None]
+    if shares:
+        levers.append({"name": "compile", "shares": shares})
+    return {**raw, "levers": levers, "weights": raw.get("weights", ""), "room": raw.get("room")}

@@ -1,0 +1,91 @@
+"""About the least that a step takes, from single traces: what a search for the largest value asks before it plans."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from tightfit.errors import LeverError
+from tightfit.levers.offload.lever import INPUTS_ONLY
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.policy import OFFLOAD_ALL
+from tightfit.levers.recompute.rule import every_block
+from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role
+from tightfit.planner.request import Request, optimizer_peak
+from tightfit.planner.search.search import Search, segment_counts
+from tightfit.tracing.record import StepTrace
+
+WORSE_IN_A_ROW = 2  # counts of segments after which no other is looked at: the peak falls and rises again with them
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a step at about its least, without the parts that depend on the batch's size."""
+
+    combination: Combination
+    policies: Mapping[str, Policy]
+    joined: tuple[str, ...] = ()
+
+
+def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tuple[Way, int]:
+    """The way of least peak among those that a plan may take, with its peak. `plain` is the search's own plain step, or
+    that of the same model with another batch. Only where they are `joining`, blocks in segments are among the ways.
+    """
+    ways = [_frugal(search, plain)]
+    flat = ways[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
+    for kind in search.of_role(Role.LAST):
+        ways += [replace(ways[0], combination=flat.with_lever(each)) for each in kind.settings(search.step(plain))[-1:]]
+    peaks: dict[int, int] = {}
+    for index, way in enumerate(ways):
+        with suppress(LeverError):  # a module that cannot be tiled
+            peaks[index] = peak_of(search, plain, way)
+    best = min(peaks, key=peaks.__getitem__)
+    may = search.request.may
+    way, peak = ways[best], peaks[best]
+    if joining and may(Recompute) and not may(Offload) and peak > optimizer_peak(plain):
+        return _joined(search, plain, way, peak)
+    return way, peak
+
+
+def peak_of(search: Search, plain: StepTrace, way: Way) -> int:
+    """About the peak of a way, from one dry run of forward and backward."""
+    part = search.tracer.part(_sized(search, way), way.policies, plain, way.joined)
+    return max(part.peak_bytes, optimizer_peak(plain))
+
+
+def as_it_will_run(search: Search, way: Way) -> StepTrace:
+    """The whole step that way, optimizer and all."""
+    return search.whole(_sized(search, way), dict(way.policies), way.joined)
+
+
+def _sized(search: Search, way: Way) -> Combination:
+    """The way in the most micro-batches that the search's batch may have."""
+    request = search.request
+    counts = MicroBatches.beyond(request.micro_batches, request.size) if request.may(MicroBatches) else []
+    sized = counts[-1:] or request.plain.levers
+    return way.combination.without(MicroBatches).with_lever(sized[0] if sized else None)
+
+
+def _frugal(search: Search, plain: StepTrace) -> Way:
+    combination, inside = search.combinations(plain)[-1], search.of_role(Role.INSIDE_BLOCKS)
+    for kind in search.of_role(Role.WHOLE_BLOCKS) if search.paths and not inside else ():
+        return Way(combination.with_lever(kind.settings(search.step(plain))[-1]), {})
+    return Way(combination, dict.fromkeys(search.paths, frugal_policy(search.request)))
+
+
+def frugal_policy(request: Request) -> Policy:
+    """What a block does at about its least."""
+    if request.may(Offload):
+        return INPUTS_ONLY if request.may(Recompute) else OFFLOAD_ALL
+    return RECOMPUTE_ALL if request.may(Recompute) else KEEP_ALL
+
+
+def _joined(search: Search, plain: StepTrace, way: Way, peak: int) -> tuple[Way, int]:
+    """The way, with its blocks joined to as many segments as lower its peak most."""
+    best, worse, paths = (way, peak), 0, search.paths
+    for segments in segment_counts(len(paths)):
+        joined = replace(way, joined=every_block(paths, segments=segments).joined)
+        found = peak_of(search, plain, joined)
+        best, worse = ((joined, found), 0) if found < best[1] else (best, worse + 1)
+        if worse == WORSE_IN_A_ROW:
+            break
+    return best

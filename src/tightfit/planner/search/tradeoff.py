@@ -1,0 +1,167 @@
+"""Traces the trade-off curve: peak against step time, from the plain step down to the least that can be reached.
+
+What was priced for a budget serves all others: the blocks' options do not depend on it. For each budget on the way
+down the choice is solved anew, and what comes out is traced as applied, forward and backward of one micro-batch; the
+optimizer's phase, which no choice moves, is that of the plain step. The curve is what no other traced point beats.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from tightfit.errors import CompileError, LeverError
+from tightfit.levers.recompute import Policy
+from tightfit.levers.recompute.rule import every_block, every_second_block
+from tightfit.planner.blocks.solve import Solution, least_peak, solve
+from tightfit.planner.curves import Curve, frontier
+from tightfit.planner.levers import ChunkedLoss, Combination, Lever, Role, lever_types
+from tightfit.planner.records import CurvePoint
+from tightfit.planner.request import optimizer_peak
+from tightfit.planner.search.candidates import Prospect, describe_levers
+from tightfit.planner.search.search import Search
+
+POINTS = 8  # budgets between the plain peak and the least, for each of which a choice is solved and traced
+Choice = tuple[Prospect, Solution]
+
+
+class Tradeoff:
+    """The curve of one search. Mutable: the points traced so far."""
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.points: list[CurvePoint] = []
+        self.traced: set[tuple[Combination, tuple[int, ...]]] = set()
+
+    def curve(self, count: int = POINTS) -> Curve:
+        """The curve through about `count` budgets, and the recipes."""
+        plain = CurvePoint("no lever", self.search.plain.peak_bytes, self.search.plain.step_seconds)
+        recipes = (plain, *self.recipes())
+        self.points += [recipe for recipe in recipes if self.allowed(recipe)]
+        if self.search.best is not None:
+            best = self.search.best
+            self.points.append(CurvePoint(self.search.in_words(best), best.peak_bytes, best.seconds))
+        self.descend(self.search.prospects(), count)
+        return Curve(frontier(self.points), recipes)
+
+    # The frontier
+
+    def descend(self, prospects: Sequence[Prospect], count: int) -> None:
+        """Trace the best choice at each of `count` budgets from the plain peak down to the least."""
+        solvable = [prospect for prospect in prospects if prospect.priced is not None]
+        for prospect in prospects:
+            levers = describe_levers(prospect.combination, {}, len(self.search.paths))
+            self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
+        for kind in self.search.of_role(Role.WHOLE_BLOCKS):
+            for combination in self.search.combinations():
+                self.take_whole_blocks(combination, kind)
+        if not solvable:
+            return
+        lowest = min(((p, least_peak(p.chain)) for p in solvable), key=lambda choice: choice[1].peak_bytes)
+        top, bottom = self.search.plain.peak_bytes, lowest[1].peak_bytes
+        for step in range(1, count + 1):
+            found = self.best(solvable, top - step * (top - bottom) // count)
+            if found is not None:
+                self.trace(*found)
+        self.trace(*lowest)
+        self.join(lowest[0])
+
+    def best(self, prospects: Sequence[Prospect], budget: int) -> Choice | None:
+        """The fastest choice within a budget over all combinations, by the prices."""
+        found: Choice | None = None
+        for prospect in sorted(prospects, key=lambda p: p.seconds):
+            if found is not None and prospect.seconds >= _seconds(found):
+                break
+            solution = solve(prospect.chain, budget)
+            if solution is not None and (found is None or prospect.seconds + solution.seconds < _seconds(found)):
+                found = (prospect, solution)
+        return found
+
+    def trace(self, prospect: Prospect, solution: Solution) -> None:
+        """Put a choice on the model and run it dry, unless that was done."""
+        key = (prospect.combination, solution.choice)
+        if key in self.traced:
+            return
+        self.traced.add(key)
+        assert prospect.priced is not None, "a solution is that of a priced prospect"
+        self.apply(prospect.combination, prospect.priced.policies(solution.choice))
+
+    def join(self, prospect: Prospect) -> None:
+        """Blocks joined to a few segments, whose outputs are recomputed too."""
+        paths = self.search.paths
+        for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
+            rule = every_block(paths, segments=segments)
+            self.apply(prospect.combination, rule.policies, rule.joined)
+
+    def take_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
+        """Each setting of a lever that takes whole blocks; nothing where that is not possible."""
+        try:
+            for setting in kind.settings(self.search.step()):
+                self.apply(combination.with_lever(setting), {})
+        except CompileError:
+            return  # the plan says why
+
+    def apply(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> None:
+        levers = describe_levers(combination, policies, len(self.search.paths), len(joined))
+        self.points.append(self.point(levers, combination, policies, joined))
+
+    # Recipes
+
+    def recipes(self) -> list[CurvePoint]:
+        """What is done without a plan, each traced as applied."""
+        plain, paths = self.search.request.plain, self.search.paths
+        every, second = every_block(paths).policies, every_second_block(paths).policies
+        found = []
+        if paths:
+            found.append(self.point("every block recomputed", plain, every))
+        if second:
+            found.append(self.point("every second block recomputed", plain, second))
+        for chunked in map(plain.with_lever, ChunkedLoss.settings(self.search.step())):
+            found.append(self.point("chunked loss", chunked, {}))
+            if paths:
+                found.append(self.point("chunked loss, every block recomputed", chunked, every))
+        return found
+
+    def try_forbidden(self) -> None:
+        """Give the levers that were not allowed, which the search only names, the figures that their fastest setting
+        would have had.
+        """
+        titles = {kind.title: kind for kind in lever_types() if not self.search.request.may(kind)}
+        for index, rejected in enumerate(self.search.rejected):
+            kind = titles.get(rejected.levers)
+            if kind is not None and rejected.peak_bytes is None:
+                point = self.point_of(kind)
+                if point is not None:
+                    self.search.rejected[index] = replace(
+                        rejected, levers=point.levers, peak_bytes=point.peak_bytes, step_seconds=point.step_seconds
+                    )
+
+    def point_of(self, kind: type[Lever]) -> CurvePoint | None:
+        """The plain step with a lever at its fastest; None where there is no such setting, or it cannot be applied."""
+        plain = self.search.request.plain
+        for setting in kind.settings(self.search.step())[:1]:
+            if kind.role is Role.INSIDE_BLOCKS:
+                return None  # what it gives is the plan's own question
+            with suppress(LeverError):  # a module that cannot be tiled
+                return self.point(str(setting), plain.with_lever(setting), {})
+        return None
+
+    def allowed(self, recipe: CurvePoint) -> bool:
+        """Whether a plan might do the same."""
+        return "chunked loss" not in recipe.levers or self.search.request.may(ChunkedLoss)
+
+    # Both
+
+    def point(
+        self, levers: str, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
+    ) -> CurvePoint:
+        """The peak and the seconds of the step with these levers, run dry."""
+        search = self.search
+        trace = search.tracer.part(combination, policies, search.plain, joined)
+        peak = max(trace.peak_bytes, optimizer_peak(search.plain))
+        return CurvePoint(levers, peak, search.with_optimizer(trace))
+
+
+def _seconds(choice: Choice) -> float:
+    prospect, solution = choice
+    return prospect.seconds + solution.seconds

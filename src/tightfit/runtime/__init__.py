@@ -1,0 +1,1 @@
+"""What PyTorch and the process are doing while a step runs."""

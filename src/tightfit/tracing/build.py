@@ -1,0 +1,27 @@
+"""Builds models dry: their parameters have shapes but no memory, so any size can be asked about on any machine."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.ledger import Ledger
+from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.reading import reads_answered
+
+
+def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
+    """The module that `factory` builds, its large tensors never written: to estimate and to plan with, not to
+    train.
+    """
+    ledger = Ledger()
+    state = torch.get_rng_state()
+    try:
+        dry = DryRun(ledger, ModuleTracker(nn.Module()))
+        with dry, reads_answered(dry):
+            model = factory()
+    finally:
+        torch.set_rng_state(state)  # small tensors are drawn for real
+    ledger.close()
+    return model

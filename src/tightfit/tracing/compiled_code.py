@@ -1,0 +1,123 @@
+"""In a dry run: what PyTorch's compiler writes for a block, run with kernels that compute nothing.
+
+What compiled code holds, and from when to when, stands in the Python that inductor writes around its kernels: there
+memory is allocated, kernels and operators are called, and names are deleted. So that Python is what runs here, between
+the same saved tensors that autograd keeps in a real step. Only its kernels are stand-ins, and they are never built.
+"""
+
+import functools
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import CompileError
+from tightfit.levers.compiled import own_forward
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import dispatch_is_watched, inductor_with_budget, many_compilations, no_modes
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.shapes import TensorShape
+
+KERNEL = "tightfit.compiled"  # a fused kernel, as an operator of a trace
+
+
+@contextmanager
+def compiled_code_played(dry: DryRun) -> Iterator[None]:
+    """Inside, compiled blocks run as the compiler would write them, and the trace shows what they would take."""
+    now.dry_compiled = Played(dry)
+    try:
+        yield
+    finally:
+        now.dry_compiled = None
+
+
+class Played:
+    """Compiled blocks in one dry run."""
+
+    def __init__(self, dry: DryRun):
+        self.dry = dry
+
+    def __call__(self, module: nn.Module, share: float, args: tuple, kwargs: dict) -> Any:
+        """The block's forward, compiled. Raises `CompileError` where the compiler does not take all of it."""
+        from torch._dynamo import exc  # takes seconds to import
+        from torch._inductor.exc import InductorError
+
+        forward = written_forward(type(module), share)
+        try:
+            with self.dry.modules.paused(), no_modes(), many_compilations():
+                return forward(module, *args, **kwargs)
+        except (exc.TorchDynamoException, InductorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            traceback.clear_frames(error.__traceback__)  # they hold the block's input, and each other
+        where = self.dry.modules.current or type(module).__name__
+        raise CompileError(f"{where} cannot be compiled as a whole: {reason}")
+
+    def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """The code written for forward or backward, its operators seen by the dry run."""
+        with nullcontext() if dispatch_is_watched() else self.dry:
+            return call(args)
+
+    def kernel(self, is_read: list[bool], args: tuple[Any, ...]) -> None:
+        """Note the call of a kernel, which reads and writes all of its tensors once."""
+        dry = self.dry
+        index = dry.begin([])
+        reads, written = [], []
+        for argument, only_read in zip(args, is_read, strict=True):
+            if isinstance(argument, torch.Tensor):
+                (reads if only_read else written).append((dry.see(argument), TensorShape.of(argument)))
+        seconds = dry.cost(KERNEL, [shape for _, shape in reads], [shape for _, shape in written], ())
+        makes = []
+        for cell, _ in written:
+            cell.known = False
+            makes.append(dry.ledger.new_value(cell, index))
+        dry.note(KERNEL, seconds, reads=tuple(cell.value for cell, _ in reads), makes=tuple(makes))
+
+
+def played() -> Played:
+    assert isinstance(now.dry_compiled, Played), "compiled code is written for dry runs"
+    return now.dry_compiled
+
+
+@functools.cache
+def written_forward(kind: type[nn.Module], share: float) -> Callable[..., Any]:
+    """The `forward` of a class of modules, compiled to code without kernels, and apart from what really runs."""
+    backend = functools.partial(inductor_with_budget, kind.__name__, share, build=without_kernels)
+    return torch.compile(own_forward(kind, "written"), backend=backend, fullgraph=True, dynamic=False)
+
+
+def without_kernels(source: str) -> types.ModuleType:
+    """The module that inductor wrote, with stand-ins for its kernels, and memory that the dry run sees."""
+    from torch._inductor import async_compile
+
+    module = types.ModuleType("tightfit_written_by_inductor")
+    module.__file__ = __file__
+    real = async_compile.AsyncCompile
+    async_compile.AsyncCompile = KernelWriter  # pyright: ignore[reportAttributeAccessIssue]  (what the code imports)
+    try:
+        exec(compile(source, "<written by inductor>", "exec"), module.__dict__)
+    finally:
+        async_compile.AsyncCompile = real
+    module.__dict__["empty_strided_cpu"] = fresh
+    call = module.__dict__["call"]
+    module.__dict__["call"] = lambda args: played().run(call, args)
+    return module
+
+
+def fresh(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory as the written code allocates it."""
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+class KernelWriter:
+    """Stands for inductor's compiler of kernels."""
+
+    def cpp_pybinding(self, argument_types: list[str], source: str) -> Callable[..., None]:
+        is_read = [kind.startswith("const ") for kind in argument_types]
+        return lambda *args: played().kernel(is_read, args)
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        pass  # there is nothing to wait for

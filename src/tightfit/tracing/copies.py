@@ -1,0 +1,106 @@
+"""In a dry run: the copies that a lever takes of values, outside of the memory that is counted, and their way back.
+
+On a CPU a copy takes the time of the computation. On CUDA it goes on beside it, on a stream for each way: a copy
+begins when the one before it has ended and the computation has come to where it is asked for, and takes time only
+where the computation waits for it.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tightfit.runtime.activity import now, offload
+from tightfit.runtime.operators import fresh_memory
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.hollow import is_hollow
+from tightfit.tracing.record import OperatorRecord
+from tightfit.tracing.shapes import TensorShape
+
+AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
+
+
+@contextmanager
+def copies_played(dry: DryRun) -> Iterator[None]:
+    """Inside, a lever that copies a value away copies nothing large, and the trace shows what it would have taken."""
+    clock = Clock(dry) if now.playing_cuda else None
+    now.dry_copy = lambda tensor, beside: PlayedCrossing(dry, tensor, clock if beside else None)
+    try:
+        yield
+    finally:
+        now.dry_copy = None
+
+
+class Clock:
+    """Mutable: when the computation stands where, and when the copies of either way have ended, in seconds."""
+
+    def __init__(self, dry: DryRun):
+        self._dry = dry
+        self._first: OperatorRecord | None = None
+        self._counted, self._seconds = 0, 0.0
+        self._ends = {AWAY: 0.0, BACK: 0.0}
+
+    def time(self) -> float:
+        """How long the operators noted so far take."""
+        operators = self._dry.operators
+        first = operators[0] if operators else None
+        if first is not self._first:  # a step has begun again
+            self._first, self._counted, self._seconds = first, 0, 0.0
+            self._ends = dict.fromkeys(self._ends, 0.0)
+        self._seconds += sum(operator.seconds for operator in operators[self._counted :])
+        self._counted = len(operators)
+        return self._seconds
+
+    def copy(self, way: str, seconds: float, after: float = 0.0) -> float:
+        """When a copy ends that is asked for now and may begin at `after`."""
+        self._ends[way] = max(self.time(), self._ends[way], after) + seconds
+        return self._ends[way]
+
+
+class PlayedCrossing:
+    """A tensor's storage on its way out of the memory that is counted, and back, with what was known of it."""
+
+    def __init__(self, dry: DryRun, tensor: torch.Tensor, clock: Clock | None):
+        storage = tensor.untyped_storage()
+        self._dry, self._clock = dry, clock
+        self._nbytes, self._dtype, self._device = storage.nbytes(), tensor.dtype, tensor.device
+        self._content = ctypes.string_at(storage.data_ptr(), self._nbytes) if dry.see(tensor).known else None
+        self._sent = self._move(AWAY)
+        self._landed = 0.0
+
+    def left(self) -> None:
+        self._wait(self._sent)
+
+    def bring(self) -> torch.Tensor:
+        with offload():
+            memory = fresh_memory(self._nbytes, self._dtype, self._device)
+        cell = self._dry.see(memory)
+        cell.known = self._content is not None and not is_hollow(memory)
+        if self._content is not None and cell.known:
+            ctypes.memmove(memory.untyped_storage().data_ptr(), self._content, self._nbytes)
+        self._landed = self._move(BACK, after=self._sent)
+        return memory
+
+    def arrived(self) -> None:
+        self._wait(self._landed)
+
+    def _move(self, way: str, after: float = 0.0) -> float:
+        """Note a copy; when it ends."""
+        seconds = self._dry.cost(way, [TensorShape((self._nbytes,), (1,), torch.uint8)], [], ())
+        if self._clock is None:
+            self._note(way, seconds)
+            return 0.0
+        end = self._clock.copy(way, seconds, after)
+        self._note(way, 0.0)
+        return end
+
+    def _wait(self, end: float) -> None:
+        """Note what the computation waits for a copy, if it does."""
+        if self._clock is not None and end > self._clock.time():
+            self._note(WAIT, end - self._clock.time())
+
+    def _note(self, name: str, seconds: float) -> None:
+        """As an operator of the step, which takes no memory."""
+        self._dry.begin([])
+        self._dry.note(name, seconds, copied_bytes=self._nbytes)

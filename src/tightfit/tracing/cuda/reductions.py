@@ -1,0 +1,150 @@
+"""Scratch memory of CUDA's reductions: a sum over many numbers is split between blocks, which meet in global memory.
+
+Source: ATen/native/cuda/Reduce.cuh, as torch 2.15 ships it among its headers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tightfit.tracing.shapes import TensorShape
+
+WARP = 32
+MAX_THREADS = 512  # `mnt_wrapper`
+MIN_VALUES, MAX_VALUES = 16, 256  # `min_values_per_thread`, `max_values_per_thread`
+LARGEST_INDEX = 2**31  # bytes that a kernel with 32-bit indices reaches
+
+# `maxThreadsPerMultiProcessor`: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+
+_REDUCTIONS = (
+    "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int amax.default amin.default "
+    "linalg_vector_norm.default"
+)
+REDUCTIONS = frozenset(f"aten.{name}" for name in _REDUCTIONS.split())
+
+
+@dataclass(frozen=True)
+class Card:
+    """What of a CUDA device decides how kernels split their work."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @property
+    def threads(self) -> int:
+        """Threads that a multiprocessor holds at once."""
+        return _THREADS.get(self.capability, 2048)
+
+
+def reduction_scratch(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple, card: Card
+) -> list[int]:
+    """Bytes of scratch memory of one reduction of a tensor over the dimensions among its arguments (all, if none)."""
+    source = inputs[0]
+    if name not in REDUCTIONS or not source.numel:
+        return []
+    rank = len(source.shape)
+    named = next((a for a in arguments if isinstance(a, list | tuple)), None)
+    if name == "aten.prod.dim_int":
+        named = [arguments[0]]
+    dims = {dim % rank for dim in named} if named else set(range(rank))
+    return [*_converted(name, source, outputs), *_blocks(source, dims, card)]
+
+
+def _converted(name: str, source: TensorShape, outputs: Sequence[TensorShape]) -> list[int]:
+    # `make_reduction` in native/ReduceOpsUtils.h: the input in the dtype of the result, but for 16 bits summed in fp32,
+    # which the kernel does. Counts of a mask take it in 64 bits.
+    result = outputs[0].dtype if outputs else source.dtype
+    is_widened = source.dtype.itemsize == 2 and source.dtype.is_floating_point and result == torch.float32
+    return [] if result == source.dtype or is_widened else [source.numel * result.itemsize]
+
+
+def _blocks(source: TensorShape, dims: set[int], card: Card) -> list[int]:
+    """`setReduceConfig`, `global_memory_size` and `semaphore_size`."""
+    sizes, strides, width = source.shape, source.stride, source.dtype.itemsize
+    reduced = _merged([(strides[d], sizes[d]) for d in sorted(dims, reverse=True)])
+    kept = _merged([(strides[d], sizes[d]) for d in range(len(sizes) - 1, -1, -1) if d not in dims])
+    outputs = _count(kept)
+    reduced = _within_reach(reduced, kept, width)
+    inputs = _count(reduced)
+    along_rows = not kept or (bool(reduced) and reduced[0][0] < kept[0][0])
+    fastest = (reduced if along_rows else kept)[0][0] if reduced or kept else 1
+    outer, inner = (inputs, outputs) if along_rows else (outputs, inputs)
+    vector = 1
+    if fastest == 1 and along_rows and outer >= 128 and len(reduced) == 1:
+        outer //= 8 if width == 2 else 4  # `input_vec_size`
+    elif fastest == 1 and not along_rows:
+        vector = _output_vector(kept, reduced)
+        outer //= vector
+    block_width, block_height = _block(outer, inner, MAX_THREADS // vector)
+    across, down = (block_width, 1) if along_rows else (1, block_width)
+    per_thread = _up(inputs, across)
+    is_split = per_thread >= min(block_height * 16, MAX_VALUES)
+    if is_split:
+        across *= block_height
+    else:
+        down *= block_height
+    per_thread = _up(inputs, across)
+    grid = _up(outputs // vector, down)
+    target = card.multiprocessors * (card.threads // (block_width * block_height))
+    if not is_split or per_thread < MAX_VALUES or grid > target:
+        return []
+    parts = min(max(_up(target, grid), _up(per_thread, MAX_VALUES)), _up(per_thread, MIN_VALUES))
+    if parts <= 1:
+        return []
+    accumulated = max(4, width)
+    return [accumulated * outputs * parts * (1 if along_rows else block_width * vector), 4 * grid]
+
+
+def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(stride, size) of dimensions, fastest first, neighbours in memory as one (`coalesce_dimensions`)."""
+    found: list[tuple[int, int]] = []
+    for stride, size in sorted((d for d in dims if d[1] > 1), key=lambda d: d[0]):
+        if found and found[-1][0] * found[-1][1] == stride:
+            found[-1] = (found[-1][0], found[-1][1] * size)
+        else:
+            found.append((stride, size))
+    return found
+
+
+def _within_reach(reduced: list[tuple[int, int]], kept: list[tuple[int, int]], width: int) -> list[tuple[int, int]]:
+    """The reduced dimensions of the first part of a tensor that 32-bit indices do not reach: halved, the longest way
+    through memory first (`with_32bit_indexing`). A tensor that is split along what is kept is taken as a whole here.
+    """
+    parts = list(reduced)
+    while parts and width * sum(stride * (size - 1) for stride, size in [*parts, *kept]) >= LARGEST_INDEX:
+        longest = max(range(len(parts)), key=lambda d: parts[d][0] * (parts[d][1] - 1))
+        stride, size = parts[longest]
+        if size <= 1 or any(stride * (size - 1) < s * (n - 1) for s, n in kept):
+            break
+        parts[longest] = (stride, size // 2)
+    return parts
+
+
+def _output_vector(kept: list[tuple[int, int]], reduced: list[tuple[int, int]]) -> int:
+    # `get_output_vec_size`; memory of its own begins at a multiple of 512 bytes
+    vector = 4
+    for number in (kept[0][1], *(stride for stride, _ in [*reduced, *kept[1:]])):
+        while number % vector:
+            vector //= 2
+    return vector
+
+
+def _block(outer: int, inner: int, most: int) -> tuple[int, int]:
+    # `set_block_dimension`
+    outer, inner = (min(1 << max(0, n.bit_length() - 1), most) for n in (outer, inner))
+    height = min(inner, most // min(outer, WARP))
+    return min(outer, most // height), height
+
+
+def _count(dims: list[tuple[int, int]]) -> int:
+    number = 1
+    for _, size in dims:
+        number *= size
+    return number
+
+
+def _up(number: int, divisor: int) -> int:
+    return -(-number // divisor)

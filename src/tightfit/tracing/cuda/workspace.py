@@ -1,0 +1,203 @@
+"""Scratch memory of CUDA's kernels and libraries, from PyTorch's sources; what it is for stands beside each."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tightfit.tracing.cpu_temporaries import COMPOSITES, composite_scratch
+from tightfit.tracing.cuda import normalisation
+from tightfit.tracing.cuda.allocator import MIB, round_size, round_up
+from tightfit.tracing.shapes import TensorShape
+
+Shapes = Sequence[TensorShape]
+
+# What a process takes of the device before the first tensor: the driver's context and the kernels loaded. Not measured:
+# an assumption, until a device was calibrated.
+CONTEXT_BYTES = 512 * MIB
+
+
+def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> int:
+    """Bytes of scratch memory of one operator call, as the allocator hands them out; products' are in `products.py`."""
+    formula = _FORMULAS.get(name)
+    if formula is None or math.prod(inputs[0].shape) == 0:
+        return 0
+    return sum(round_size(size) for size in formula(inputs, outputs, arguments) if size)
+
+
+# Attention backward. The inputs are: gradient, query, key, value, out, logsumexp (efficient: the bias before out).
+
+
+def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `mha_bwd` in flash_attn/flash_api.cpp: sums of out times its gradient, the gradient of the query in fp32, and
+    # where heads share keys, the gradients of keys and values for every head; `_flash_attention_backward` in
+    # attention_backward.cu: gradient and output, copied where they do not lie as (batch, length, heads, width).
+    gradient, query, key, _, out = inputs[:5]
+    batch, heads, length, width = query.shape
+    rows = round_up(length, 128)
+    rounded = round_up(width, 32 if width <= 128 else 64)
+    shared = heads != key.shape[1]
+    expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize if shared else 0
+    copies = [shape.bytes for shape in (gradient, out) if not _lies_by_length(shape)]
+    return [4 * batch * heads * rows, 4 * batch * heads * rows * rounded, expanded, expanded, *copies]
+
+
+def _cudnn_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # One buffer. `get_fe_workspace_size_node` of the backward node in cudnn-frontend's
+    # scaled_dot_product_flash_attention.h; what the engine takes beside it is not public.
+    query, key, value = inputs[1:4]
+    batch, heads, length, width = query.shape
+    sums, gradient = 4 * batch * heads * length, 4 * batch * heads * length * width
+    if heads == key.shape[1]:
+        return [sums + gradient]
+    # Gradients of keys and values for every head, which the frontend leaves to the engine: assumed in its dtype.
+    return [sums + gradient + 2 * batch * heads * key.shape[2] * (key.shape[3] + value.shape[3])]
+
+
+def _efficient_forward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: values that are wider than a block of keys
+    # (at most 128), summed in fp32 for a result in 16 bits
+    query, value = inputs[0], inputs[2]
+    batch, heads, length, _ = query.shape
+    is_needed = query.dtype.itemsize == 2 and value.shape[3] > 128
+    return [4 * batch * heads * length * value.shape[3]] if is_needed else []
+
+
+def _efficient_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
+    # of 16 bytes each; for wide heads in 16 bits those of keys and values too. And delta, one number a row.
+    query, key, value = inputs[1:4]
+    batch, heads, length, width = query.shape
+    is_half, widest = query.dtype.itemsize == 2, max(width, value.shape[3])
+    tile_rows, tile_columns = _efficient_tile(widest, is_half)
+    tiles = -(-length // tile_rows) * -(-width // tile_columns)
+    elements = tiles * (4 + tile_rows * tile_columns)
+    if is_half and widest > 128:
+        keys = round_up(key.shape[2], tile_columns)
+        elements += keys * (round_up(width, tile_rows) + round_up(value.shape[3], tile_rows))
+    return [4 * batch * heads * round_up(elements, 4), 4 * batch * heads * length]
+
+
+def _efficient_tile(width: int, is_half: bool) -> tuple[int, int]:
+    # kBlockSizeI, kBlockSizeJ of the kernels that cutlassB.h lists first for a width and data-centre cards
+    if width <= 64:
+        return 64, 64
+    return (128, 128) if is_half and 96 < width <= 128 else (128, 64)
+
+
+def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # FlexAttention's forward once more, with the log-sum-exp and the maximum of each row, and in its backward delta,
+    # the sums of out times its gradient (torch/_inductor/kernel/flex/flex_attention.py)
+    query, value = inputs[1], inputs[3]
+    rows = math.prod(query.shape[:3])
+    return [rows * value.shape[3] * query.dtype.itemsize, 4 * rows, 4 * rows, 4 * rows]
+
+
+def _lies_by_length(shape: TensorShape) -> bool:
+    _, heads, length, width = shape.shape
+    return shape.stride == (length * heads * width, width, heads * width, 1)
+
+
+# Others
+
+
+def _embedding_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: the gradient where it is not
+    # contiguous; indices sorted, and sums of runs of up to ten rows in fp32, with two counts. Few indices without a
+    # padding index go another way that needs no more than the first.
+    gradient, count, (weights, width) = inputs[0], inputs[1].numel, outputs[0].shape
+    copied = [] if gradient.is_contiguous else [gradient.bytes]
+    padding = arguments[1] if len(arguments) > 1 else -1
+    if count <= 3072 and padding < 0:
+        return copied
+    index = inputs[1].dtype.itemsize
+    segments = min(count, weights)
+    runs = count // 10 + segments
+    return [*copied, *[index * count] * 3, *[index * segments] * 2, index * runs, 4 * runs * width, 8, 8]
+
+
+def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `index_put_with_sort_kernel` in Indexing.cu, where values accumulate: the values where they are not contiguous;
+    # linear, sorted and original indices, the numbers that are sorted with them, and the sort's second buffers of both
+    accumulates = next((a for a in arguments if isinstance(a, bool)), False)
+    places = [shape.numel for shape in inputs[1:] if not shape.dtype.is_floating_point]
+    if not accumulates or not places:
+        return []
+    values = inputs[-1]
+    return [*([] if values.is_contiguous else [values.bytes]), *[8 * max(places)] * 6]
+
+
+def _sort(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `do_launch_stable_sort_kernel` in SortStable.cu; up to 4096 numbers (`should_use_small_sort` in Sort.h) are sorted
+    # where the results lie. cub's radix sort has second buffers of keys and values; its small ones are left out.
+    source = inputs[0]
+    length = source.shape[next((a for a in arguments if type(a) is int), -1)]
+    key, number, rows = source.dtype.itemsize, source.numel, source.numel // length
+    if length <= 4096:
+        return []
+    if rows == 1:
+        return [8 * length, (key + 8) * length]
+    if rows < 128:
+        return [8 * number, 8 * number, key * number, (key + 8) * number]
+    return [8 * number, (key + 8) * number]
+
+
+def _scan(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `impl_func_cum_ops` in native/ReduceOps.cpp: the input in the dtype of the result; ScanKernels.cpp: contiguous
+    source, result = inputs[0], outputs[0]
+    converted = source.dtype != result.dtype
+    return [source.numel * result.dtype.itemsize] if converted or not source.is_contiguous else []
+
+
+def _made_contiguous(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `nonzero_cuda_out_impl` in Nonzero.cu; `nll_loss_forward_out_cuda_template` and the one for backward in Loss.cu
+    return [shape.bytes for shape in inputs if not shape.is_contiguous]
+
+
+def _composite(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    is_copied = name == "aten._safe_softmax.default" and not inputs[0].is_contiguous  # by `_softmax` within it
+    return [*([inputs[0].bytes] if is_copied else []), *composite_scratch(name, inputs, outputs, arguments)]
+
+
+def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `foreach_tensor_norm_cuda` in ForeachReduceOp.cu: a number for every chunk of 65,536 elements that the longest
+    # tensor has, for every tensor
+    return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536)]
+
+
+def _ctc(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `ctc_loss_gpu_template` in cuda/LossCTC.cu: both lengths and where each target begins, on the device. (Not played:
+    # cuDNN's loss, which takes the place of this one for fp32 with joined targets and lengths given as numbers.)
+    batch = inputs[0].shape[1]
+    return [8 * batch] * 3
+
+
+def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `ctc_loss_backward_gpu_template`, same file: these, and the sums from the other end (`log_beta`)
+    return [inputs[-1].bytes, *_ctc(inputs[1:], outputs, arguments)]
+
+
+_FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
+    **normalisation.FORMULAS,
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "tightfit.window_attention_backward.default": _window_backward,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._index_put_impl_.default": _index_put,
+    "aten.index_put_.default": _index_put,
+    "aten.index_put.default": _index_put,
+    "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten.sort.default": _sort,
+    "aten.sort.stable": _sort,
+    "aten.nonzero.default": _made_contiguous,
+    "aten.nll_loss_forward.default": _made_contiguous,
+    "aten.nll_loss_backward.default": _made_contiguous,
+    "aten.cumsum.default": _scan,
+    "aten.cumprod.default": _scan,
+    **{name: partial(_composite, name) for name in COMPOSITES},
+    "aten._ctc_loss.default": _ctc,
+    "aten._ctc_loss.Tensor": _ctc,
+    "aten._ctc_loss_backward.default": _ctc_backward,
+    "aten._ctc_loss_backward.Tensor": _ctc_backward,
+}

@@ -1,0 +1,167 @@
+"""Counts the bytes of live storages, operator by operator, while a step runs dry."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tightfit.runtime.activity import now
+from tightfit.tracing.record import Category, StorageRecord, ValueRecord
+
+
+class Cell:
+    """Lies on a storage, knows its contents' state, and tells the ledger when the storage is freed."""
+
+    __slots__ = ("category", "index", "known", "ledger", "value")
+
+    def __init__(self, ledger: "Ledger", index: int, known: bool):
+        self.index = index
+        self.ledger = ledger  # after the index: with a ledger, a cell can be released
+        self.known = known  # whether the memory holds real data
+        self.value = -1  # the value it holds now
+
+    def __del__(self) -> None:
+        # A cell whose making was interrupted (a Ctrl-C between `__new__` and the attributes) holds nothing to release.
+        if (ledger := getattr(self, "ledger", None)) is not None:
+            ledger.release(self.index)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A storage in the making of its `StorageRecord`."""
+
+    bytes: int
+    operator: int | None
+    born: int
+    forward: bool  # born in forward or in recomputation
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    name: str = ""
+    category: Category | None = None
+    died: int | None = None
+
+
+@dataclass(slots=True)
+class ValueEntry:
+    storage: int
+    operator: int | None
+    saved: bool = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Mutable: the storages of one traced step, alive and dead."""
+
+    entries: list[Entry] = field(default_factory=list)
+    values: list[ValueEntry] = field(default_factory=list)
+    live_bytes: int = 0
+    now: int = 0  # the operator that is running
+    rounding: int = 1  # the allocator hands out multiples of this
+    holders: list[Any] = field(default_factory=list)  # storages that outlive the trace and carry a cell
+    closed: bool = False
+    key: str = "_tightfit_dry"  # the attribute of storages under which the cells lie
+
+    def cell_of(self, tensor: torch.Tensor) -> Cell | None:
+        """The cell that this ledger laid on the tensor's storage."""
+        cell = tensor.untyped_storage().__dict__.get(self.key)
+        return cell if cell is not None and cell.ledger is self else None
+
+    def track(self, tensor: torch.Tensor, *, known: bool, operator: int | None, forward: bool = False) -> Cell:
+        """The cell of the tensor's storage, made at first sight."""
+        storage = tensor.untyped_storage()
+        cell = self.cell_of(tensor)
+        if cell is None:
+            size = 0 if _on_host() else -(-storage.nbytes() // self.rounding) * self.rounding
+            cell = storage.__dict__[self.key] = Cell(self, len(self.entries), known)
+            self.entries.append(Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype))
+            self.live_bytes += size
+            self.new_value(cell, operator)
+        return cell
+
+    def announce(self, tensor: torch.Tensor, category: Category, *, known: bool, name: str = "") -> None:
+        """Enter a tensor that is there before the step begins and after it ends."""
+        self.track(tensor, known=known, operator=None)
+        self.holders.append(tensor.untyped_storage())
+        self.label(tensor, category, name)
+
+    def new_value(self, cell: Cell, operator: int | None) -> int:
+        """The storage holds something new from now on."""
+        cell.value = len(self.values)
+        self.values.append(ValueEntry(cell.index, operator))
+        return cell.value
+
+    def release(self, index: int) -> None:
+        if not self.closed:
+            entry = self.entries[index]
+            entry.died = self.now + 1
+            self.live_bytes -= entry.bytes
+
+    def label(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Say what a storage is for, whenever that becomes clear."""
+        cell = self.cell_of(tensor)
+        if cell is not None and self.entries[cell.index].category is None:
+            self.entries[cell.index].category = category
+            self.entries[cell.index].name = name
+
+    def on_host(self, tensor: torch.Tensor) -> None:
+        """The tensor lies in host memory, where the device's is counted."""
+        cell = self.cell_of(tensor)
+        if cell is not None:
+            entry = self.entries[cell.index]
+            self.live_bytes -= entry.bytes
+            entry.bytes = 0
+
+    def reserve(self, size: int, category: Category) -> None:
+        """Count memory that is held all the time without being there."""
+        self.entries.append(Entry(size, None, 0, False, category=category))
+        self.live_bytes += size
+
+    def begin_again(self) -> None:
+        """Count from here: what is alive now was there before."""
+        self.now = 0
+        for entry in self.entries:
+            entry.born = 0
+            if entry.died is None:
+                entry.operator = None
+            else:
+                entry.died = 0
+
+    def close(self) -> None:
+        """Take the cells off the storages that live on."""
+        self.closed = True
+        for storage in self.holders:
+            self.take_off(storage)
+        self.holders.clear()
+
+    def take_off(self, storage: torch.UntypedStorage) -> None:
+        """Leave a storage as it was before this ledger saw it."""
+        storage.__dict__.pop(self.key, None)
+
+    def storage_records(self, backward_start: int) -> tuple[StorageRecord, ...]:
+        """What came out of forward (or recomputation) and was still there for backward is an activation."""
+        return tuple(
+            StorageRecord(
+                entry.bytes,
+                entry.category or self._guess(entry, backward_start),
+                entry.operator,
+                entry.born,
+                entry.died,
+                entry.shape,
+                str(entry.dtype).removeprefix("torch.") if entry.dtype is not None else "",
+                entry.name,
+            )
+            for entry in self.entries
+        )
+
+    @staticmethod
+    def _guess(entry: Entry, backward_start: int) -> Category:
+        outlives = entry.died is None or entry.died > max(backward_start, entry.born + 1)
+        return Category.ACTIVATION if entry.forward and outlives else Category.WORKSPACE
+
+    def value_records(self) -> tuple[ValueRecord, ...]:
+        return tuple(ValueRecord(v.storage, v.operator, v.saved) for v in self.values)
+
+
+def _on_host() -> bool:
+    """Whether a tensor made now lies in host memory, while the memory of another device is counted."""
+    return now.host > 0 and now.playing_cuda

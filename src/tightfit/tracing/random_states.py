@@ -1,0 +1,61 @@
+"""In a dry run: the states of the CPU's random generator that a step asks for.
+
+`torch.get_rng_state` takes memory of the allocator, 5 kB, and no operator shows it. `torch.utils.checkpoint` holds one
+from each forward to its backward, and another one while it runs that forward again.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tightfit.runtime.activity import host_memory, now
+from tightfit.tracing.dry_run import DryRun
+
+
+class _Counting:
+    """`torch.get_rng_state` that tells the dry run of its thread, in place while there is one in any thread."""
+
+    def __init__(self):
+        self._real: Callable[[], torch.Tensor] = torch.get_rng_state
+        self._dry_runs = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> torch.Tensor:
+        state = self._real()
+        if now.on_random_state is not None:
+            now.on_random_state(state)
+        return state
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._dry_runs:
+                self._real = torch.get_rng_state
+                torch.get_rng_state = self
+            self._dry_runs += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._dry_runs -= 1
+            if not self._dry_runs:
+                torch.get_rng_state = self._real
+
+
+_counting = _Counting()
+
+
+@contextmanager
+def random_states_counted(dry: DryRun) -> Iterator[None]:
+    """Inside, each state that this thread asks for is a storage of the dry run for as long as somebody holds it."""
+
+    def asked(state: torch.Tensor) -> None:
+        with host_memory():
+            dry.see(state)
+
+    with _counting:
+        now.on_random_state = asked
+        try:
+            yield
+        finally:
+            now.on_random_state = None

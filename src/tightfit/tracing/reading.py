@@ -1,0 +1,66 @@
+"""In a dry run: reading a tensor's numbers behind the dispatcher's back (numpy, DLPack, a list, its text).
+
+What is read of an unknown tensor is the documented answer (`tracing/questions.py`) where that is small. Where it is
+large it is refused by line: behind a hollow tensor there is no memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tightfit.errors import TraceError
+from tightfit.runtime.internals import no_modes, text_of_tensors_by
+from tightfit.tracing.dry_run import DryRun, answers_itself
+from tightfit.tracing.hollow import is_hollow
+from tightfit.tracing.questions import UNKNOWN_FLOAT, calling_line
+from tightfit.tracing.shapes import KNOWN_LIMIT
+
+_READERS = ("numpy", "tolist", "__array__", "__dlpack__")
+
+
+@contextmanager
+def reads_answered(dry: DryRun) -> Iterator[None]:
+    """Inside, nobody reads memory that is not there: arrays and lists hold answers, texts leave the numbers out."""
+    tensor: Any = torch.Tensor
+    before = {name: tensor.__dict__.get(name) for name in _READERS}
+    for name in _READERS:
+        setattr(tensor, name, _answering(dry, name, getattr(tensor, name)))
+    try:
+        with text_of_tensors_by(_text):
+            yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                delattr(tensor, name)
+            else:
+                setattr(tensor, name, own)
+
+
+def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if answers_itself(type(self)) or not _is_unknown(dry, self):
+            return read(self, *args, **kwargs)
+        if self.numel() > KNOWN_LIMIT:
+            raise TraceError(
+                f"{calling_line()}: Tensor.{name} of a tensor of {tuple(self.shape)} cannot be run dry: a dry run does "
+                "not compute its numbers: leave that out of the step"
+            )
+        value = UNKNOWN_FLOAT if self.is_floating_point() or self.is_complex() else 0
+        dry.questions.note("numbers read from a tensor", repr(value))
+        with no_modes():
+            assumed = torch.full(self.shape, value, dtype=self.dtype)
+        return read(assumed, *args, **kwargs)
+
+    return answer
+
+
+def _is_unknown(dry: DryRun, tensor: torch.Tensor) -> bool:
+    cell = dry.ledger.cell_of(tensor)
+    return is_hollow(tensor) if cell is None else not cell.known
+
+
+def _text(tensor: torch.Tensor) -> str | None:
+    """What is written in the place of a hollow tensor's numbers."""
+    return "..." if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_hollow(tensor) else None

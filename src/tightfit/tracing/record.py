@@ -1,0 +1,220 @@
+"""What a dry step leaves behind: operators, storages and the level of memory over time, as plain data.
+
+Time is counted in operators: operator i runs at time i. A storage born at i takes part in operator i and in all later
+ones before `died`.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Phase(enum.StrEnum):
+    """The parts of a training step."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Category(enum.StrEnum):
+    """What a storage is for."""
+
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    OPTIMIZER_STATE = "optimizer states"
+    ACTIVATION = "activations"
+    INPUT = "inputs"
+    WORKSPACE = "workspace"
+
+
+class ModuleCall(NamedTuple):
+    """One forward of a module: its path, the call that it was made in (its place among the calls; -1 for none), and
+    its operators, half open.
+    """
+
+    path: str
+    caller: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorRecord:
+    """One operator call.
+
+    `module` is the path of the innermost module, in backward that of the forward operator whose gradient this is.
+    `region` and `occurrence` are those of a watched block (see `tightfit.runtime.activity`). `reads` and `makes` are
+    indexes of values, so that a block's operators form a graph.
+    """
+
+    name: str
+    phase: Phase
+    module: str
+    seconds: float
+    workspace_bytes: int
+    region: str | None
+    occurrence: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    chooses: bool  # its results are indexes: routing, sorting
+    copied_bytes: int = 0  # a lever's copy out of the memory that is counted, or back
+    executor_seconds: float = 0.0  # of `seconds`: what noting or running it again takes beside the kernel
+    call: int = -1  # the call of `module` that it belongs to, by its place in `StepTrace.calls`
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """One block of memory, from its allocation to its release. `died` is None for what outlives the step.
+
+    `shape` and `dtype` are those of the tensor that it was first seen under; `name` that of a parameter, buffer,
+    gradient or optimizer state.
+    """
+
+    bytes: int
+    category: Category
+    operator: int | None  # the operator that made it; None for what was there before
+    born: int
+    died: int | None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRecord:
+    """The content of a storage between two writes; `saved` tells that autograd holds it for backward."""
+
+    storage: int
+    operator: int | None
+    saved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A question the step asked of data that a dry run does not have, and the answer it was given."""
+
+    question: str
+    module: str
+    where: str
+    answer: str
+    moves_peak: bool
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One training step, run dry."""
+
+    operators: tuple[OperatorRecord, ...]
+    storages: tuple[StorageRecord, ...]
+    values: tuple[ValueRecord, ...]
+    levels: tuple[int, ...]  # bytes in use while operator i runs, its workspace included
+    starts: tuple[int, ...]  # bytes in use when operator i starts, before it allocates anything
+    assumptions: tuple[Assumption, ...]
+    loop_repeats: int = 1  # how often the traced micro-batch stands for more of the same (accumulation)
+    repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the last traced micro-batch
+    with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
+    calls: tuple[ModuleCall, ...] = ()  # every forward of a module, in the order in which they began
+    gradients_before: tuple[str, ...] = ()  # names of the parameters that have a gradient when the step begins
+    reserved_bytes: int | None = None  # what CUDA's allocator holds of the device at most; None on a CPU
+
+    @property
+    def peak_depends_on_data(self) -> bool:
+        """Whether sizes in this trace rest on assumed numbers."""
+        return any(assumption.moves_peak for assumption in self.assumptions)
+
+    @cached_property
+    def peak_index(self) -> int:
+        """The operator that is running at the peak."""
+        return max(range(len(self.levels)), key=self.levels.__getitem__)
+
+    @cached_property
+    def last_forward_read(self) -> dict[int, int]:
+        """For each value that forward reads, the last operator that does."""
+        return {
+            value: index
+            for index, operator in enumerate(self.operators)
+            if operator.phase is Phase.FORWARD
+            for value in operator.reads
+        }
+
+    @cached_property
+    def end_of_forward(self) -> int:
+        """Where the last traced micro-batch's forward has ended: a loss that takes gradients runs backward before."""
+        first, last = self.repeated
+        return next((i + 1 for i in range(last - 1, first - 1, -1) if self.operators[i].phase is Phase.FORWARD), first)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.levels[self.peak_index]
+
+    @property
+    def peak_operator(self) -> OperatorRecord:
+        return self.operators[self.peak_index]
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        first, last = self.repeated
+        once = sum(operator.seconds for operator in self.operators)
+        again = sum(operator.seconds for operator in self.operators[first:last])
+        return once + (self.loop_repeats - 1) * again
+
+    def seconds_by_phase(self) -> dict[Phase, float]:
+        totals = dict.fromkeys(Phase, 0.0)
+        first, last = self.repeated
+        for index, operator in enumerate(self.operators):
+            times = self.loop_repeats if first <= index < last else 1
+            totals[operator.phase] += times * operator.seconds
+        return totals
+
+    def by_category(self, index: int | None = None) -> dict[Category, int]:
+        """Bytes by category while an operator runs (by default the one at the peak)."""
+        index = self.peak_index if index is None else index
+        totals = dict.fromkeys(Category, 0)
+        for storage in self.alive_at(index):
+            totals[storage.category] += storage.bytes
+        totals[Category.WORKSPACE] += self.levels[index] - sum(totals.values())
+        return totals
+
+    def alive_at(self, index: int) -> list[StorageRecord]:
+        return [s for s in self.storages if s.born <= index and (s.died is None or s.died > index)]
+
+    def timeline(self) -> dict[Category, list[int]]:
+        """Bytes of each category while each operator runs."""
+        count = len(self.operators)
+        return {category: _levels(count, self._of(category)) for category in Category} | {
+            Category.WORKSPACE: self._workspace_timeline()
+        }
+
+    def _of(self, category: Category) -> Iterable[StorageRecord]:
+        return (storage for storage in self.storages if storage.category is category)
+
+    def _workspace_timeline(self) -> list[int]:
+        others = _levels(len(self.operators), (s for s in self.storages if s.category is not Category.WORKSPACE))
+        return [level - other for level, other in zip(self.levels, others, strict=True)]
+
+    def phase_peaks(self) -> dict[Phase, int]:
+        """The highest level within each phase."""
+        peaks = dict.fromkeys(Phase, 0)
+        for operator, level in zip(self.operators, self.levels, strict=True):
+            peaks[operator.phase] = max(peaks[operator.phase], level)
+        return peaks
+
+
+def _levels(count: int, storages: Iterable[StorageRecord]) -> list[int]:
+    changes = [0] * (count + 1)
+    for storage in storages:
+        changes[min(storage.born, count)] += storage.bytes
+        if storage.died is not None:
+            changes[min(storage.died, count)] -= storage.bytes
+    return list(itertools.accumulate(changes))[:count]
+
+
+def highest(levels: Sequence[int], first: int, last: int) -> int:
+    """The highest level from operator `first` up to, not including, `last`."""
+    return max(levels[first:last])

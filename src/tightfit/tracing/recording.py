@@ -1,0 +1,216 @@
+"""A dispatch mode that records what runs: operators with their prices, the storages they make, the level of memory.
+
+Whether a step runs dry (`tracing/dry_run.py`) or for real (`monitoring/real_run.py`), this is its bookkeeping.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
+from tightfit.runtime.operators import Traits, is_index, written_arguments
+from tightfit.tracing.hollow import is_hollow
+from tightfit.tracing.ledger import Cell, Ledger
+from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.questions import Questions
+from tightfit.tracing.record import OperatorRecord, Phase
+from tightfit.tracing.rules import ADDED_IN_PLACE
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.workspace import Workspace, cpu_workspace
+
+OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], float]
+
+
+def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
+    """The cost of an operator where nobody asked for seconds."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class ExecutorCost:
+    """Seconds that the recompute executor takes, beside the kernel, for an operator that it notes, or runs again."""
+
+    recorded: float = 0.0
+    replayed: float = 0.0
+
+    def seconds(self) -> float:
+        """For the operator that runs now."""
+        return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
+
+
+NO_EXECUTOR_COST = ExecutorCost()
+
+
+class Recording(TorchDispatchMode):
+    """Fills a `Ledger` and a list of operators; what an operator gives is for the classes made of this one."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        modules: ModuleTracker,
+        cost: OperatorCost = no_cost,
+        workspace: Workspace = cpu_workspace,
+        executor: ExecutorCost = NO_EXECUTOR_COST,
+    ):
+        super().__init__()
+        self.executor = executor
+        self.ledger = ledger
+        self.modules = modules
+        self.cost = cost
+        self.workspace = workspace
+        self.phase = Phase.FORWARD
+        self.questions = Questions(modules)  # a step that really runs asks none: its numbers are known
+        self.operators: list[OperatorRecord] = []
+        self.levels: list[int] = []
+        self.starts: list[int] = []
+        self.with_gradient: tuple[str, ...] = ()
+        self.gradients_before: tuple[str, ...] = ()
+        self._costs: dict[Any, tuple[float, int]] = {}
+        self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and a wrapper's frames would stand between us and our caller
+
+    def see(self, tensor: torch.Tensor) -> Cell:
+        """The cell of a tensor's storage; one that nobody announced was there before."""
+        raise NotImplementedError  # whether its numbers are known differs between a dry run and a real one
+
+    def begin_again(self) -> None:
+        """Forget the operators so far: what is recorded starts here."""
+        self.settle_sum()
+        for recorded in (self.operators, self.levels, self.starts):
+            recorded.clear()
+        self.ledger.begin_again()
+        self.modules.begin_again()
+
+    # The steps of one operator
+
+    def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        for tensor in tensors_in(args):
+            self.see(tensor)
+        out = func(*args, **kwargs)
+        for tensor in tensors_in((out,)):
+            self.see(tensor)
+        return out
+
+    def begin(self, inputs: Sequence[torch.Tensor]) -> int:
+        self.settle_sum()
+        index = self.ledger.now = len(self.operators)
+        self.starts.append(self.ledger.live_bytes)
+        return index
+
+    def account(
+        self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
+    ) -> tuple[int, ...]:
+        """Enter fresh storages and new values. Returns the values that this operator made."""
+        made = []
+        if traits.written:
+            for target in tensors_in(written_arguments(traits, args, kwargs)):
+                made.append(self.ledger.new_value(self.see(target), index))
+        forward = self.phase is Phase.FORWARD or now.recomputing > 0
+        for tensor in tensors_in((out,)):
+            if self.ledger.cell_of(tensor) is None:
+                cell = self.ledger.track(tensor, known=known or not is_hollow(tensor), operator=index, forward=forward)
+                made.append(cell.value)
+        return tuple(made)
+
+    def finish(
+        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
+    ) -> None:
+        seconds, workspace = self.priced(traits, inputs, args, out, key)
+        executor_seconds = self.executor.seconds()
+        phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
+        watched = phase is Phase.FORWARD
+        module, call = self.modules.attribute(phase)
+        self.levels.append(self.ledger.live_bytes + workspace)
+        self.operators.append(
+            OperatorRecord(
+                traits.name, phase, module, seconds + executor_seconds, workspace,
+                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tensors_in((out,)))),
+                executor_seconds=executor_seconds, call=call,
+            )
+        )  # fmt: skip
+        self.note_sum(traits, inputs)
+
+    def note(
+        self,
+        name: str,
+        seconds: float,
+        *,
+        reads: tuple[int, ...] = (),
+        makes: tuple[int, ...] = (),
+        copied_bytes: int = 0,
+    ) -> None:
+        """Enter something that is no operator of PyTorch's and makes no storage, after `begin`."""
+        phase = Phase.RECOMPUTE if now.recomputing else self.phase
+        module, call = self.modules.attribute(phase)
+        self.levels.append(self.ledger.live_bytes)
+        self.operators.append(
+            OperatorRecord(
+                name, phase, module, seconds, 0, None, -1, reads, makes, False, copied_bytes=copied_bytes, call=call
+            )
+        )
+
+    def priced(
+        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+    ) -> tuple[float, int]:
+        price = self._costs.get(key)
+        if price is None:
+            shapes = [TensorShape.of(t) for t in inputs]
+            outputs = [TensorShape.of(t) for t in tensors_in((out,))]
+            constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
+            price = self._costs[key] = (
+                self.cost(traits.name, shapes, outputs, constants),
+                self.workspace(traits.name, shapes, outputs, constants),
+            )
+        return price
+
+    # Autograd's own in-place operators: it adds into a gradient that nobody else holds, and scatters into fresh zeros,
+    # in place; but not under a dispatch mode. A view's memory is held by its base too.
+
+    def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
+        is_sum = traits.name in ADDED_IN_PLACE and self.phase is Phase.BACKWARD and _called_by_engine()
+        if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
+            self._sum = (self.see(inputs[0]).index, self.ledger.now)
+
+    def settle_sum(self) -> None:
+        """If the left operand was released right after the sum, the real step adds in place: no second buffer."""
+        if self._sum is None:
+            return
+        left, when = self._sum
+        self._sum = None
+        entry = self.ledger.entries[left]
+        if entry.died == when + 1:
+            entry.died = when
+            self.levels[when] -= entry.bytes
+
+
+def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, those in lists too; PyTorch's tree functions take three times as long."""
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from tensors_in(item)
+
+
+@functools.cache
+def answers_itself(kind: type) -> bool:
+    """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
+    return kind.__torch_dispatch__ is not no_torch_dispatch
+
+
+def _called_by_engine() -> bool:
+    """Whether the operator was issued by autograd's engine itself, not by Python code that runs in backward."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "__torch_dispatch__":
+        assert frame.f_back is not None, "only a mode asks"
+        frame = frame.f_back
+    return frame.f_back is not None and frame.f_back.f_code is ENGINE_CODE  # a thread of the engine's has no frame

@@ -1,0 +1,124 @@
+"""Puts everything back that a dry step moved: gradients, attributes, containers, random states, version counters."""
+
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tightfit.runtime.internals import set_version_counters
+from tightfit.runtime.module_paths import named_modules
+
+_MUTABLE = (dict, list, set, deque)
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+_DEPTH = 4  # how deep below a module's attribute plain containers and objects are remembered
+
+
+@contextmanager
+def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
+    """Inside, the model may be run; afterwards it is as it was, and so are the random generators, its own too.
+
+    The data of tensors is not covered: the dry run restores what it writes.
+    """
+    attributes = attributes_of(model)
+    watched = [*model.parameters(), *model.buffers(), *tensors]
+    versions = [t._version for t in watched]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        attributes.restore()
+        with torch.no_grad():
+            set_version_counters(watched, versions)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def attributes_of(model: nn.Module) -> "Contents":
+    """The attributes of every module of a model, with the contents of the containers and objects they hold."""
+    return Contents(module.__dict__ for _, module in named_modules(model))
+
+
+class Contents:
+    """What containers hold, and the containers in them; with `in_objects`, the attributes of objects in them too."""
+
+    def __init__(self, containers: Iterable[Any], in_objects: bool = True):
+        self.contents: list[tuple[Any, Any]] = []
+        self.generators: list[tuple[Any, Any]] = []  # of random numbers, with their states
+        self._in_objects = in_objects
+        self._seen: set[int] = set()
+        for container in containers:
+            self._remember(container, depth=0)
+
+    def _remember(self, item: Any, depth: int) -> None:
+        if id(item) in self._seen or depth > _DEPTH:
+            return
+        self._seen.add(id(item))
+        if isinstance(item, _GENERATORS):
+            self.generators.append((item, state_of(item)))
+        elif isinstance(item, _MUTABLE):
+            self.contents.append((item, item.copy()))
+            for child in item.values() if isinstance(item, dict) else item:
+                self._remember(child, depth + 1)
+        elif isinstance(item, tuple):
+            for child in item:
+                self._remember(child, depth + 1)
+        elif self._in_objects and _has_state(item):
+            self._remember(item.__dict__, depth + 1)
+
+    def restore(self) -> None:
+        for generator, state in self.generators:
+            set_state(generator, state)
+        for item, content in self.contents:
+            if isinstance(item, dict):
+                if not _same(item, content):
+                    item.clear()
+                    item.update(content)
+            elif isinstance(item, list | deque):
+                if len(item) != len(content) or any(a is not b for a, b in zip(item, content, strict=True)):
+                    item.clear()
+                    item.extend(content)
+            elif item != content:
+                item.clear()
+                item.update(content)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of PyTorch's, numpy's or Python's."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, numpy.random.RandomState) else generator.getstate()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put a state back that `state_of` returned."""
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def _has_state(item: Any) -> bool:
+    """A plain object whose attributes may change: no tensor, no module (these are visited on their own), no class."""
+    return hasattr(item, "__dict__") and not isinstance(
+        item, torch.Tensor | nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType
+    )
+
+
+def _same(item: dict, content: dict) -> bool:
+    return item.keys() == content.keys() and all(item[key] is content[key] for key in content)

@@ -1,0 +1,203 @@
+"""The operators for which a dry run needs more than their meta kernel: short, and each with its reason."""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.ops import flex
+from tightfit.tracing.hollow import hollow_tensor
+
+aten = torch.ops.aten
+
+# An index with a boolean mask has as many rows as the mask has true entries: the mask is known data, so it is asked.
+INDEXING = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+     aten._unsafe_index.Tensor}
+)  # fmt: skip
+
+# Operators whose integer results come from the values of their input, and the argument whose size along `dim`
+# bounds them.
+CHOOSING = {
+    aten.topk.default: (2, -1),
+    aten.sort.default: (1, -1),
+    aten.sort.stable: (2, -1),
+    aten.argsort.default: (1, -1),
+    aten.argmax.default: (1, None),
+    aten.argmin.default: (1, None),
+    aten.max.dim: (1, None),
+    aten.min.dim: (1, None),
+    aten.multinomial.default: (None, -1),
+}
+
+
+# What autograd's formulas do in place when no dispatch mode is on (`areAnyTensorSubclassLike` in
+# ATen/native/TensorAdvancedIndexing.cpp and ReduceOps.cpp; `accumulate` in torch/csrc/autograd/input_buffer.cpp).
+ADDED_IN_PLACE = frozenset(
+    {
+        "aten.add.Tensor",
+        "aten.index_put.default",
+        "aten.index_add.default",
+        "aten.scatter_add.default",
+        "aten.scatter.src",
+        "aten.scatter.value",
+    }
+)
+
+
+# Elementwise losses whose reduced result keeps the memory of the unreduced one: it is resized, not made anew. Source:
+# `TORCH_META_FUNC(mse_loss)`, ATen/native/BinaryOps.cpp and Loss.cpp.
+REDUCED_IN_PLACE = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default})
+
+
+def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The result over memory for one element of each pair."""
+    if result.dim():
+        return result
+    count = torch.broadcast_shapes(left.shape, right.shape).numel()
+    return hollow_tensor((count,), (1,), result.dtype).as_strided((), ())
+
+
+class Routing(enum.Enum):
+    """What is assumed of choices that depend on numbers which a dry run does not have: the experts of a router."""
+
+    BALANCED = "a balanced choice"
+    FIRST = "the first for nearly all"
+    LAST = "the last for nearly all"
+    ONLY_FIRST = "the first for all"
+    ONLY_LAST = "the last for all"
+
+
+# A loop over experts holds the most either while its largest one runs, or while the small ones before it in backward
+# are done and the largest is still held; and more if the others have some tokens and so gradients, unless it runs those
+# without tokens too.
+ONE_SIDED = (Routing.FIRST, Routing.LAST, Routing.ONLY_FIRST, Routing.ONLY_LAST)
+
+
+def assumed_choice(routing: Routing, shape: torch.Size, bound: int) -> torch.Tensor:
+    """Indexes below `bound` of a shape; the last dimension holds the choices of one row where there are several."""
+    if routing is Routing.BALANCED:
+        return balanced_choice(shape.numel(), bound).view(shape)
+    several = shape[-1] if len(shape) > 1 else 1
+    order = torch.arange(max(bound, several))
+    if routing in (Routing.LAST, Routing.ONLY_LAST):
+        order = order.roll(several)  # the last ones are preferred
+    rows = order[:several].repeat(shape.numel() // max(several, 1), 1)
+    if routing in (Routing.FIRST, Routing.LAST):
+        others = (
+            order[several:].unfold(0, several, several) if len(order) >= 2 * several else order[:0].view(0, several)
+        )
+        count = min(len(others), len(rows))
+        rows[:count] = others[:count]
+    return rows.view(shape) % max(bound, 1)
+
+
+def balanced_choice(count: int, bound: int) -> torch.Tensor:
+    """Indexes below `bound`, each about equally often and neighbours apart: what a balanced router would choose."""
+    return (torch.arange(count) * 7919) % max(bound, 1)
+
+
+def choice_bound(operator: Any, args: tuple) -> int:
+    """How many choices an operator of `CHOOSING` had."""
+    position, default = CHOOSING[operator]
+    dim = default if position is None or position >= len(args) else args[position]
+    source = args[0]
+    return source.numel() if dim is None else source.shape[dim]
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    # The meta kernel takes bf16 only; the real one pads rows to 16 bytes.
+    dtype = out_dtype or a.dtype
+    if offs is not None and a.dim() == 2 and b.dim() == 2:
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == 2:
+        shape = (a.shape[0], b.shape[-1])
+    elif b.dim() == 2:
+        shape = (a.shape[1], b.shape[1])
+    else:
+        shape = (a.shape[0], a.shape[1], b.shape[-1])
+    row = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
+    strides = [row * shape[-2], row, 1] if len(shape) == 3 else [row, 1]
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _nonzero(source: torch.Tensor) -> torch.Tensor:
+    # How many entries of an unknown tensor are not zero cannot be known: all of them.
+    return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device="meta")
+
+
+def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.empty(torch.broadcast_shapes(source.shape, mask.shape).numel(), dtype=source.dtype, device="meta")
+
+
+def _fused_rms_norm(
+    source: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # It has no meta kernel. The reciprocal of the root is kept in fp32 for 16-bit inputs (layer_norm_kernel.cu).
+    kept = source.dim() - len(normalized_shape)
+    dtype = torch.float32 if source.dtype.itemsize == 2 else source.dtype
+    shape = (*source.shape[:kept], *(1 for _ in normalized_shape))
+    return _meta(source.shape, source.dtype), _meta(shape, dtype)
+
+
+def _fused_rms_norm_backward(
+    grad: torch.Tensor, source: torch.Tensor, normalized_shape: Any, rstd: Any, weight: Any, mask: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    into_source = _meta(source.shape, source.dtype) if mask[0] else None
+    return into_source, None if weight is None or not mask[1] else _meta(weight.shape, weight.dtype)
+
+
+def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # It has no meta kernel. Beside the losses it keeps, for each frame, a sum for each of the longest target's labels
+    # and the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
+    length, batch, _ = log_probs.shape
+    labels = 2 * max(target_lengths, default=0) + 1
+    return _meta((batch,), log_probs.dtype), _meta((batch, length, labels), log_probs.dtype)
+
+
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+# Operators whose results' sizes depend on the numbers in these arguments: lengths, known as a rule.
+LENGTHS = {aten._ctc_loss.Tensor: (2, 3)}
+
+# Operators whose results are imagined even where their inputs are small and known: CUDA's, which no CPU can compute,
+# and those that are given numbers for tensors.
+NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD, *LENGTHS}) | frozenset(
+    getattr(aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    )
+    if hasattr(aten, name)
+)
+
+SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
+if hasattr(aten, "_grouped_mm"):
+    SHAPE_RULES[aten._grouped_mm.default] = _grouped_mm
+if hasattr(aten, "_fused_rms_norm"):
+    SHAPE_RULES[aten._fused_rms_norm.default] = _fused_rms_norm
+    SHAPE_RULES[aten._fused_rms_norm_backward.default] = _fused_rms_norm_backward

@@ -1,0 +1,102 @@
+"""What an operator would return: shapes, strides and dtypes from its meta kernel, remembered by signature."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tightfit.tracing.hollow import hollow_tensor
+from tightfit.tracing.rules import SHAPE_RULES
+
+# What is computed for real if its inputs are known: floating-point tensors up to so many elements, ...
+KNOWN_LIMIT = 1 << 16
+# ... integers and truth values up to so many bytes, such as the mask of 11,000 x 11,000 tokens
+LARGEST_KNOWN = 1 << 27
+
+
+class TensorShape(NamedTuple):
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorShape":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether `Tensor.contiguous` gives the tensor itself; else it copies."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def hollow(self) -> torch.Tensor:
+        """A tensor of this shape on the CPU whose memory is not there, marked so."""
+        return hollow_tensor(self.shape, self.stride, self.dtype)
+
+
+def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:
+    """A hashable key for a call: two calls of one key have results of the same shapes, strides and dtypes.
+
+    The default dtype decides what an operator makes that is given no floating-point tensor and no dtype.
+    """
+    return (operator, signature(args), signature(kwargs) if kwargs else None, torch.get_default_dtype())
+
+
+def signature(argument: Any) -> Any:
+    """A hashable key for an argument: tensors by shape, stride and dtype, everything else by type and value."""
+    if isinstance(argument, torch.Tensor):
+        return TensorShape.of(argument)
+    if isinstance(argument, list | tuple):
+        return tuple(signature(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((key, signature(value)) for key, value in argument.items())
+    return (type(argument), argument) if isinstance(argument, bool | int | float) else argument
+
+
+_remembered: dict[Any, Any] = {}
+
+
+def result_shapes(operator: Any, args: tuple, kwargs: dict, key: Any, is_number: Callable[[torch.Tensor], bool]) -> Any:
+    """The operator's results with a `TensorShape` in the place of each tensor. Nothing is computed.
+
+    `is_number` tells which tensors are known single numbers: they take part as they are, since whether Python wrapped
+    them decides the result's dtype.
+    """
+    shapes = _remembered.get(key)
+    if shapes is None:
+        try:
+            results = on_meta(operator, args, kwargs, is_number)
+        except RuntimeError:
+            results = on_meta(operator, args, kwargs, lambda tensor: False)  # some meta kernels insist on one device
+        shapes = _remembered[key] = tree_map_only(torch.Tensor, TensorShape.of, results)
+    return shapes
+
+
+def on_meta(operator: Any, args: tuple, kwargs: dict, is_number: Callable[[torch.Tensor], bool]) -> Any:
+    """Run the operator's meta kernel, or our own rule where it has none that serves."""
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        if is_number(tensor):
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    rule = SHAPE_RULES.get(operator) or operator
+    return rule(*args, **kwargs)

@@ -1,0 +1,284 @@
+"""Runs a whole training step dry and returns its record."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from tightfit.memory.allocator import collector_off, memory_of, scales_of
+from tightfit.optim.by_name import OptimizerFactory, build_optimizer, host_states, named_states
+from tightfit.optim.gradients import gradient_memory
+from tightfit.optim.in_backward import steps_in_backward
+from tightfit.runtime.activity import accumulation, aside, now
+from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.tracing.compiled_code import compiled_code_played
+from tightfit.tracing.copies import copies_played
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.cuda.allocator import MIN_BLOCK
+from tightfit.tracing.cuda.replay import as_allocated
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.hollow import is_hollow
+from tightfit.tracing.host import on_host
+from tightfit.tracing.ledger import Ledger
+from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.random_states import random_states_counted
+from tightfit.tracing.reading import reads_answered
+from tightfit.tracing.record import Category, Phase, StepTrace
+from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, Recording, no_cost
+from tightfit.tracing.restore import everything_restored
+from tightfit.tracing.rules import Routing
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.workspace import cpu_workspace
+
+
+class _Phases:
+    """Tells the dry run which part of the step runs."""
+
+    def __init__(self, dry: DryRun):
+        self.dry = dry
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.dry.phase = Phase(name)
+        yield
+
+
+def trace_step(
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    *,
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer = "adamw",
+    settings: StepSettings | None = None,
+    cost: OperatorCost = no_cost,
+    executor: ExecutorCost = NO_EXECUTOR_COST,
+    role: CudaRole | None = None,
+    routing: Routing = Routing.BALANCED,
+) -> StepTrace:
+    """One training step, run dry: the second one, when the optimizer has its states.
+
+    `parts` are the micro-batches, the largest last; `routing` is what is assumed of a router's
+    choices. With a `role`, the CPU plays a CUDA device. Nothing of the model,
+    its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an
+    operator cannot be run dry.
+    """
+    settings = settings or StepSettings()
+    held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
+    with _dry(model, parts, cost, executor, role, routing) as dry:
+        twin = build_optimizer(optimizer, model.parameters())
+        stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
+        traced, repeated = representatives(parts, steps_in_backward(twin))
+        boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
+        trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
+    return trace if role is None else as_allocated(trace)
+
+
+def _steps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is the optimizer's, whose gradient it drops after each step."""
+    return any(known is parameter for group in optimizer.param_groups for known in group["params"])
+
+
+def stand_in(dry: DryRun, model: nn.Module, names: Iterable[str]) -> None:
+    """Give parameters a gradient that is there before the step begins."""
+    for name in names:
+        parameter = model.get_parameter(name)
+        parameter.grad = TensorShape.of(parameter).hollow()
+        dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False, name=name)
+
+
+def representatives(parts: Sequence[Part], in_backward: bool) -> tuple[list[Part], int]:
+    """The micro-batches that stand for all, and which of them stands for several.
+
+    The first finds no gradients, a later one those of its forerunners, and all later ones are alike; but where the
+    optimizer steps in the last one's backward, that one frees gradients which the ones before it keep.
+    """
+    if in_backward and len(parts) > 2:
+        return [parts[-2], parts[-1], parts[-1]], 1
+    traced = list(parts[-2:])
+    return traced, len(traced) - 1
+
+
+def trace_part(
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    *,
+    settings: StepSettings,
+    state_bytes: int,
+    with_gradient: Sequence[str],
+    gradients_before: Sequence[str] = (),
+    cost: OperatorCost = no_cost,
+    executor: ExecutorCost = NO_EXECUTOR_COST,
+    role: CudaRole | None = None,
+) -> StepTrace:
+    """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
+
+    What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
+    gradient, which is there from the start if micro-batches came before, and which have one when the step begins.
+    """
+    with _dry(model, parts, cost, executor, role) as dry:
+        dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
+        stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
+        boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
+        return record(dry, boundaries, repeats=len(parts))
+
+
+@contextmanager
+def _dry(
+    model: nn.Module,
+    parts: Sequence[Part],
+    cost: OperatorCost,
+    executor: ExecutorCost,
+    role: CudaRole | None,
+    routing: Routing = Routing.BALANCED,
+) -> Iterator[DryRun]:
+    """A dry run about to begin; everything it touches is put back afterwards."""
+    batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
+    ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
+    if role is not None:
+        ledger.reserve(role.held_bytes, Category.WORKSPACE)
+    plain = plain_tensors(model)
+    everything = [*model.parameters(), *model.buffers(), *plain, *batch]
+    with (
+        aside(),
+        torch.inference_mode(False),  # a step is a training step, wherever it is asked about
+        torch.enable_grad(),
+        everything_restored(model, *batch),
+        on_host(everything),
+        ModuleTracker(model) as modules,
+        collector_off(),
+    ):
+        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else role.workspace, routing, executor)
+        modules.clock = lambda: len(dry.operators)
+        now.dry = True
+        try:
+            announce(ledger, model, batch, plain)
+            playing = nullcontext() if role is None else role.playing()
+            with (
+                playing,
+                dry,
+                _filling_off(),
+                _watching_saves(ledger),
+                reads_answered(dry),
+                random_states_counted(dry),
+                copies_played(dry),
+                compiled_code_played(dry),
+            ):
+                yield dry
+        finally:
+            now.dry = False
+            dry.restore()
+            ledger.close()
+
+
+def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
+    """Enter what is there before the step; `plain` are the tensors that modules hold as attributes."""
+    for name, parameter in model.named_parameters():
+        for held in memory_of(parameter):
+            known = not parameter.requires_grad and not is_hollow(held)
+            ledger.announce(held, Category.PARAMETER, known=known, name=name)
+    for name, tensor in model.named_buffers():
+        ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor), name=name)
+    for tensor in plain:
+        ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor))
+    for tensor in batch:
+        ledger.announce(tensor, Category.INPUT, known=not is_hollow(tensor))
+
+
+def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes, in containers too, and the scales of quantised weights."""
+    skipped = ("_parameters", "_buffers", "_modules")
+    values = [v for module in model.modules() for name, v in module.__dict__.items() if name not in skipped]
+    scales = [leaf for parameter in model.parameters() for leaf in scales_of(parameter)]
+    return [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)] + scales
+
+
+def run_twice(
+    dry: DryRun,
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    settings: StepSettings,
+    *,
+    on_cuda: bool = False,
+) -> list[int]:
+    """A step to make the states, then the step that is recorded. Returns where its micro-batches begin and end."""
+    boundaries: list[int] = []
+    for recorded in (False, True):
+        if recorded:
+            dry.begin_again()
+            dry.gradients_before = tuple(name for name, p in model.named_parameters() if p.grad is not None)
+        boundaries = run_parts(dry, model, parts, loss, settings)
+        update(model, optimizer, settings, observer=_Phases(dry))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, key, state in named_states(optimizer):
+            dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
+        for state in host_states(optimizer) if on_cuda else ():
+            dry.ledger.on_host(state)
+    return boundaries
+
+
+def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
+    """Forward and backward of each micro-batch. Returns the operator at which each begins, and where the last ends."""
+    boundaries = [len(dry.operators)]
+    for number, part in enumerate(parts, start=1):
+        with accumulation() if number < len(parts) else nullcontext():
+            forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
+        boundaries.append(len(dry.operators))
+        dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
+        for name in dry.with_gradient:
+            gradient = gradient_memory(model.get_parameter(name))
+            if gradient is not None:
+                dry.ledger.label(gradient, Category.GRADIENT, name)
+    return boundaries
+
+
+def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
+    """What the run noted; the micro-batch with the number `repeated` stands for `repeats` of them."""
+    dry.settle_sum()
+    backward = next((i for i, o in enumerate(dry.operators) if o.phase is Phase.BACKWARD), len(dry.operators))
+    return StepTrace(
+        operators=tuple(dry.operators),
+        storages=dry.ledger.storage_records(backward),
+        values=dry.ledger.value_records(),
+        levels=tuple(dry.levels),
+        starts=tuple(dry.starts),
+        assumptions=tuple(dry.questions.asked.values()),
+        loop_repeats=repeats,
+        repeated=(boundaries[repeated], boundaries[repeated + 1]),
+        with_gradient=dry.with_gradient,
+        calls=tuple(dry.modules.calls),
+        gradients_before=dry.gradients_before,
+    )
+
+
+@contextmanager
+def _watching_saves(ledger: Ledger) -> Iterator[None]:
+    """Note which values autograd saves, inside watched blocks."""
+
+    def saved(tensor: Any) -> None:
+        cell = ledger.cell_of(tensor)
+        if cell is not None:
+            ledger.values[cell.value].saved = True
+
+    now.on_save = saved
+    try:
+        yield
+    finally:
+        now.on_save = None
+
+
+@contextmanager
+def _filling_off() -> Iterator[None]:
+    """Deterministic mode fills fresh memory, which would touch what a dry run must not."""
+    setting: Any = torch.utils.deterministic  # its module object defines the attribute; the stub does not know it
+    before = setting.fill_uninitialized_memory
+    setting.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        setting.fill_uninitialized_memory = before

@@ -1,0 +1,95 @@
+"""Models and batches without memory, on the meta device or fake: run dry as a twin whose memory nobody touches.
+
+The twin is the same model: its modules are copies, its tensors CPU tensors of the same shapes that hold nothing. So a
+plan that is made with it can be put on the model once that has weights.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from tightfit.errors import ModelError
+from tightfit.runtime.internals import fake_mode_is_active, is_fake, no_modes
+from tightfit.runtime.module_paths import named_modules, tensors_of
+from tightfit.step import Batch, TokenBatch
+from tightfit.tracing.shapes import TensorShape
+
+_STEP = 7919  # as in `TokenBatch`: neighbouring ids differ
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    return tensor.is_meta or is_fake(tensor)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside, tensors are real ones, also where a user asks within PyTorch's `FakeTensorMode`."""
+    if not fake_mode_is_active():
+        yield
+        return
+    with no_modes():
+        yield
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """The model itself if all of its tensors have memory, else its twin. Raises `ModelError` where it has none."""
+    tensors = [tensor for _, module in named_modules(model) for tensor in tensors_of(module)]
+    if not any(map(has_no_memory, tensors)):
+        return model
+    memo: dict[int, Any] = {id(tensor): _stand_in(tensor) if has_no_memory(tensor) else tensor for tensor in tensors}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{type(model).__name__} has no memory (meta, or fake) and cannot be copied: {reason}: build it on the CPU"
+        ) from error
+
+
+def with_memory(batch: Batch, model: nn.Module) -> Batch:
+    """The batch with CPU tensors in the place of those without memory: numbers unknown, truth values and masks true,
+    integers as in `TokenBatch`, below the size of each embedding of the model.
+    """
+    if isinstance(batch, TokenBatch) or not any(isinstance(t, Tensor) and has_no_memory(t) for t in tree_iter(batch)):
+        return batch
+    sizes = [module.num_embeddings for _, module in named_modules(model) if isinstance(module, nn.Embedding)]
+    below = min(sizes, default=2)
+
+    made: dict[int, Tensor] = {}  # a tensor may have two names
+
+    def filled(name: str, value: Any) -> Any:
+        at_most = 2 if "mask" in name else below
+        return tree_map_only(Tensor, lambda t: made.setdefault(id(t), _content(t, at_most)), value)
+
+    if isinstance(batch, dict):
+        return {name: filled(str(name), value) for name, value in batch.items()}
+    return filled("", batch)
+
+
+def _content(tensor: Tensor, below: int) -> Tensor:
+    if not has_no_memory(tensor):
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return TensorShape.of(tensor).hollow()
+    if tensor.dtype == torch.bool or below <= 2:
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    ids = torch.arange(tensor.numel()) * _STEP % below
+    return ids.view(tensor.shape).to(tensor.dtype)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape with memory that nobody touches, and the attributes that were set on it."""
+    hollow = TensorShape.of(tensor).hollow()
+    if isinstance(tensor, nn.Parameter):
+        hollow = nn.Parameter(hollow, requires_grad=tensor.requires_grad)
+    else:
+        hollow.requires_grad_(tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        if not is_fake(tensor):
+            setattr(hollow, name, value)
+    return hollow

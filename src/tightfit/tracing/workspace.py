@@ -1,0 +1,175 @@
+"""Scratch memory that an operator takes from the allocator and gives back before it returns: unseen by dispatch."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+
+from tightfit.memory.allocator import cpu_rise
+from tightfit.tracing.cpu_temporaries import (
+    COMPOSITES,
+    CONVOLUTIONS,
+    PROMOTING,
+    REDUCED_LOSSES,
+    SUMS,
+    composite_scratch,
+    converted_operands,
+    converted_sum,
+    convolution_scratch,
+    unreduced_loss,
+)
+from tightfit.tracing.shapes import TensorShape
+
+aten = torch.ops.aten
+
+
+def cpu_attention_splits(query_length: int, key_length: int) -> tuple[int, int]:
+    """Rows of q and of k that a thread works on at a time.
+
+    Source: `flash_attention_kernel_impl` in ATen/native/cpu/FlashAttentionKernel.cpp.
+    """
+    query_split = 256 if query_length >= 768 else 64 if query_length >= 192 else 32
+    return min(query_split, query_length), min(512, key_length)
+
+
+def _cpu_attention(inputs: Sequence[TensorShape]) -> int:
+    # Per thread, in the accumulation type: scores, running maximum, running sum, output; and the scores in the
+    # input's type where that is narrower. Source: `cpu_flash_attention`, same file. Measured equal:
+    # tests/tracing/test_workspace.py.
+    query, key = inputs[0], inputs[1]
+    rows, columns = cpu_attention_splits(query.shape[-2], key.shape[-2])
+    width = 8 if query.dtype == torch.float64 else 4
+    per_thread = (rows * columns + 2 * rows + rows * query.shape[-1]) * width
+    if query.dtype.itemsize == 2:
+        per_thread += rows * columns * 2
+    return torch.get_num_threads() * per_thread
+
+
+def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
+    # Per thread: scores and their gradient, and both in the input's type where that is narrower; once: a row of
+    # sums. A gradient that does not lie in memory as (batch, length, heads, width) is copied so (measured, all
+    # layouts).
+    gradient, query, key = inputs[:3]
+    rows, columns = cpu_attention_splits(query.shape[-2], key.shape[-2])
+    width = 8 if query.dtype == torch.float64 else 4
+    per_thread = 2 * rows * columns * width
+    products = 0
+    if query.dtype.itemsize == 2:
+        per_thread += 2 * rows * columns * 2
+        products = _narrow_products(min(query.shape[-2], 768), min(key.shape[-2], 512), query.shape[-1], query.dtype)
+    _, heads, length, head_width = gradient.shape
+    in_place = gradient.stride == (length * heads * head_width, head_width, heads * head_width, 1)
+    return torch.get_num_threads() * per_thread + rows * width + products + (0 if in_place else gradient.bytes)
+
+
+@cache
+def _narrow_products(query_length: int, key_length: int, width: int, dtype: torch.dtype) -> int:
+    """Scratch memory that oneDNN takes for the products of 16-bit attention, which depends on the instruction set.
+
+    Measured: one small head is run for real at lengths that are split as the asked ones, and what the formula
+    explains is taken off.
+    """
+    shape_q, shape_k = (1, query_length, 1, width), (1, key_length, 1, width)
+    query, key, value = (torch.ones(shape, dtype=dtype).transpose(1, 2) for shape in (shape_q, shape_k, shape_k))
+    with torch.no_grad():
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        rise = cpu_rise(
+            lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                out, query, key, value, out, logsumexp, 0.0, False
+            )
+        )
+    rows, columns = cpu_attention_splits(query_length, key_length)
+    explained = torch.get_num_threads() * rows * columns * (2 * 4 + 2 * 2) + rows * 4
+    return max(0, rise - explained - query.nbytes - key.nbytes - value.nbytes)
+
+
+def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
+    if inputs[0].dtype.itemsize != 2 or sum(shape.bytes for shape in inputs) > LARGEST_PRODUCT:
+        return 0
+    return _measured_product(operator, tuple(inputs))
+
+
+def _cpu_product_into(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
+    return _cpu_product(operator, inputs[:-1])  # compiled code gives the memory of the result, last
+
+
+@cache
+def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...]) -> int:
+    """Scratch memory of a 16-bit product, which oneDNN chooses by shape and instruction set: it is run once for
+    real.
+    """
+    operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
+    with torch.no_grad():
+        results = [operator(*operands)]
+        rise = cpu_rise(lambda: results.append(operator(*operands)))
+    return rise - results[0].untyped_storage().nbytes()
+
+
+def _cpu_adamw8bit(inputs: Sequence[TensorShape]) -> int:
+    # In fp32 at once: both states, the gradient, a root and a quotient; the weight too where it is narrower. Source:
+    # `_optimizer_update_8bit_blockwise_cpu` in bitsandbytes/backends/cpu/ops.py. Measured equal:
+    # tests/optim/test_predicted_peaks.py.
+    gradient, weight = inputs[:2]
+    return gradient.numel * 4 * (5 if weight.dtype == torch.float32 else 6)
+
+
+def _cpu_ctc_backward(inputs: Sequence[TensorShape]) -> int:
+    # The sums from the other end, as many as forward kept. Source: `ctc_loss_backward_cpu_template` in
+    # ATen/native/LossCTC.cpp (`log_beta`). Measured equal: tests/tracing/test_ctc_loss.py.
+    return inputs[-1].bytes
+
+
+_GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
+
+
+def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
+    # The weight at full width, and the product's own scratch. Source: `_gemm_4bit_default_impl` in
+    # bitsandbytes/backends/default/ops.py. Measured equal: tests/models/test_adapters.py.
+    inner, columns = source.shape[-1], result.shape[-1]
+    rows = TensorShape((math.prod(source.shape[:-1]), inner), (inner, 1), source.dtype)
+    weight = TensorShape((inner, columns), (1, inner), source.dtype)
+    return weight.bytes + _cpu_product(aten.mm.default, (rows, weight))
+
+
+# Operands of 16-bit products beyond this size are not run for real; their scratch memory, of a few MiB at most, is
+# small beside them.
+LARGEST_PRODUCT = 64 * 2**20
+
+_PRODUCTS = {
+    "mm": aten.mm.default,
+    "addmm": aten.addmm.default,
+    "bmm": aten.bmm.default,
+    "baddbmm": aten.baddbmm.default,
+}
+_CPU: dict[str, Callable[[Sequence[TensorShape]], int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _cpu_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _cpu_attention_backward,
+    **{f"aten.{name}.default": partial(_cpu_product, operator) for name, operator in _PRODUCTS.items()},
+    **{f"aten.{name}.out": partial(_cpu_product_into, operator) for name, operator in _PRODUCTS.items()},
+    "aten._ctc_loss_backward.default": _cpu_ctc_backward,
+    "aten._ctc_loss_backward.Tensor": _cpu_ctc_backward,
+    "bitsandbytes.optimizer_update_8bit_blockwise.default": _cpu_adamw8bit,
+}
+
+Workspace = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], int]
+
+
+def cpu_workspace(
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape] = (), arguments: tuple = ()
+) -> int:
+    """Bytes of scratch memory of one operator call on this CPU."""
+    if name in PROMOTING:
+        return converted_operands(name, inputs)
+    if name in CONVOLUTIONS:
+        return convolution_scratch(name, inputs, arguments)
+    if name in REDUCED_LOSSES:
+        return unreduced_loss(inputs, outputs)
+    if name in SUMS:
+        return converted_sum(name, inputs, outputs)
+    if name in COMPOSITES:
+        return sum(composite_scratch(name, inputs, outputs, arguments))
+    if name == _GEMM_4BIT:
+        return _cpu_gemm_4bit(inputs[0], outputs[0])
+    formula = _CPU.get(name)
+    return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)

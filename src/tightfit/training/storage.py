@@ -1,0 +1,175 @@
+"""The run's folder: the only file that writes what a training leaves on disk.
+
+A file is written under a temporary name and then renamed, so that a reader sees a whole file or none. Only
+metrics.jsonl grows, a whole line at a time.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
+from tightfit.errors import OutputError
+from tightfit.memory.disk import NO_ROOM
+from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tightfit.models.saving import CONFIG_FILE, RUN_CONFIG, WEIGHTS_FILE, save_model
+from tightfit.training.lock import locked
+from tightfit.units import format_bytes
+
+CONFIG, PLAN, METRICS, RESULT = RUN_CONFIG, "plan.json", "metrics.jsonl", "result.json"
+PICTURE, PAGE = "memory.png", "report.html"
+RUN_FILES = (
+    CONFIG,
+    PLAN,
+    METRICS,
+    RESULT,
+    PICTURE,
+    PAGE,
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    "generation_config.json",
+)
+_WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index
+_PARTS = (".part-*", *(f".{name}.part" for name in RUN_FILES))  # what a killed run was writing
+_BLOCK = 512  # bytes in the unit of `st_blocks`, whatever the file system's own
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @contextmanager
+    def claimed(self, *, overwrite: bool) -> Iterator[bool]:
+        """While it is entered, the folder is this training's alone; False where its file system knows no locks.
+
+        Entered before anything expensive happens. Raises `OutputError` where the folder cannot be made or written,
+        where another training is writing there, or where it holds a run and `overwrite` is False.
+        """
+        with ExitStack() as held:
+            with self._writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                is_locked = held.enter_context(locked(self.path))
+            earlier = self._earlier()
+            if earlier and not overwrite:
+                raise OutputError(
+                    f"{self.path}: holds an earlier run ({earlier[0].name}): choose another output.folder, or set "
+                    "output.overwrite to true"
+                )
+            yield is_locked
+
+    def demand_room(self, needed_bytes: int) -> None:
+        """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
+        with self._writing(self.path):
+            free = shutil.disk_usage(self.path).free
+            free += sum(path.stat().st_blocks * _BLOCK for path in self._earlier())
+        if free < needed_bytes:
+            raise OutputError(
+                f"{self.path}: {format_bytes(free)} are free, and this training writes {format_bytes(needed_bytes)} "
+                "there, most of it weights: make room, or choose another output.folder"
+            )
+
+    def block_bytes(self) -> int:
+        """The unit in which the file system gives out its space."""
+        with self._writing(self.path):
+            return os.statvfs(self.path).f_frsize
+
+    def clear(self) -> None:
+        """Remove the files of an earlier run, and nothing else."""
+        for path in self._earlier():
+            with self._writing(path):
+                path.unlink()
+        for part in (part for pattern in _PARTS for part in self.path.glob(pattern)):
+            with self._writing(part):
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        """A whole file, under its name only when it is complete. Raises `OutputError`."""
+        data = content.encode() if isinstance(content, str) else content
+        target = self.path / name
+        part = target.with_name(f".{name}.part")
+        with self._writing(target):
+            try:
+                with part.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(part, target)
+            finally:
+                part.unlink(missing_ok=True)
+        return target
+
+    def append(self, name: str, lines: Sequence[str]) -> None:
+        """Lines at the end of a file: all of them or, where `OutputError` is raised, none."""
+        with self._writing(self.path / name), (self.path / name).open("ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            left = memoryview("".join(f"{line}\n" for line in lines).encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def lines(self, name: str) -> list[str]:
+        """The lines of a file; none where it cannot be read."""
+        try:
+            return (self.path / name).read_text("utf-8").splitlines()
+        except OSError:
+            return []
+
+    def write_tokenizer(self, tokenizer: TextTokenizer) -> None:
+        self._write_files(tokenizer.save)
+
+    def write_model(self, model: nn.Module) -> None:
+        """Weights and config. Raises `OutputError`."""
+        self._write_files(lambda folder: save_model(model, folder))
+
+    def _write_files(self, write: Callable[[Path], None]) -> None:
+        """What `write` puts in a folder, moved here when all of it is there."""
+        with self._writing(self.path), tempfile.TemporaryDirectory(dir=self.path, prefix=".part-") as part:
+            written = Path(part)
+            try:
+                write(written)
+            except OutputError as error:  # by the folder that the user knows
+                raise OutputError(str(error).replace(part, str(self.path))) from error
+            for file in sorted(written.iterdir()):
+                file.chmod(_usual_mode(written))  # safetensors lets nobody but the owner read
+                _on_disk(file)
+                os.replace(file, self.path / file.name)
+
+    def _earlier(self) -> list[Path]:
+        named = [self.path / name for name in RUN_FILES]
+        return [path for path in dict.fromkeys([*named, *self.path.glob(_WEIGHTS)]) if path.is_file()]
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            todo = f"{'make room, or ' if error.errno in NO_ROOM else ''}choose another output.folder"
+            raise OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}") from error
+
+
+def _on_disk(path: Path) -> None:
+    """Until the file is on its disk: some file systems say only then that there was no room for it."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _usual_mode(folder: Path) -> int:
+    """The permissions that a new file gets."""
+    probe = folder.with_name(f"{folder.name}.probe")
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    return mode

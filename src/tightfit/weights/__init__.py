@@ -1,0 +1,1 @@
+"""Weights that are held in few bits."""

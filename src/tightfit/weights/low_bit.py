@@ -1,0 +1,76 @@
+"""Frozen weights in fewer bits: the linear layers of a base model that only its adapters are trained on.
+
+Inexact: the codes are not the weights. What they save, and what widening them for a product takes, every dry run sees.
+"""
+
+import importlib
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.errors import InputError, ModelError
+from tightfit.weights.int8 import Int8Linear
+
+LowBits = Literal["int8", "nf4"]
+
+
+def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
+    """Freeze a model and replace the weights of its linear layers, except the output head's, by codes.
+
+    `int8` is one byte a weight and an fp32 scale a row; `nf4` is half a byte and an fp32 scale for 64 weights
+    (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` where the package is missing, `ModelError` where
+    the model has no such layer.
+    """
+    model.requires_grad_(False)
+    layers = linear_layers(model)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layers but its head: weights in {kind} save nothing")
+    packed = Int8Linear.of if kind == "int8" else _nf4
+    for path, layer in layers.items():
+        _replace(model, path, packed(layer))
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model by their paths, without the one that makes the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = None if find is None else find()
+    return {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+
+
+def at_full_width(model: nn.Module) -> nn.Module:
+    """Replace weights in few bits by what they stand for, in fp32: for a reference in higher precision. The model."""
+    for path, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if isinstance(module, Int8Linear):
+            _replace(model, path, _linear(module.widened(), module.bias))
+        elif isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight):
+            held: Any = weight
+            module.weight = nn.Parameter(held.dequantize().detach(), requires_grad=False)
+        elif getattr(weight, "quant_state", None) is not None:
+            held = weight
+            full = importlib.import_module("bitsandbytes").functional.dequantize_4bit(held.data, held.quant_state)
+            _replace(model, path, _linear(full, module._parameters.get("bias")))
+    return model
+
+
+def _nf4(layer: nn.Linear) -> nn.Module:
+    """The layer with a weight of 4 bits."""
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise InputError("weights in nf4 need the package bitsandbytes: pip install 'tightfit[lowbit]'") from error
+    return importlib.import_module("tightfit.weights.nf4").NF4Linear.of(layer)
+
+
+def _linear(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    layer.register_parameter("bias", bias)
+    return layer
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

@@ -1,0 +1,87 @@
+"""Which attention kernel CUDA chooses: the constraints of PyTorch's sdp_utils.cpp, row by row."""
+
+import pytest
+import torch
+
+from tightfit.tracing.cuda.attention import Backend, Call, choose_backend, gemm_alignment
+
+T4, A100, RTX4090, H200 = (7, 5), (8, 0), (8, 9), (9, 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def call(
+    dtype=BF16, *, heads=4, kv_heads=4, length=64, keys=64, width=64, mask=None, dropout=0.0, causal=True, grouped=False
+) -> Call:
+    def tensor(heads: int, length: int) -> torch.Tensor:
+        return torch.empty(2, heads, length, width, dtype=dtype, device="meta", requires_grad=True)
+
+    made = None if mask is None else torch.empty(mask, dtype=torch.bool, device="meta")
+    return Call(tensor(heads, length), tensor(kv_heads, keys), tensor(kv_heads, keys), made, dropout, causal, grouped)
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "chosen"),
+    [
+        (H200, call(), Backend.CUDNN),
+        (A100, call(), Backend.FLASH),
+        (T4, call(FP16), Backend.EFFICIENT),
+        (T4, call(BF16), Backend.MATH),
+        (A100, call(FP32), Backend.EFFICIENT),
+        (H200, call(FP32), Backend.EFFICIENT),
+        (H200, call(torch.float64), Backend.MATH),
+        (H200, call(mask=(2, 1, 64, 64), causal=False), Backend.CUDNN),
+        (A100, call(mask=(2, 1, 64, 64), causal=False), Backend.EFFICIENT),
+        (H200, call(mask=(64, 64), causal=False), Backend.CUDNN),
+        (H200, call(mask=(1, 64, 64), causal=False), Backend.EFFICIENT),
+        (H200, call(width=256), Backend.FLASH),
+        (RTX4090, call(width=224), Backend.EFFICIENT),
+        (RTX4090, call(width=256), Backend.FLASH),
+        (RTX4090, call(width=256, dropout=0.125), Backend.EFFICIENT),
+        (A100, call(width=512), Backend.EFFICIENT),
+        (A100, call(width=20), Backend.FLASH),
+        (H200, call(width=20), Backend.FLASH),
+        (A100, call(FP32, width=6), Backend.MATH),
+        (H200, call(dropout=0.125), Backend.CUDNN),
+        (H200, call(dropout=0.1), Backend.FLASH),
+        (A100, call(kv_heads=2, grouped=True), Backend.FLASH),
+        (H200, call(kv_heads=2, grouped=True), Backend.CUDNN),
+        (A100, call(FP32, kv_heads=2, grouped=True), Backend.MATH),
+        (A100, call(kv_heads=2, grouped=True, mask=(2, 1, 64, 64), causal=False), Backend.MATH),
+        (A100, call(keys=128), Backend.EFFICIENT),
+        (A100, call(keys=128, causal=False), Backend.FLASH),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple | Backend) else "",
+)
+def test_the_first_kernel_that_takes_the_call_is_chosen(capability, asked, chosen):
+    assert choose_backend(asked, capability) is chosen
+
+
+def test_a_tensor_that_is_not_contiguous_along_its_last_dimension_is_left_to_the_plain_kernel():
+    asked = call()
+    turned = asked.query.transpose(2, 3)
+    assert choose_backend(Call(turned, turned, turned), A100) is Backend.MATH
+
+
+def test_without_a_gradient_wide_heads_stay_with_flash_on_small_cards():
+    with torch.no_grad():
+        assert choose_backend(call(width=224), RTX4090) is Backend.FLASH
+
+
+def test_the_users_switches_are_respected():
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert choose_backend(call(), H200) is Backend.EFFICIENT
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        assert choose_backend(call(), A100) is Backend.MATH
+
+
+def test_an_older_cudnn_is_not_preferred(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert choose_backend(call(), H200) is Backend.FLASH
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "elements"),
+    [(BF16, A100, 8), (FP32, A100, 4), (FP16, T4, 8), (FP32, T4, 1), (FP32, (6, 1), 1)],
+)
+def test_head_widths_are_aligned_to_128_bits_where_tensor_cores_are_used(dtype, capability, elements):
+    assert gemm_alignment(dtype, capability) == elements

@@ -1,0 +1,224 @@
+"""A CPU plays CUDA in a dry run: which operators are called, and what they keep."""
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tiny
+from tightfit.levers.micro_batch import as_parts
+from tightfit.runtime.internals import has_kernel, operators_with_kernel
+from tightfit.step import StepSettings, model_loss
+from tightfit.tracing.cuda import CudaRole
+from tightfit.tracing.cuda.allocator import round_size
+from tightfit.tracing.cuda.autocast import CUDA_LISTS
+from tightfit.tracing.record import StepTrace
+from tightfit.tracing.step import trace_step
+
+A100 = CudaRole((8, 0), 108)
+H200 = CudaRole((9, 0), 132)
+SIZE, LENGTH, WIDTH, HEADS = 4, 512, 256, 4
+ROWS = SIZE * LENGTH
+
+
+def traced(model: nn.Module, batch: Any, role: CudaRole | None, precision: Any = "bf16", **more: Any) -> StepTrace:
+    loss = more.pop("loss", model_loss)
+    settings = StepSettings(precision, more.pop("grad_clip", None))
+    return trace_step(model, as_parts([batch], loss), loss, settings=settings, role=role, **more)
+
+
+def names(trace: StepTrace) -> collections.Counter[str]:
+    return collections.Counter(operator.name.split(".")[1] for operator in trace.operators)
+
+
+def saved_bytes(trace: StepTrace) -> int:
+    """Bytes of what forward made and backward found."""
+    backward = next(i for i, o in enumerate(trace.operators) if o.phase == "backward")
+    there = [s for s in trace.alive_at(backward) if s.operator is not None and s.operator < backward]
+    return sum(s.bytes for s in there)
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block: RMS norm, attention, residual, RMS norm, SwiGLU, residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).view(SIZE, LENGTH, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(SIZE, LENGTH, -1)
+        x = x + self.out(attended)
+        inner = self.norm_2(x)
+        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
+
+
+def sum_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch["x"]).sum()
+
+
+def block_batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(SIZE, LENGTH, WIDTH, requires_grad=True)}
+
+
+@pytest.mark.parametrize("role", [A100, H200], ids=["flash", "cudnn"])
+def test_a_decoder_block_keeps_what_cuda_keeps_under_bf16_autocast(role):
+    hidden = ROWS * WIDTH
+    weights = 2 * WIDTH * WIDTH * (3 + 1 + 2 + 2 + 2)  # bf16 copies, cached by autocast and saved
+    norms = 2 * 4 * ROWS + 3 * 2 * hidden  # a reciprocal root each; results in bf16, cast for qkv, gate and up
+    attention = 2 * 3 * hidden + 2 * hidden + 4 * ROWS * HEADS  # q, k, v, output in bf16; logsumexp in fp32
+    residual = 4 * hidden  # the sum that the second norm reads
+    gated = 2 * 2 * hidden * 4  # gate, up, silu(gate) and the product, each twice the width, in bf16
+    small = 3 * 512  # seed, offset and the loss: nothing is smaller than a block
+    trace = traced(Block(), block_batch(), role, loss=sum_of)
+    assert saved_bytes(trace) == weights + norms + attention + residual + gated + small
+
+
+def test_norms_are_fused_and_attention_is_that_of_the_device():
+    on_a100, on_h200 = (names(traced(Block(), block_batch(), role, loss=sum_of)) for role in (A100, H200))
+    assert on_a100["_fused_rms_norm"] == on_h200["_fused_rms_norm_backward"] == 2
+    assert on_a100["_scaled_dot_product_flash_attention_backward"] == 1
+    assert on_h200["_scaled_dot_product_cudnn_attention_backward"] == 1
+
+
+def test_a_boolean_mask_becomes_a_bias_whose_rows_are_aligned():
+    length = 71
+    q, mask = torch.randn(2, 4, length, 32, requires_grad=True), torch.ones(2, 1, length, length, dtype=torch.bool)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            q = q * self.scale
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum()
+
+    trace = traced(Masked(), {"q": q}, A100, "fp32")
+    assert names(trace)["_scaled_dot_product_efficient_attention_backward"] == 1
+    assert any(s.bytes == round_size(4 * 2 * length * 72) for s in trace.storages)
+
+
+def test_dropout_keeps_its_mask_as_booleans():
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x * self.scale, 0.1).sum()
+
+    batch = {"x": torch.randn(500, 1000)}
+    trace = traced(Dropped(), batch, A100, "fp32")
+    assert names(trace)["native_dropout"] == 1
+    assert saved_bytes(trace) == round_size(500 * 1000) + 512  # the mask and the loss
+
+
+def test_the_optimizer_is_foreach_and_its_root_of_second_moments_is_counted():
+    model, batch = tiny.decoder(), tiny.token_batch()
+    trace = traced(model, batch, A100, "fp32", grad_clip=1.0)
+    parameters = sum(round_size(p.nbytes) for p in model.parameters())
+    at_root = next(i for i, o in enumerate(trace.operators) if o.name == "aten._foreach_sqrt.default")
+    assert sum(s.bytes for s in trace.storages if s.operator == at_root) == parameters
+    assert names(traced(model, batch, None, "fp32"))["_foreach_sqrt"] == 0
+
+
+NOT_PLAYED = {
+    "aten::_cudnn_rnn",  # known to builds with CUDA only, where tensors of the CPU do not get there
+    # Dimensions by name, until torch 2.12: no kernel written in Python takes them.
+    "aten::cumprod.dimname",
+    "aten::cumsum.dimname",
+    "aten::log_softmax.Dimname",
+    "aten::norm.names_ScalarOpt_dim",
+    "aten::prod.dim_Dimname",
+    "aten::softmax.Dimname",
+    "aten::sum.dim_DimnameList",
+}
+
+
+def test_the_lists_hold_every_operator_that_this_release_casts_for_cuda():
+    ours = {f"aten::{name}" for names in CUDA_LISTS.values() for name in names}
+    assert set(operators_with_kernel("AutocastCUDA")) - NOT_PLAYED <= ours
+
+
+def cast_dtype(function: Any, *inputs: torch.Tensor) -> torch.dtype:
+    with A100.playing(), torch.autocast("cpu", torch.bfloat16):
+        return function(*inputs).dtype
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda x: x @ x, torch.bfloat16),
+        (lambda x: F.linear(x, x), torch.bfloat16),
+        (lambda x: torch.einsum("ij,jk->ik", x, x), torch.bfloat16),
+        (lambda x: x.exp(), torch.float32),
+        (lambda x: x.pow(2), torch.float32),
+        (lambda x: x.bfloat16().pow(2), torch.float32),
+        (lambda x: x.bfloat16().sum(), torch.float32),
+        (lambda x: x.bfloat16().norm(), torch.float32),
+        (lambda x: x.bfloat16().cumsum(0), torch.float32),
+        (lambda x: F.softmax(x.bfloat16(), -1), torch.float32),
+        (lambda x: F.softmax(x.bfloat16(), -1, dtype=torch.bfloat16), torch.bfloat16),
+        (lambda x: F.layer_norm(x.bfloat16(), (8,)), torch.float32),
+        (lambda x: F.cross_entropy(x.bfloat16(), torch.arange(8)), torch.float32),
+        (lambda x: torch.addcmul(x.bfloat16(), x, x), torch.float32),
+        (lambda x: torch.stack([x, x]), torch.float32),
+        (lambda x: x.double() @ x.double(), torch.float64),
+    ],
+)
+def test_autocast_gives_the_dtype_of_cudas_lists(function, dtype):
+    assert cast_dtype(function, torch.randn(8, 8)) == dtype
+
+
+def test_a_weight_is_cast_once_within_a_region_and_anew_in_the_next():
+    weight = nn.Parameter(torch.randn(8, 8))
+    casts = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            casts.append(func is torch.ops.aten._to_copy.default and args[0].shape == weight.shape)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 8)
+    with A100.playing(), Spy():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                F.linear(F.linear(x, weight), weight)
+    assert sum(casts) == 2
+
+
+def test_afterwards_the_cpu_is_a_cpu_again():
+    model, batch = tiny.decoder(dropout=0.1), tiny.token_batch()
+    before = traced(model, batch, None).levels
+    traced(model, batch, H200)
+    after = traced(model, batch, None)
+    assert after.levels == before
+    assert "_scaled_dot_product_cudnn_attention" not in names(after)
+    assert not has_kernel("aten::_fused_rms_norm", "CPU")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.randn(8).exp().dtype == torch.float32
+
+
+def test_small_frozen_attention_and_norms_give_true_numbers_so_that_branches_on_them_are_true():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.scale = nn.RMSNorm(16), nn.Parameter(torch.ones(16))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed = self.frozen(x)
+            attended = F.scaled_dot_product_attention(normed, normed, normed)
+            seen.append(bool(attended.isfinite().all()))
+            return (x * self.scale).sum()
+
+    seen: list[bool] = []
+    traced(Branching(), {"x": torch.randn(2, 2, 8, 16)}, H200, "fp32")
+    assert all(seen)

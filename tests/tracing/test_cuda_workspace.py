@@ -1,0 +1,143 @@
+"""Scratch memory of CUDA's kernels, by hand from the sources that the formulas name."""
+
+import torch
+
+from tightfit.tracing.cuda.allocator import round_size
+from tightfit.tracing.cuda.workspace import cuda_workspace
+from tightfit.tracing.shapes import TensorShape
+
+
+def by_length(batch: int, heads: int, length: int, width: int, dtype: torch.dtype = torch.bfloat16) -> TensorShape:
+    """Attention's usual layout: (batch, length, heads, width) in memory, seen as (batch, heads, length, width)."""
+    return TensorShape.of(torch.empty(batch, length, heads, width, dtype=dtype, device="meta").transpose(1, 2))
+
+
+def backward(kind: str, query: TensorShape, key: TensorShape, gradient: TensorShape | None = None) -> int:
+    name = f"aten._scaled_dot_product_{kind}_attention_backward.default"
+    return cuda_workspace(name, [gradient or query, query, key, key, query], [], ())
+
+
+def test_flash_backward_accumulates_the_querys_gradient_in_fp32():
+    query = by_length(2, 8, 1000, 80)
+    rows, width = 1024, 96  # multiples of 128 and 32
+    assert backward("flash", query, query) == 4 * 2 * 8 * rows + 4 * 2 * 8 * rows * width
+
+
+def test_flash_backward_expands_shared_keys_and_values():
+    query, key = by_length(2, 8, 1024, 64), by_length(2, 2, 1024, 64)
+    assert backward("flash", query, key) - backward("flash", query, query) == 2 * query.bytes
+
+
+def test_flash_backward_copies_a_gradient_that_lies_otherwise():
+    query = by_length(2, 8, 1024, 64)
+    turned = TensorShape.of(torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta"))
+    assert backward("flash", query, query, turned) - backward("flash", query, query) == query.bytes
+
+
+def test_ctc_copies_lengths_and_offsets_and_its_backward_has_the_sums_from_the_other_end():
+    batch = 100
+    sound, targets = (torch.empty(*shape, device="meta") for shape in ((50, batch, 16), (batch, 20)))
+    sums = torch.empty(batch, 50, 41, device="meta")
+    shapes = [TensorShape.of(tensor) for tensor in (sound, sound, targets, sums[:, 0, 0], sums)]
+    numbers = 3 * round_size(8 * batch)
+    assert cuda_workspace("aten._ctc_loss.default", shapes[1:3], [], ()) == numbers
+    assert cuda_workspace("aten._ctc_loss_backward.default", shapes, [], ()) == round_size(sums.nbytes) + numbers
+
+
+def test_cudnn_backward_has_one_buffer_for_sums_and_the_querys_gradient():
+    query = by_length(2, 8, 1024, 64)
+    assert backward("cudnn", query, query) == 4 * 2 * 8 * 1024 * (64 + 1)
+
+
+def test_efficient_backward_accumulates_in_tiles():
+    query = by_length(2, 8, 1000, 64, torch.float32)
+    tiles = 16 * 1  # of 64 rows and 64 columns, each with 4 numbers of header
+    assert backward("efficient", query, query) == 4 * 2 * 8 * tiles * (64 * 64 + 4) + round_size(4 * 2 * 8 * 1000)
+
+
+def test_efficient_forward_sums_wide_values_in_fp32():
+    name = "aten._scaled_dot_product_efficient_attention.default"
+    wide, narrow = by_length(2, 8, 1024, 256), by_length(2, 8, 1024, 128)
+    assert cuda_workspace(name, [wide] * 3, [], ()) == 2 * wide.bytes
+    assert cuda_workspace(name, [narrow] * 3, [], ()) == 0
+
+
+def embedding_backward(tokens: int, padding: int) -> int:
+    weight = TensorShape.of(torch.empty(32000, 256, device="meta"))
+    rows = TensorShape.of(torch.empty(tokens, 256, device="meta"))
+    index = TensorShape.of(torch.empty(tokens, dtype=torch.int64, device="meta"))
+    name = "aten.embedding_dense_backward.default"
+    return cuda_workspace(name, [rows, index], [weight], (32000, padding, False))
+
+
+def test_the_embeddings_backward_sums_runs_of_ten_rows_in_fp32_where_there_are_many_tokens():
+    tokens = 8192
+    runs = tokens // 10 + tokens
+    sizes = [8 * tokens] * 5 + [8 * runs, 4 * runs * 256, 8, 8]
+    assert embedding_backward(tokens, -1) == sum(map(round_size, sizes))
+    assert embedding_backward(3072, -1) == 0
+    assert embedding_backward(3072, 0) > 0
+
+
+def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> TensorShape:
+    return TensorShape.of(torch.empty(sizes, dtype=dtype, device="meta"))
+
+
+def turned(*sizes: int) -> TensorShape:
+    """Of these sizes, the last two dimensions in the other order in memory."""
+    return TensorShape.of(torch.empty(*sizes[:-2], sizes[-1], sizes[-2], device="meta").transpose(-1, -2))
+
+
+def test_the_embeddings_backward_copies_a_gradient_that_is_not_contiguous():
+    weight, index = shape(32000, 256), shape(1024, dtype=torch.int64)
+    name = "aten.embedding_dense_backward.default"
+    assert cuda_workspace(name, [shape(1024, 256), index], [weight], (32000, -1, False)) == 0
+    assert cuda_workspace(name, [turned(1024, 256), index], [weight], (32000, -1, False)) == 4 * 1024 * 256
+
+
+def test_index_put_sorts_its_places_where_values_accumulate():
+    rows, index, values = shape(1000, 64), shape(512, dtype=torch.int64), shape(512, 64)
+    name = "aten.index_put.default"
+    assert cuda_workspace(name, [rows, index, values], [rows], ([index], False)) == 0
+    assert cuda_workspace(name, [rows, index, values], [rows], ([index], True)) == 6 * 8 * 512
+    copied = cuda_workspace(name, [rows, index, turned(512, 64)], [rows], ([index], True))
+    assert copied == 6 * 8 * 512 + 4 * 512 * 64
+
+
+def test_long_sorts_have_second_buffers_and_short_ones_none():
+    def sort(*sizes: int) -> int:
+        return cuda_workspace("aten.sort.default", [shape(*sizes)], [], (-1,))
+
+    assert sort(1000, 4096) == 0
+    assert sort(8192) == 8 * 8192 + 12 * 8192
+    assert sort(64, 8192) == (8 + 8 + 4 + 12) * 64 * 8192
+    assert sort(128, 8192) == (8 + 12) * 128 * 8192
+
+
+def test_operators_made_of_others_take_what_lies_between_those():
+    scores, row = shape(8, 128, 512), shape(8, 128)
+    assert cuda_workspace("aten._safe_softmax.default", [scores], [scores], (-1,)) == 8 * 128 * 512 + 8 * 128 + 512
+    assert cuda_workspace("aten.logsumexp.default", [scores], [row], ([2],)) == scores.bytes + row.bytes
+
+
+def test_running_sums_convert_or_copy_their_input_as_a_whole():
+    counts = shape(64, 512, dtype=torch.int64)
+    name = "aten.cumsum.default"
+    assert cuda_workspace(name, [shape(64, 512, dtype=torch.bool)], [counts], (1,)) == counts.bytes
+    assert cuda_workspace(name, [shape(64, 512)], [shape(64, 512)], (1,)) == 0
+    assert cuda_workspace(name, [turned(64, 512)], [shape(64, 512)], (1,)) == 4 * 64 * 512
+
+
+def test_what_a_loss_and_a_search_read_is_made_contiguous_first():
+    scores, targets, number = turned(64, 512), shape(64, dtype=torch.int64), shape()
+    assert cuda_workspace("aten.nll_loss_forward.default", [scores, targets], [number, number], ()) == scores.bytes
+    assert cuda_workspace("aten.nll_loss_forward.default", [shape(64, 512), targets], [number, number], ()) == 0
+    every_other = TensorShape((64,), (2,), torch.int64)
+    inputs = [number, scores, every_other, number]
+    assert cuda_workspace("aten.nll_loss_backward.default", inputs, [scores], ()) == scores.bytes + 512
+    assert cuda_workspace("aten.nonzero.default", [scores], [], ()) == scores.bytes
+
+
+def test_other_operators_need_nothing():
+    shape = TensorShape.of(torch.empty(4, 4, device="meta"))
+    assert cuda_workspace("aten.mul.Tensor", [shape, shape], [shape], ()) == 0

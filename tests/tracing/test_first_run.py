@@ -1,0 +1,91 @@
+"""What a process has done before, and what it has not done yet, changes no dry run."""
+
+import subprocess
+import sys
+import textwrap
+
+import torch
+from torch import nn
+
+import tightfit
+from tightfit.tracing.build import build_dry
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(512, 512, dtype=torch.float32)
+
+    def forward(self, x):
+        large = torch.ones(64, 512, 512)
+        return self.layer(x).sum() + large.sum()
+
+
+def estimated():
+    batch = (torch.zeros(512, 512, dtype=torch.float32),)
+    answer = tightfit.estimate(Halves(), batch, optimizer="sgd", loss=lambda m, b: m(*b), device="h100-80")
+    return answer.peak_bytes
+
+
+def with_default(dtype, act):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return act()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_model_built_dry_has_the_default_dtype_of_its_time():
+    made = [
+        with_default(dtype, lambda: build_dry(lambda: nn.Linear(1024, 1024))).weight.dtype
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ]
+    assert made == [torch.float32, torch.bfloat16, torch.float64]
+
+
+def test_an_estimate_under_another_default_dtype_remembers_nothing_of_the_first():
+    first, second, third = (with_default(d, estimated) for d in (torch.float32, torch.bfloat16, torch.float32))
+    assert first == third
+    assert second < first  # the ones are half as wide
+
+
+def levels_of_a_fresh_process(first_line):
+    program = f"""
+    {first_line}
+    import sys
+    import torch
+    from torch import nn
+    from tightfit.tracing.dry_run import DryRun
+    from tightfit.tracing.ledger import Ledger
+    from tightfit.tracing.modules import ModuleTracker
+    from tightfit.memory.allocator import collector_off
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+        def forward(self, x):
+            for number, layer in enumerate(self.layers):
+                x = x + torch.relu(layer(x))
+                if number == 2:
+                    import torch._dynamo
+            return x.sum()
+
+    model = Blocks()
+    for _ in range(2):
+        with collector_off(), DryRun(Ledger(), ModuleTracker(model)) as dry:
+            model(torch.randn(1024, 512)).backward()
+        model.zero_grad()
+        print(dry.levels)
+    """
+    program = textwrap.dedent(program).replace("import torch._dynamo", '__import__("torch._dynamo")')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_an_import_within_the_first_step_keeps_nothing_alive():
+    first, second = levels_of_a_fresh_process("")
+    assert first == second
+    assert [first, second] == levels_of_a_fresh_process("import torch._dynamo")

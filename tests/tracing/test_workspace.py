@@ -1,0 +1,81 @@
+"""Scratch memory inside kernels, against what the allocator recorded."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.workspace import cpu_workspace
+
+aten = torch.ops.aten
+
+
+def highest_above_results(call, results: int) -> int:
+    """The highest point of the allocations of one call, its results taken off."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        held = call()
+    level = top = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            top = max(top, level)
+    assert sum(t.untyped_storage().nbytes() for t in held) == results
+    return top - results
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "length", "width"), [(4, 4, 100, 32), (4, 2, 256, 64), (2, 2, 1000, 64)])
+def test_attention_takes_the_scratch_memory_that_is_predicted(heads, kv_heads, length, width):
+    q = torch.randn(2, heads, length, width)
+    k, v = (torch.randn(2, kv_heads, length, width) for _ in range(2))
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, logsumexp = forward(q, k, v, 0.0, True)
+    shapes = [TensorShape.of(t) for t in (q, k, v)]
+    measured = highest_above_results(lambda: forward(q, k, v, 0.0, True), out.nbytes + logsumexp.nbytes)
+    assert cpu_workspace(str(forward), shapes) == measured
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    arguments = (torch.randn_like(out), q, k, v, out, logsumexp)
+    measured = highest_above_results(lambda: backward(*arguments, 0.0, True), q.nbytes + k.nbytes + v.nbytes)
+    assert cpu_workspace(str(backward), [TensorShape.of(t) for t in arguments]) == measured
+
+
+def scratch(operator, *arguments, **options):
+    """Measured bytes of a call beside its result, and predicted ones."""
+    results = []
+
+    def call():
+        results[:] = [operator(*arguments, **options)]
+        return results
+
+    call()
+    measured = highest_above_results(call, results[0].untyped_storage().nbytes())
+    inputs = [TensorShape.of(a) for a in arguments if isinstance(a, torch.Tensor)]
+    constants = tuple(a for a in arguments if not isinstance(a, torch.Tensor))
+    return measured, cpu_workspace(str(operator), inputs, [TensorShape.of(results[0])], constants)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_made_of_others_take_what_lies_between_those(dtype):
+    rows = torch.randn(64, 1000).to(dtype)
+    measured, predicted = scratch(aten.logsumexp.default, rows, [1])
+    assert predicted == measured > rows.nbytes
+    measured, predicted = scratch(aten._safe_softmax.default, rows, 1)
+    assert predicted == measured > rows.numel()
+
+
+@pytest.mark.parametrize(
+    ("operator", "source", "options"),
+    [
+        (aten.sum.dim_IntList, torch.ones(64, 1000, dtype=torch.bool), {}),
+        (aten.sum.dim_IntList, torch.ones(64, 1000, dtype=torch.bfloat16), {"dtype": torch.float32}),
+        (aten.mean.dim, torch.ones(64, 1000, dtype=torch.bfloat16), {}),
+        (aten.mean.dim, torch.ones(64, 1000, dtype=torch.bfloat16), {"dtype": torch.float32}),
+    ],
+)
+def test_sums_in_another_dtype_convert_their_input_as_a_whole(operator, source, options):
+    measured, predicted = scratch(operator, source, [1], **options)
+    assert predicted == measured >= 4 * source.numel()
+
+
+def test_running_counts_of_a_mask_convert_it_as_a_whole():
+    measured, predicted = scratch(aten.cumsum.default, torch.ones(64, 1000, dtype=torch.bool), 1)
+    assert predicted == measured == 8 * 64000

@@ -1,0 +1,47 @@
+import torch
+from torch import nn
+
+from tightfit.config import TrainingConfig
+from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+
+
+def test_weight_decay_is_on_matrices_only():
+    optimizer = OptimizerRecipe(TrainingConfig(weight_decay=0.3))(network().parameters())
+
+    decays = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+
+    assert decays == {2: 0.3, 1: 0.0}
+
+
+def test_frozen_parameters_are_left_out():
+    model = network()
+    model[0].weight.requires_grad_(False)
+
+    optimizer = OptimizerRecipe(TrainingConfig())(model.parameters())
+
+    assert [p.ndim for group in optimizer.param_groups for p in group["params"]] == [1, 1, 1]
+
+
+def test_the_settings_reach_the_optimizer():
+    training = TrainingConfig(learning_rate=0.02, betas=(0.5, 0.6), eps=1e-3)
+
+    optimizer = OptimizerRecipe(training)(network().parameters())
+
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert {(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups} == {(0.02, (0.5, 0.6), 1e-3)}
+
+
+def test_the_other_optimizer_can_be_chosen():
+    assert isinstance(OptimizerRecipe(TrainingConfig(optimizer="sgd"))(network().parameters()), torch.optim.SGD)
+
+
+def test_the_learning_rate_of_every_group_is_set():
+    optimizer = OptimizerRecipe(TrainingConfig())(network().parameters())
+
+    set_learning_rate(optimizer, 0.125)
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
