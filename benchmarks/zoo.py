@@ -109,6 +109,7 @@ def report_to(connection: Connection, name: str, precision: Precision) -> None:
 
 def examined(names: list[str], precision: Precision, jobs: int) -> Iterator[dict[str, Any]]:
     """The results of all classes as they come, each from a process of its own."""
+    importlib.import_module("transformers.models.llama.modeling_llama")  # what all of them import is imported once
     context = multiprocessing.get_context("fork")
     waiting, running = names[::-1], {}
     while waiting or running:

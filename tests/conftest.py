@@ -55,6 +55,11 @@ def pytest_runtest_setup() -> None:
         _frozen_at = len(sys.modules)
 
 
+def pytest_unconfigure() -> None:
+    """What was frozen is taken apart as ever: packages complain at the end of a process where it is not."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def present_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """The CPU that is present has made-up figures, here and in processes that a test starts."""

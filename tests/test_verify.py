@@ -11,8 +11,7 @@ from tightfit.levers.offload import shelf
 from tightfit.levers.recompute import region
 from tightfit.levers.recompute.recorder import Recorder
 from tightfit.memory.disk import DiskRates
-from tightfit.planner import apply
-from tightfit.planner.levers import Offload
+from tightfit.planner.levers import MicroBatches, Offload
 from tiny import decoder, token_batch
 
 
@@ -87,19 +86,19 @@ def test_a_broken_recompute_beside_offload_is_named(offloading, monkeypatch):
 
 def test_the_plain_run_opens_no_shelf(offloading, monkeypatch):
     model, batch, made = offloading
-    events, applied, opened = [], verification.apply_plan, apply.opened_shelf
+    events, applied, opened = [], verification.apply_plan, Offload.shelf
 
     def applying(plan, model):
         events.append("levers" if plan.choices else "plain")
         return applied(plan, model)
 
-    def opening(tier):
+    def opening(lever):
         events.append("shelf")
-        return opened(tier)
+        return opened(lever)
 
     monkeypatch.setattr(verification, "apply_plan", applying)
-    monkeypatch.setattr(apply, "opened_shelf", opening)
-    assert verify(model, batch, replace(made, micro_batches=2)).ok
+    monkeypatch.setattr(Offload, "shelf", opening)
+    assert verify(model, batch, replace(made, levers=(*made.levers, MicroBatches(2)))).ok
     # plain twice, then what must be bit-equal; in fp64 and plain, then the whole plan
     assert events == ["plain", "plain", "levers", "shelf", "plain", "plain", "levers", "shelf"]
 

@@ -11,7 +11,7 @@ import tightfit
 from command_line import tightfit as command
 from tightfit import Plan
 from tightfit.errors import CannotFit, LeverError
-from tightfit.planner.levers.compiled import SHARES
+from tightfit.planner.levers.compiled import SHARES, CompiledBlocks
 from tightfit.planner.request import Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.largest import maximise
@@ -55,7 +55,8 @@ def test_the_measured_peak_is_the_planned_one_and_gradients_are_as_exact(model, 
 def with_shares(plan, shares):
     """The plan with other shares, as it stands without being chosen."""
     choices = [replace(choice, share=share) for choice, share in zip(plan.choices, shares, strict=True)]
-    return replace(plan, choices=tuple(choices))
+    compiled = CompiledBlocks(tuple((choice.path, choice.share) for choice in choices))
+    return replace(plan, choices=tuple(choices), levers=(compiled,))
 
 
 def test_it_takes_the_largest_share_that_fits_in_as_many_blocks_as_it_does(model, batch, made):
@@ -107,7 +108,7 @@ def slow_compiled_code(monkeypatch):
 
     def slower(self, combination, *rest, **how):
         trace = whole(self, combination, *rest, **how)
-        if combination.compiled is None:
+        if combination.get(CompiledBlocks) is None:
             return trace
         first, *others = trace.operators
         return replace(trace, operators=(replace(first, seconds=first.seconds + 1), *others))

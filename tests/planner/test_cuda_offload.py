@@ -12,7 +12,7 @@ from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.api import make_request
-from tightfit.planner.levers import Combination
+from tightfit.planner.levers import Combination, Offload
 from tightfit.planner.request import Tracer
 from tightfit.tracing.copies import AWAY, BACK, WAIT
 
@@ -62,9 +62,10 @@ def test_a_plan_for_a_card_offloads_where_copies_hide_and_is_never_slower_for_be
         allowed = tightfit.plan(model, batch, "0.6x", device=device, precision="bf16", levers=["recompute", "offload"])
         assert allowed.planned.peak_bytes <= allowed.budget_bytes
         assert allowed.planned.step_seconds <= without.planned.step_seconds * (1 + 1e-9)
-        assert (allowed.offload is not None) == hides
-        if allowed.offload is not None:
-            assert allowed.offload.host
+        offload = allowed.lever(Offload)
+        assert (offload is not None) == hides
+        if offload is not None:
+            assert offload.host
             assert allowed.planned.step_seconds < without.planned.step_seconds
             assert "to pinned host memory." in str(allowed)
             assert "offloaded: its input" in str(allowed)

@@ -12,7 +12,8 @@ from tightfit.planner.blocks.frontier import frontier, keep_set
 from tightfit.planner.blocks.frugal import foreseen, frugal_sets
 from tightfit.planner.blocks.graph import block_graph
 from tightfit.planner.blocks.windows import footprint, windows
-from tightfit.planner.request import Combination, Request, Tracer
+from tightfit.planner.levers import Combination
+from tightfit.planner.request import Request, Tracer
 from tightfit.step import StepSettings, model_loss
 from tiny import VOCABULARY, decoder, token_batch
 
@@ -57,7 +58,7 @@ def test_the_backward_foreseen_under_a_keep_set_is_the_one_traced(build):
     device, settings, levers = CALIBRATIONS["even"](), StepSettings(), frozenset({"recompute"})
     tracer = Tracer(Request(model, token_batch(2, 64), model_loss, "adamw", settings, device, levers))
     path = "inner.layers.0" if build is Repeated else next(p for p, m in model.named_modules() if p.endswith(".0"))
-    plain = tracer.whole(Combination(1), {path: KEEP_ALL})
+    plain = tracer.whole(Combination(), {path: KEEP_ALL})
     (window,) = windows(plain, [path])
     graph = block_graph(plain, model, path)
     assert graph is not None
@@ -65,7 +66,7 @@ def test_the_backward_foreseen_under_a_keep_set_is_the_one_traced(build):
     least = [keep_set(graph.operations, kept) for kept in frugal_sets(plain, graph, window)]
     beneath = set()
     for one in [*frontier(graph.operations), *least]:
-        applied = tracer.whole(Combination(1), {path: Policy(graph.kept_keys(one.kept))})
+        applied = tracer.whole(Combination(), {path: Policy(graph.kept_keys(one.kept))})
         (there,) = windows(applied, [path])
         beneath.add(backward.cost(one.kept)[1] - footprint(applied, there).backward_bytes)
     assert len(beneath) == 1  # the level on which the block stands

@@ -411,3 +411,11 @@ def autocast_cache_cleared_by(clear: Callable[[], None]) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache = original
         clear()
+
+
+def ignore_hooks_around_selective_checkpoints() -> None:
+    """Leave out the warning of PyTorch 2.15 about saved-tensor hooks around a selective checkpoint of the model's own:
+    the hooks are our executor's, and it counts on what the warning announces as little as on what is there today.
+    """
+    message = r"A saved_tensors_hooks context \(e\.g\. save_on_cpu\) is active"
+    warnings.filterwarnings("ignore", message=message, category=FutureWarning)

@@ -13,6 +13,7 @@ from tightfit.levers.recompute.region import FrugalForward, RecordedForward, Ree
 from tightfit.levers.recompute.rule import Rule, every_block
 from tightfit.levers.recompute.values import Shelf
 from tightfit.names.exclusions import SEGMENTS_AND_REENTRANT
+from tightfit.runtime.internals import ignore_hooks_around_selective_checkpoints
 from tightfit.runtime.module_paths import module_at, named_modules
 
 __all__ = ["Applied", "apply_policies", "matching_modules", "recompute", "undo"]
@@ -51,6 +52,7 @@ def apply_policies(
     `shelf` takes what policies offload.
     """
     joined = set(joined)
+    ignore_hooks_around_selective_checkpoints()
     return install(
         RecordedForward(module_at(model, path), path, policy, shelf=shelf, holds_output=path not in joined)
         for path, policy in policies.items()
