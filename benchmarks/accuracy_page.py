@@ -25,9 +25,9 @@ Record = Mapping[str, Any]
 HEAD = """\
 # Accuracy
 
-Written by `python benchmarks/accuracy_page.py` from `benchmarks/results/`. No figure here was measured by us on a GPU
-(`python -m benchmarks.gpu` is the suite that will): predictions for CUDA are compared with what others have measured
-and published. Every causal language model class of `transformers`, made tiny, has a page of its own: [zoo.md](zoo.md).
+Written by `python benchmarks/accuracy_page.py` from `benchmarks/results/`. We measured no figure here on a GPU
+(`python -m benchmarks.gpu` is the suite for that). Predictions for CUDA are compared with figures that others have
+measured and published. [zoo.md](zoo.md) covers every causal language model class of `transformers`, made tiny.
 """
 
 
@@ -58,15 +58,16 @@ def peaks(record: Record) -> str:
 
 {where(record)}
 
-Peaks are bytes of the second step; measured is the CPU allocator's own record
+Peaks are bytes of the second step. "Measured" is the CPU allocator's own record
 (`benchmarks/accuracy.py`).
 
 {len(ran)} configurations: median error {statistics.median(errors):.6%}, worst {errors[-1]:.6%}.
 {sum(r.get("within", True) for r in ran)} of {len(ran)} within their budget, \
 {sum(r.get("verified", True) for r in ran)} of {len(ran)} verified.
 
-Gradients of plans with exact levers only are bit-equal to plain or not; with levers exact to rounding the
-table gives their relative error against fp64, planned / plain (dropout off), and what is recomputed is bit-equal.
+Gradients of plans with exact levers only are bit-equal to the plain gradients or not. For levers exact to rounding the
+table gives the relative error of the gradients against fp64, planned / plain (dropout off). Recomputed activations are
+bit-equal.
 
 """ + rows(
         "| case | precision | optimizer | levers | budget | predicted | measured | error | gradients |",
@@ -111,17 +112,17 @@ def published(record: Record) -> str:
 ## Peaks on graphics cards, published by others
 
 Predicted with torch {torches} on a machine without a GPU, for the card, by `python -m benchmarks.published.peaks`
-(`make published`). The rows are facts in `benchmarks/published/peaks.json`, with their sources; all of them, predicted
-and published, are in `benchmarks/results/published.json`.
+(`make published`). The rows are facts in `benchmarks/published/peaks.json`, with their sources.
+`benchmarks/results/published.json` has all of them, predicted and published.
 
 {published_line(record)}
 
 | rows | number | median error | worst error | within 1% |
 |---|---|---|---|---|
-{published_group("all that say what they ran", clear)}
+{published_group("all that state what they ran", clear)}
 {published_group("of these: whole models' training steps", models)}
-{published_group("of these: those that showed what was missing", given)}
-{published_group("of these: others, kept aside (two configurations were corrected by them)", aside)}
+{published_group("of these: rows that showed a gap in the predictions", given)}
+{published_group("of these: others, kept aside (they corrected two configurations)", aside)}
 
 """
         + rows(
@@ -137,7 +138,7 @@ and published, are in `benchmarks/results/published.json`.
             [published_row(row, row["cause"]) for row in unlike],
         )
         + f"""
-{len(unclear)} rows do not say all that decides their bytes, and count nowhere above:
+{len(unclear)} rows do not state everything that decides their bytes. They count nowhere above:
 
 """
         + rows(
@@ -214,7 +215,7 @@ def step_time(record: Record) -> str:
 
 {where(record)}
 
-Predicted before the steps ran, from a calibration in the same run; measured is the median of
+Predictions were made before the steps ran, from a calibration in the same run. Measurements are the median of
 {record["rounds"]} steps (`benchmarks/step_time.py`). {quiet}
 
 {len(results)} configurations: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}.
@@ -242,9 +243,8 @@ def plan_time(record: Record) -> str:
 
 {where(record)}
 
-Each in a process of its own, for a card that is not there ({record["device"]}); processor seconds
-are what is left of the seconds on a machine without other work; peak RSS is of the whole process
-(`benchmarks/plan_time.py`).
+Each question ran in its own process, for a card that is not present ({record["device"]}). Processor seconds equal the
+seconds on a machine without other work. Peak RSS is of the whole process (`benchmarks/plan_time.py`).
 
 """ + rows(
         "| model | batch | question | seconds | processor seconds | peak RSS |",

@@ -103,9 +103,10 @@ PAGE = """\
 Written by `python benchmarks/budgets.py`; the figures are in `benchmarks/results/budgets.json`.
 {cpu}, {threads} threads, torch {torch}; batch {size} x {length}, fp32, AdamW; levers exact to rounding allowed.
 
-Evenly spaced budgets from the plain peak down to the least that can be reached. Within: plans whose peak, predicted
-and as the CPU allocator recorded it, is at most the budget. From each budget to the next smaller one, how often the
-peak rose and how often the predicted seconds fell: neither ever should.
+The budgets are evenly spaced from the plain peak down to the least peak that can be reached. "Predicted within" and
+"measured within" count the plans whose peak is at most the budget. The CPU allocator's record is the measured peak. The
+last two columns count how often the peak rose, and how often the predicted seconds fell, from one budget to the next
+smaller one. Neither should happen.
 
 | model | plain peak | least | plans | predicted within | measured within | worst error | peak rose | seconds fell |
 |---|---|---|---|---|---|---|---|---|

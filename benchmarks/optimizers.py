@@ -111,16 +111,16 @@ def page(record: dict[str, Any]) -> str:
     return f"""\
 # Optimizers
 
-Written by `python benchmarks/optimizers.py --page`. An optimizer is named in `training.optimizer`, `--optimizer`, and
-`optimizer=` of `estimate`, `plan` and the others; `tightfit.optim` has the classes for loops of your own.
+Written by `python benchmarks/optimizers.py --page`. Name an optimizer in `training.optimizer`, `--optimizer`, or
+`optimizer=` of `estimate`, `plan` and the others. `tightfit.optim` has the classes for your own loops.
 
 | name | what it is | result |
 |---|---|---|
 | `adamw`, `adamw_fused` | AdamW as PyTorch chooses it, or in one kernel | the reference |
-| `offloaded_adamw`, `offloaded_adamw:0.5` | states (or that share of them, in whole parameters) on the host, where \
-the step runs; gradients leave the device in backward | bit-equal to AdamW on the same device's arithmetic |
-| `training.step_in_backward`, `step_in_backward(...)` | each weight is stepped when its gradient is there, which is \
-then freed | bit-equal to stepping afterwards; excludes clipping and gradient scalers |
+| `offloaded_adamw`, `offloaded_adamw:0.5` | states (or that share of them, in whole parameters) on the host, which \
+runs the step; gradients leave the device in backward | bit-equal to AdamW on the same device's arithmetic |
+| `training.step_in_backward`, `step_in_backward(...)` | each weight is updated as soon as its gradient is computed, \
+and the gradient is freed | bit-equal to stepping afterwards; excludes clipping and gradient scalers |
 | `adamw_bf16` | bf16 weights, and 16 more bits beside them | bit-equal to AdamW on fp32 weights with the same \
 gradients |
 | `adamw_bf16_stochastic` | bf16 weights, rounded by chance | inexact |
@@ -129,21 +129,21 @@ inexact |
 | `muon` | Muon on parameters of two dimensions, AdamW on the rest | another optimizer |
 | `adafactor`, `adam`, `sgd` | PyTorch's | other optimizers |
 
-`adamw_bf16` and `adamw_bf16_stochastic` are for models with bf16 weights (`model.to(torch.bfloat16)`); where none is,
-they are refused by name: they would be plain AdamW.
+`adamw_bf16` and `adamw_bf16_stochastic` are for models with bf16 weights (`model.to(torch.bfloat16)`). For a model
+without bf16 weights they would be plain AdamW, and are refused by name.
 
-## Bytes a parameter
+## Bytes per parameter
 
 {where(record)}
 
 A decoder of {record["results"][0]["parameters"] / 1e6:.1f}M parameters, one sequence of {TOKENS} tokens. States and
-peak are measured on the CPU, the peak by the allocator's own record; "predicted" is the dry run's. On a CPU the host is
-the device, so that offloading saves nothing there. The last columns are a dry run for a card ({CARD}), at its peak,
+peak are measured on the CPU, the peak by the allocator's own record. "Predicted" is the dry run's peak. On a CPU the
+host is the device, so offloading saves nothing there. The last columns are a dry run for a card ({CARD}), at its peak,
 without activations and workspace.
 
 {table(record["results"])}
-Not measured: anything on a GPU. `offloaded_adamw` copies on a stream of its own there; that path has run on no
-card yet.
+Nothing was measured on a GPU. `offloaded_adamw` copies on its own stream there. That path has not run on a card
+yet.
 """
 
 

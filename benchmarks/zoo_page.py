@@ -8,12 +8,12 @@ PAGE = """\
 Written by `python benchmarks/zoo.py`; the figures are in `benchmarks/results/zoo.json`.
 {cpu}, {threads} thread, torch {torch}, transformers {transformers}.
 
-Every causal language model class of `transformers`, made tiny from its configuration with random weights: 2 sequences
-of 64 tokens, AdamW, the second step. The error is that of `estimate` against the CPU allocator's own record. The plan
-is made for 0.6x of the plain peak with exact levers only, or for the least that fits where that is more; its peak is
+The zoo is every causal language model class of `transformers`, made tiny from its configuration with random weights: 2
+sequences of 64 tokens, AdamW, the second step. The error compares `estimate` with the CPU allocator's own record. The
+plan is for 0.6x of the plain peak with exact levers only, or for the least peak that fits if that is more. Its peak is
 measured too, and `verify` compares loss, gradients, buffers and random states of the plain and the planned step.
 
-{summary}A class that routes tokens by data ("routes") is estimated with evenly used experts; its plan is made for the
+{summary}A class that routes tokens by data ("routes") is estimated with evenly used experts. Its plan is made for the
 worst routing tried.
 
 | class | precision | error of the estimate | routes | plan: measured / plain | within its budget | outcome |

@@ -1,4 +1,4 @@
-"""A loss of your own, here contrastive between two views of each text: one function, for the plan and for the loop."""
+"""A custom loss, here contrastive between two views of each text. The plan and the loop call one function."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class Encoder(nn.Module):
 
 
 def contrastive_loss(model, batch, temperature=0.1):
-    """Each text's other view has to be nearer than the views of all other texts: the model is called twice."""
+    """Brings each text's two views nearer than those of other texts. It calls the model twice."""
     left, right = model(batch["left"]), model(batch["right"])
     similarity = left @ right.T / temperature
     return F.cross_entropy(similarity, torch.arange(len(similarity)))

@@ -1,4 +1,4 @@
-"""A tiny Llama trained by Hugging Face's Trainer at 60% of the memory that the plain training takes."""
+"""A tiny Llama trained by Hugging Face's Trainer at 60% of the plain training's peak."""
 
 import tempfile
 

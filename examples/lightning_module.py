@@ -1,4 +1,4 @@
-"""A transformer in a LightningModule within 70% of its plain peak, and the same with plain gradient checkpointing."""
+"""A transformer in a LightningModule: first within 70% of its plain peak, then with plain gradient checkpointing."""
 
 import torch
 from pytorch_lightning import LightningModule, Trainer

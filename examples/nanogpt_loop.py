@@ -1,4 +1,4 @@
-"""A loop in nanoGPT's manner: the model returns `(logits, loss)`, gradients of several micro-batches accumulate."""
+"""A loop in nanoGPT's style: the model returns `(logits, loss)`, the loop accumulates gradients over micro-batches."""
 
 import torch
 from torch import nn
@@ -43,14 +43,14 @@ def get_batch(size):
 torch.manual_seed(0)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-plan = tightfit.plan(  # for a whole step: all of its micro-batches in one
+plan = tightfit.plan(  # for a whole step: one batch of all its micro-batches
     model, get_batch(BATCH * ACCUMULATION), "0.6x", optimizer=optimizer, micro_batches=ACCUMULATION, grad_clip=1.0
 )
 plan.apply(model)
 with tightfit.monitor(model, optimizer) as watch:
     for _ in range(4):
         for _ in range(ACCUMULATION):
-            loss = model(*get_batch(BATCH))[1] / ACCUMULATION  # a name for the logits would keep them
+            loss = model(*get_batch(BATCH))[1] / ACCUMULATION  # a name would keep the logits in memory
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""A training loop of your own within a memory budget: plan for one batch, apply, and train as before."""
+"""A training loop of your own within a memory budget: plan for one batch, apply the plan, and train as before."""
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ plan = tightfit.plan(model, next(batches(1)), "0.5x", loss=loss_of, optimizer=op
 print(plan)
 plan.apply(model)
 
-with tightfit.monitor(model, optimizer) as watch:  # only to see that it is true
+with tightfit.monitor(model, optimizer) as watch:  # to measure the peak beside the budget
     for batch in batches(20):
         loss = loss_of(model, batch)
         loss.backward()

@@ -1,4 +1,4 @@
-"""Two models and two optimizers, as in a GAN: one plan for both, from one function that runs both turns."""
+"""Two models and two optimizers, as in a GAN. One function runs both turns, and one plan covers both models."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ def generator_loss(pair, batch):
 
 
 def both_turns(pair, batch):
-    """What the loop below does between two batches: the critic's backward, then the generator's loss."""
+    """Runs one batch of the loop below: the critic's backward, then the generator's loss."""
     critic_loss(pair, batch).backward()
     return generator_loss(pair, batch)
 

@@ -13,11 +13,10 @@ def seconds_on_cards(record: Mapping[str, Any]) -> str:
     return f"""\
 ## Seconds on cards
 
-Nothing here was measured by us. Others measured and published; `benchmarks/published/seconds.json` has what they
-published, and `python -m benchmarks.published.seconds` predicts it. How kernels use a card
-(`src/tightfit/devices/kernels.toml`) was fitted to one half of the rows
-(`python -m benchmarks.published.fit_seconds`); the half was chosen by a hash before anything was fitted. The other half
-judges:
+We measured nothing here. `benchmarks/published/seconds.json` has the figures that others measured and published, and
+`python -m benchmarks.published.seconds` predicts them. The efficiency of kernels on a card
+(`src/tightfit/devices/kernels.toml`) is fitted to one half of the rows
+(`python -m benchmarks.published.fit_seconds`). A hash chose the half before the fit. The other half judges:
 
 | judged by rows not fitted | rows | median error | worst | beyond 30% |
 |---|---|---|---|---|
@@ -27,17 +26,17 @@ judges:
 {_summary("figures above 1 ms", judged["figures above 1 ms"])}
 {_summary("for comparison: rows fitted", record["seen"])}
 
-Of {pairs["pairs"]} pairs of training steps that differ in precision, length or batch, one of them at least not fitted,
-{pairs["in order"]} are predicted in the published order of seconds a token.
+{pairs["pairs"]} pairs of training steps differ in precision, length or batch, with at least one step not fitted.
+{pairs["in order"]} of them are predicted in the published order of seconds per token.
 
-What limits this: rows of one table were measured on one machine, and rows of one operator differ in its sizes, so a row
-not fitted has neighbours that were. Steps are of GPT-like models on A100, H100 and RTX 3090, eager; an operator's time
-on a small tensor is the host's, which no source names. Cards before Ampere have no rows: their figures are assumed. The
-line of figures above 1 ms was added after the rows were judged.
+This has limits. Rows of one table were measured on one machine, and rows of one operator differ in its sizes, so a row
+that was not fitted has neighbours that were. Steps are of GPT-like models on A100, H100 and RTX 3090, eager. An
+operator's time on a small tensor is the host's, and no source names the host. Cards before Ampere have no rows, so
+their figures are assumed. The line of figures above 1 ms was added after the rows were judged.
 
 {chr(10).join(sources)}
 
-{len(record["unsaid"])} further rows are not judged, since a dry run cannot say them yet:
+{len(record["unsaid"])} further rows are not judged, because a dry run cannot predict them yet:
 
 {_unsaid(record)}
 

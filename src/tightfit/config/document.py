@@ -25,7 +25,7 @@ _INTRODUCTION = """\
 # Configuration
 
 A YAML file with the sections `model`, `data`, `training`, `memory` and `output`; every key has a default. On the
-command line, `key=value` lays a value over the file's: `training.max_steps=20`, `memory.budget=0.5x`,
+command line, `key=value` overrides the file's value: `training.max_steps=20`, `memory.budget=0.5x`,
 `memory.recompute.blocks=layers.*`. Unknown keys and wrong types are errors. Paths are relative to the working folder.
 """
 

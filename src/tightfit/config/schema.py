@@ -100,20 +100,20 @@ def _readable_size(size: int | str | None) -> int | str | None:
 
 
 class AdapterConfig(Section):
-    """Low-rank adapters (LoRA) on linear layers, which alone are trained; the model itself is frozen. Needs weights."""
+    """Low-rank adapters (LoRA) on linear layers. Only they are trained; the model is frozen. Needs weights."""
 
     r: Count = 8
     """Rank of the two matrices that are added to a layer."""
     alpha: Positive = 16.0
-    """What the adapter adds is scaled by `alpha / r`."""
+    """The adapter's output is scaled by `alpha / r`."""
     dropout: OpenShare = 0.0
     """Probability of dropping an element of an adapter's input."""
     target_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
-    """Names of the layers that get an adapter (`[q_proj, v_proj]`), or `all-linear`; null: what `peft` takes for the
+    """Names of the layers that get an adapter (`[q_proj, v_proj]`), or `all-linear`; null: `peft`'s choice for the
     architecture."""
     base: Literal["fp32", "int8", "nf4"] = "fp32"
-    """How the frozen weights of linear layers are held, the head's aside: as they are, in 8 bits with a scale a row,
-    or in 4-bit NormalFloat with a scale for 64 weights (bitsandbytes; Dettmers et al. 2023)."""
+    """Storage of the frozen weights of linear layers, except the head: unchanged, in 8 bits with a scale per row,
+    or in 4-bit NormalFloat with a scale per 64 weights (bitsandbytes; Dettmers et al. 2023)."""
 
 
 class PretrainedModel(Section):
@@ -138,7 +138,7 @@ class PretrainedModel(Section):
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The data to train on."""
 
     source: str = "default"
     """`default` (the Python standard library's own sources and help topics), a .jsonl file of {"text": ...} lines,
@@ -161,15 +161,15 @@ class DataConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How it is trained."""
+    """The training run."""
 
     max_steps: Count = 100
     """Optimizer steps."""
     batch_size: Count = 8
     """Sequences in one optimizer step, all micro-batches together."""
     gradient_accumulation_steps: Count | Literal["auto"] = 1
-    """Equal micro-batches the batch is split in; the plan may split further where it may use `micro_batch`. `auto`:
-    as few as fit the budget, so the largest micro-batch; the batch stays what it is, and the schedule with it."""
+    """Equal micro-batches of the batch; the plan may split further if it may use `micro_batch`. `auto`: the fewest that
+    fit the budget, so the largest micro-batch; batch and schedule stay unchanged."""
     learning_rate: Positive = 1e-3
     """The highest learning rate, reached after the warm-up."""
     min_lr_ratio: Share = 0.1
@@ -182,7 +182,7 @@ class TrainingConfig(Section):
     """adamw, adamw_fused, adamw8bit, adamw4bit, adamw_bf16, adamw_bf16_stochastic, offloaded_adamw (all of its states
     on the host, or a share: `offloaded_adamw:0.5`), adam, muon, adafactor or sgd: see optimizers.md."""
     step_in_backward: bool = False
-    """Step each weight as soon as its gradient is there, and free the gradient; needs `grad_clip: null` and no
+    """Update each weight as soon as its gradient is computed, and free the gradient; needs `grad_clip: null` and no
     fp16."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay, on matrices."""
@@ -199,7 +199,7 @@ class TrainingConfig(Section):
     log_every: Count = 1
     """Steps between two lines of metrics."""
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """`auto` takes CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`, or
+    """`auto` uses CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`, or
     one with figures of your own: `rtx3080,memory=8GiB`."""
     num_threads: Count | None = None
     """Threads of the CPU's operators; null: PyTorch's own choice."""
@@ -228,41 +228,41 @@ class RecomputeConfig(Section):
     """Recompute set by hand instead of planned."""
 
     blocks: str | None = None
-    """Glob over module paths, for example `layers.*` or `layers.*.mlp`; null: the blocks found by themselves."""
+    """Glob over module paths, for example `layers.*` or `layers.*.mlp`; null: the blocks that tightfit finds."""
     segments: Count | None = None
     """Join the blocks to so many segments; null: every block is one."""
     use_reentrant: bool = False
-    """PyTorch's older, reentrant way; it loses gradients of tensors that a block leaves on modules."""
+    """Use PyTorch's older, reentrant checkpoint; it loses gradients of tensors that a block leaves on modules."""
 
 
 class MemoryConfig(Section):
-    """The memory budget and what may be done to meet it."""
+    """The memory budget and the means to meet it."""
 
     budget: Annotated[int | str | None, AfterValidator(_readable_budget)] = None
     """Peak memory of a step: bytes, `22GiB`, `24GB`, `80%` (of the device) or `0.5x` (of the plain peak); null: train
     without a plan."""
     levers: LeverNames = Field(
         default="rounding",
-        description="What the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to rounding), or "
-        f"a list of names: {_lever_names(on_request=False)}, and, used only where they are named, "
+        description="Levers that the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to "
+        f"rounding), or a list of names: {_lever_names(on_request=False)}, and, only if you name them, "
         f"{_lever_names(on_request=True)}. A list may begin with a class: `[rounding, offload]`.",
     )
     offload_folder: str | None = None
-    """Where the lever `offload` puts a CPU's activations, in a file without a name; null: the system's folder for
+    """Folder of the unlinked file to which the lever `offload` moves a CPU's activations; null: the system's folder for
     temporary files (`TMPDIR`)."""
     offload_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
-    """The most that is offloaded at once: bytes, `4GiB`, `4GB`; null: half of what is free in the folder, or on CUDA of
-    the host's memory, to which activations go there."""
+    """Most bytes offloaded at once: bytes, `4GiB`, `4GB`; null: half of the folder's free space, or on CUDA half of the
+    host's free memory, which holds the activations there."""
     allocator: Annotated[str | None, AfterValidator(_known_allocator)] = None
     """Settings of CUDA's allocator, made before CUDA starts: `expandable_segments` (less fragmentation), or
-    `key:value` with commas between as in `PYTORCH_ALLOC_CONF`; null: as the environment says. Nothing on a CPU."""
+    `key:value` with commas between as in `PYTORCH_ALLOC_CONF`; null: the environment's setting. No effect on a CPU."""
     recompute: RecomputeConfig | None = None
-    """Recompute set by hand, as a mapping; null: left to the plan."""
+    """Recompute set by hand, as a mapping; null: the plan decides."""
     compile_blocks: bool = False
     """Compile each kind of repeated block once, when it first runs: exact to rounding, without budget and recompute.
     On CUDA the peak is predicted as if nothing were compiled."""
     verify: bool = False
-    """Before training, prove that the plan changes no gradient."""
+    """Before training, verify that the plan changes no gradient."""
 
     @model_validator(mode="after")
     def _one_hand_on_recompute(self) -> Self:
@@ -276,12 +276,12 @@ class MemoryConfig(Section):
 
 
 class OutputConfig(Section):
-    """Where results go."""
+    """The run's results."""
 
     folder: str = "runs/run"
-    """The run's folder, relative to where the command runs."""
+    """The run's folder, relative to the working folder."""
     overwrite: bool = False
-    """Replace what an earlier run left in the folder."""
+    """Replace the files of an earlier run in the folder."""
 
 
 def _model_kind(raw: Any) -> str:

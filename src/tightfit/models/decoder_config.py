@@ -50,7 +50,7 @@ class DecoderConfig:
     tie_embeddings: Switch = True
     """The head uses the embedding's matrix."""
     dropout: Share = 0.0
-    """Probability of dropping an element of the embedding and of what each half of a block adds."""
+    """Probability of dropping an element of the embedding and of each half-block's output."""
     attention_dropout: Share = 0.0
     """Probability of dropping an attention weight; only with `attention: sdpa`."""
     activation: Literal["swiglu", "geglu", "geglu_tanh"] = "swiglu"

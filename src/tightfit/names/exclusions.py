@@ -30,7 +30,7 @@ STEP_IN_BACKWARD_AND_SCALER = Exclusion(
     "step_in_backward",
     "precision fp16",
     "the gradient scaler looks at all gradients before the step",
-    "take bf16, or set step_in_backward to false",
+    "use bf16, or set step_in_backward to false",
 )
 BUDGET_AND_RECOMPUTE = Exclusion(
     "memory.budget",
@@ -41,25 +41,25 @@ BUDGET_AND_RECOMPUTE = Exclusion(
 BUDGET_AND_COMPILED_BLOCKS = Exclusion(
     "memory.budget",
     "memory.compile_blocks",
-    "the plan for a budget chooses what is compiled",
+    "the plan for a budget chooses the compiled blocks",
     "remove it, and name the lever compile in memory.levers",
 )
 RECOMPUTE_AND_COMPILED_BLOCKS = Exclusion(
     "memory.recompute",
     "memory.compile_blocks",
-    "what is recomputed are operators, which compiled code does not show",
+    "recompute repeats operators, which compiled code does not show",
     "remove one",
 )
 SEGMENTS_AND_REENTRANT = Exclusion(
     "segments",
     "use_reentrant",
-    "PyTorch's reentrant checkpoint holds what each block is given",
-    "leave out one",
+    "PyTorch's reentrant checkpoint keeps each block's inputs",
+    "remove one",
 )
 CHUNKED_ATTENTION_AND_DROPOUT = Exclusion(
     "model.attention chunked",
     "model.attention_dropout",
-    "the attention weights that would be dropped are never whole",
+    "chunked attention never materialises the weights that dropout would drop",
     "set model.attention_dropout to 0 or model.attention to sdpa",
 )
 WINDOW_AND_DROPOUT = Exclusion(
@@ -72,7 +72,7 @@ LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES = Exclusion(
     "the largest batch_size",
     "micro_batches auto",
     "in enough micro-batches every batch fits",
-    "give their number, or leave it out for one",
+    "set their number, or remove micro_batches for one",
 )
 
 # Those that concern no lever; the others stand with their levers (`planner.levers`).

@@ -25,7 +25,7 @@ class ChunkedLoss(Lever):
 
     name = "chunked_loss"
     title = "chunked loss"
-    summary = "head and cross-entropy run in chunks of tokens, so that the logits are never whole"
+    summary = "head and cross-entropy run on chunks of tokens and never materialise all logits"
     exactness = Exactness.ROUNDING
 
     @classmethod

@@ -27,7 +27,7 @@ class CompiledBlocks(Lever):
 
     name = "compile"
     title = "compile"
-    summary = "blocks run as torch.compile makes them (CPU)"
+    summary = "`torch.compile` compiles the blocks (CPU)"
     exactness = Exactness.ROUNDING
     role = Role.WHOLE_BLOCKS
     spread = 1.05  # kernels that the compiler fused round elsewhere: -3.2% to +3.3% (docs/lab-notes.md, "Rounding")

@@ -31,7 +31,7 @@ class Offload(Lever):
 
     name = "offload"
     title = "offload"
-    summary = "what blocks would hold for backward goes to a file (CPU) or to pinned host memory (CUDA) meanwhile"
+    summary = "saved activations move to a size-limited unlinked file (CPU) or pinned host memory (CUDA)"
     exactness = Exactness.EXACT
     role = Role.INSIDE_BLOCKS
     on_request = True

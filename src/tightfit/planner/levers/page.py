@@ -12,10 +12,10 @@ from tightfit.planner.levers import Exactness, Lever, lever_types
 _INTRODUCTION = """\
 # Levers
 
-Written by `python -m tightfit.planner.levers.page` from the registered levers. `exact` allows those that change no bit,
-`rounding` also those that change the order of sums; what is used "where named" has to be named besides:
-`levers=["rounding", "offload"]`, `--levers rounding,offload`. `verify` judges exact levers by bit-equality, the others
-by the error of the gradients against fp64.
+Written by `python -m tightfit.planner.levers.page` from the registered levers. `exact` allows levers that change no
+bit. `rounding` also allows levers that change the order of sums. A plan uses a lever marked "where named" only if you
+name it: `levers=["rounding", "offload"]`, `--levers rounding,offload`. `verify` judges exact levers by bit-equality,
+and the others by the error of the gradients against fp64.
 
 | lever | what it does | result | `verify` allows | used |
 |---|---|---|---|---|
@@ -24,9 +24,9 @@ by the error of the gradients against fp64.
 _EXCLUDING = """
 ## Levers and settings that exclude each other
 
-What is given together is refused with these words, before a step is run. Forty random combinations of levers are
-trained in `tests/training/test_combinations.py`: each is refused by this table, or has the losses of the plain
-training, to the last bit where its levers are exact, or says that its budget cannot be met.
+tightfit refuses each pair with these words, before it runs a step. `tests/training/test_combinations.py` trains forty
+random combinations of levers. Each is refused by this table, or has the losses of the plain training (to the last bit
+where its levers are exact), or reports that its budget cannot be met.
 
 | one | other | why | what to do |
 |---|---|---|---|

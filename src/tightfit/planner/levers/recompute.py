@@ -20,7 +20,7 @@ class Recompute(Lever):
 
     name = "recompute"
     title = "recompute"
-    summary = "what blocks would hold for backward is computed again, as much of it as the budget needs"
+    summary = "backward recomputes activations of blocks instead of saving them, as many as the budget requires"
     exactness = Exactness.EXACT
     role = Role.INSIDE_BLOCKS
     needs_blocks = True

@@ -28,7 +28,7 @@ class TiledModules(Lever):
 
     name = "tile"
     title = "tile"
-    summary = "feed-forwards run over some tokens of the sequence at a time; tried where nothing else fits"
+    summary = "feed-forwards run on a part of the sequence at a time; a plan tries it only where nothing else fits"
     exactness = Exactness.ROUNDING
     role = Role.LAST
     spread = PARTS_SPREAD
