@@ -203,13 +203,13 @@ class RealRun(Recording):
 _OWNED = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 
 
-def bytes_by_module(trace: StepTrace, index: int | None = None) -> dict[str, int]:
-    """Bytes in use while an operator runs (by default the one at the peak), by the module they belong to.
+def bytes_by_module(trace: StepTrace) -> dict[str, int]:
+    """Bytes in use at the peak, by the module they belong to.
 
     A parameter, its gradient and its states belong to its own module, other storages to the module that made them,
     scratch memory to the one that is running. They add up to the level.
     """
-    index = trace.peak_index if index is None else index
+    index = trace.peak_index
     totals: dict[str, int] = {}
     for storage in trace.alive_at(index):
         module = _module(trace, storage)
