@@ -30,6 +30,9 @@ from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import has_no_memory, real_tensors, twin_of, with_memory
+from tightfit.units import format_seconds
+
+LEAST_GAP = 1e-7  # seconds, the last digit that is shown of microseconds: a smaller gap must not read as none
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
@@ -249,12 +252,20 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         optimizer=request.optimizer_name,
         device=request.device.name,
         fingerprint=fingerprint(request.model),
-        assumptions=told(candidate.trace.assumptions),
+        assumptions=(*told(candidate.trace.assumptions), *not_proved(search.gap_seconds(candidate))),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
         room=search.room(candidate.trace),
     )
+
+
+def not_proved(gap_seconds: float) -> tuple[str, ...]:
+    """That a faster choice may exist, in a sentence; nothing where the choice was proved to be the fastest."""
+    if not gap_seconds:
+        return ()
+    most = format_seconds(max(gap_seconds, LEAST_GAP))
+    return (f"the choice was not proved to be the fastest: at most {most} a step from it",)
 
 
 def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoice, ...]:
