@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from tightfit.memory.allocator import Rise, recorded_rise
+
 Levers = Callable[[nn.Module], Any]  # applies levers to a model, returns a handle with undo()
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 _OWN_PLACES = ("_parameters", "_buffers", "_modules", "forward")  # compared elsewhere, or the lever itself
@@ -155,8 +157,8 @@ def assert_bit_equal(plain: Outcome, frugal: Outcome) -> None:
     assert not found, f"{len(found)} values differ:\n  " + "\n  ".join(found[:12])
 
 
-def allocator_record(step: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that the CPU allocator handed out during `step`: its highest point, and what is left at the end.
+def allocator_record(step: Callable[[], Any]) -> Rise:
+    """Bytes that the CPU allocator handed out during `step`.
 
     Garbage of earlier runs must not be freed inside the record, so the collector runs before and not during it.
     """
@@ -169,10 +171,4 @@ def allocator_record(step: Callable[[], Any]) -> tuple[int, int]:
             step()
     finally:
         gc.enable()
-    assert profile.profiler is not None
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak, now
+    return recorded_rise(profile)

@@ -5,7 +5,27 @@ can show its help without torch.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
+    from tightfit.doctor.diagnosing import diagnose
+    from tightfit.doctor.diagnosis import Diagnosis
+    from tightfit.levers.compiled import compile_blocks
+    from tightfit.levers.offload import offload
+    from tightfit.levers.recompute import recompute, undo
+    from tightfit.levers.tile import tile
+    from tightfit.memory.settings import set_allocator
+    from tightfit.models.scoring import TextScore, score
+    from tightfit.monitoring.watch import monitor
+    from tightfit.planner.api import curve, estimate, plan
+    from tightfit.planner.curves import Curve
+    from tightfit.planner.estimates import Estimate
+    from tightfit.planner.plans import Plan
+    from tightfit.planner.search.largest import Largest, maximise
+    from tightfit.step import TokenBatch
+    from tightfit.tracing.build import build_dry
+    from tightfit.training import TrainResult, train
+    from tightfit.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -37,7 +57,34 @@ _HOMES: dict[str, str] = {
     "verify": "tightfit.verification",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Curve",
+    "Diagnosis",
+    "Estimate",
+    "Largest",
+    "Plan",
+    "TextScore",
+    "TokenBatch",
+    "TrainResult",
+    "Verification",
+    "__version__",
+    "build_dry",
+    "compile_blocks",
+    "curve",
+    "diagnose",
+    "estimate",
+    "maximise",
+    "monitor",
+    "offload",
+    "plan",
+    "recompute",
+    "score",
+    "set_allocator",
+    "tile",
+    "train",
+    "undo",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,6 @@ ROUND = DeviceSpec(
         flops_per_second={"float32": 10 * TERA, "tf32": 20 * TERA, "bfloat16": 100 * TERA, "float16": 100 * TERA},
         memory_bytes_per_second=1000 * GIGA,
         link_bytes_per_second=10 * GIGA,
-        l2_bytes=2**20,
         sm_count=100,
         kernels=Kernels(
             shares={**dict.fromkeys(STREAMS, 0.5), "attention/backward": 0.25, "elementwise/uneven/half": 0.25},

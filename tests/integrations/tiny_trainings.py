@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from tightfit.memory.allocator import storage_bytes
+from tightfit.memory.allocator import recorded_rise, storage_bytes
 from tightfit.optim.by_name import state_tensors
 
 VOCABULARY = 300
@@ -78,12 +78,7 @@ class StepPeak:
     def end(self) -> int:
         self.profile.__exit__(None, None, None)
         gc.enable()
-        now = highest = 0
-        for event in self.profile.profiler.kineto_results.events():
-            if event.name() == "[memory]" and event.device_type().name == "CPU":
-                now += event.nbytes()
-                highest = max(highest, now)
-        return self.resident + highest
+        return self.resident + recorded_rise(self.profile).highest
 
 
 class PeakOfSteps(transformers.TrainerCallback):

@@ -11,7 +11,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.api import make_request
+from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Combination, Offload
 from tightfit.planner.request import Tracer
 from tightfit.tracing.copies import AWAY, BACK, WAIT
@@ -37,7 +37,7 @@ def batch():
 
 
 def traced(model, batch, rate, policies):
-    request = make_request(model, batch, None, "sgd", "bf16", linked(rate), ["offload"], None, 1, None)
+    request = Asked(model, batch, None, "sgd", "bf16", linked(rate), levers=["offload"]).request()
     return Tracer(request).whole(Combination(), policies)
 
 

@@ -15,7 +15,7 @@ from tightfit.errors import CannotFit, DeviceError
 from tightfit.levers.micro_batch import as_parts
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.api import make_request
+from tightfit.planner.asked import Asked
 from tightfit.planner.search.search import Search
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.build import build_dry
@@ -78,7 +78,7 @@ def test_an_estimate_for_a_cpu_knows_of_no_allocator():
 
 def test_a_device_without_a_known_capability_is_refused():
     unknown = replace(lookup("rtx4090"), compute_capability=None)
-    request = make_request(decoder(), BATCH, None, "adamw", "fp32", "rtx4090", None, None, 1, None)
+    request = Asked(decoder(), BATCH, device="rtx4090").request()
     with pytest.raises(DeviceError, match="capability"):
         _ = replace(request, device=unknown).role
 
@@ -136,7 +136,7 @@ def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
     model = build_dry(decoder)
     plain = estimate(model, BATCH, precision="bf16", device="rtx4090")
     small = replace(card, memory_bytes=CONTEXT_BYTES + plain.peak_bytes * 95 // 100)
-    request = make_request(model, BATCH, None, "adamw", "bf16", "rtx4090", None, None, 1, None)
+    request = Asked(model, BATCH, precision="bf16", device="rtx4090").request()
     found = Search(replace(request, device=small), "1TiB").run()
     assert found.policies
     assert fits_device(found.trace, small.memory_bytes - CONTEXT_BYTES)

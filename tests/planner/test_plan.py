@@ -1,6 +1,7 @@
 """A plan's peak is the allocator's, within the budget, and its gradients are the plain ones."""
 
 import json
+import re
 from functools import cache
 
 import pytest
@@ -69,6 +70,23 @@ def test_the_peak_never_rises_when_the_budget_falls():
         peaks.append(made.peak_bytes)
     assert len(peaks) > 6
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_choice_that_was_not_proved_to_be_the_fastest_says_how_far_from_it_it_may_be(monkeypatch):
+    def not_proved(made):
+        return [line for line in made.assumptions if line.startswith("the choice was not proved to be the fastest")]
+
+    proved = planned("0.65x")
+    monkeypatch.setattr("tightfit.planner.blocks.solve.FIRST_WIDTH", 2)
+    monkeypatch.setattr("tightfit.planner.blocks.solve.WIDEST", 2)
+    made = plan(decoder(), token_batch(8), "0.65x", levers="exact")
+    (line,) = not_proved(made)
+    stated = re.fullmatch(r".*: at most ([\d.]+) (µs|ms) a step from it", line)
+    gap = float(stated[1]) * {"µs": 1e-6, "ms": 1e-3}[stated[2]]
+    last_digit = 1e-4
+    assert 0 < made.step_seconds - proved.step_seconds <= gap + last_digit
+    assert f"Note: {line}." in str(made)
+    assert not not_proved(proved)
 
 
 def test_a_budget_above_the_plain_peak_changes_nothing():

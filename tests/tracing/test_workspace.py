@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from tightfit.memory.allocator import cpu_rise
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.workspace import cpu_workspace
 
@@ -12,13 +12,8 @@ aten = torch.ops.aten
 
 def highest_above_results(call, results: int) -> int:
     """The highest point of the allocations of one call, its results taken off."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        held = call()
-    level = top = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            top = max(top, level)
+    held = []
+    top = cpu_rise(lambda: held.extend(call()))
     assert sum(t.untyped_storage().nbytes() for t in held) == results
     return top - results
 

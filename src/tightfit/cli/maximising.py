@@ -49,7 +49,7 @@ def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Q
             multiple_of=multiple_of or dimension.multiple_of,
             at_most=dimension.at_most,
             notice=lambda line: typer.echo(line, err=True),
-            **first.how,
+            **first.asked.how,
         )
     except TightfitError:
         raise
@@ -72,7 +72,7 @@ def _dimension(question: Question, what: str, subject: Subject) -> Dimension:
 
 
 def _batch_size(question: Question, subject: Subject) -> Dimension:
-    return Dimension(lambda n: replace(question, batch_size=n), subject.step["micro_batches"])
+    return Dimension(lambda n: replace(question, batch_size=n), subject.asked.count)
 
 
 def _sequence_length(question: Question, subject: Subject) -> Dimension:

@@ -1,11 +1,11 @@
 """What a question is about, built: a model, a batch, and how their step is computed."""
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import typer
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from tightfit.data.prepare import prepare_data
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
-from tightfit.planner import api
+from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
+from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.plans import Plan
-from tightfit.step import Batch, Loss, TokenBatch
+from tightfit.step import Batch, Precision, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.training.fitting import recompute_by_hand
 from tightfit.training.objective import CausalLMLoss, counted
@@ -36,37 +37,32 @@ class Subject:
     """A model, a batch, and how their step is computed; answers the questions of the API about it."""
 
     name: str
-    model: nn.Module
-    batch: Batch
-    step: dict[str, Any]  # optimizer, precision, device, micro_batches and grad_clip, as `tightfit.estimate` takes them
+    asked: Asked
     optimizer: str  # by the name that the user knows
-    loss: Loss | None = None
     budget: int | str | None = None
-    levers: str | Sequence[str] | None = None
-    blocks: str | None = None
-    fewest_micro_batches: bool = False  # as few as a plan needs, instead of those of `step`
     recompute: RecomputeConfig | None = None  # set by hand
-    offload: Mapping[str, Any] = field(default_factory=dict)  # folder and budget, as `tightfit.plan` takes them
+
+    @property
+    def model(self) -> nn.Module:
+        return self.asked.model
+
+    @property
+    def batch(self) -> Batch:
+        return self.asked.batch
 
     def estimate(self) -> Estimate:
         with self.rejections(), self.recomputing():
-            found = api.estimate(self.model, self.batch, loss=self.loss, **self.step)
+            found = estimate_asked(replace(self.asked, micro_batches=self.asked.count))
         return replace(found, optimizer=self.optimizer)
 
     def plan(self, budget: int | str, *, curve: bool = False) -> Plan:
         with self.rejections():
-            found = api.plan(self.model, self.batch, budget, curve=curve, **self.how)
+            found = plan_asked(self.asked, budget, curve=curve)
         return replace(found, optimizer=self.optimizer)
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """The arguments of `tightfit.plan` apart from model, batch and budget."""
-        how = {"loss": self.loss, "levers": self.levers, "blocks": self.blocks, **self.offload, **self.step}
-        return {**how, "micro_batches": "auto"} if self.fewest_micro_batches else how
 
     def verify(self, plan: Plan) -> Verification:
         with self.rejections():
-            return verify(self.model, self.batch, plan, loss=self.loss)
+            return verify(self.model, self.batch, plan, loss=self.asked.loss)
 
     def recomputing(self) -> AbstractContextManager[Any]:
         """What CONFIG recomputes by hand, in force."""
@@ -82,7 +78,7 @@ class Subject:
         except Exception as error:
             if not came_from(self.model, error):
                 raise
-            batch = api.describe_batch(self.batch)
+            batch = describe_batch(self.batch)
             raise ModelError(f"{self.name} rejects the batch ({batch}): {type(error).__name__}: {error}") from error
 
 
@@ -105,7 +101,7 @@ def came_from(model: nn.Module, error: BaseException) -> bool:
 def subject_of(question: Question, *, dry: bool) -> Subject:
     """The subject of a question; a dry one has no weights. Raises `InputError` and its like for what is wrong."""
     subject = built(question, dry=dry)
-    lookup(subject.step["device"], notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
+    lookup(subject.asked.device, notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
     return subject
 
 
@@ -119,27 +115,26 @@ def _from_config(question: Question, dry: bool) -> Subject:
     assert question.config is not None, "the question has a CONFIG"
     config = load_config(question.config, question.settings)
     training = config.training
-    count = training.gradient_accumulation_steps
     model = _build(config, dry)
     return Subject(
         name=type(model).__name__,
-        model=model,
-        batch=counted(_ids(model, config) if dry else _first_batch(config)),
-        step={
-            "optimizer": OptimizerRecipe(training),
-            "precision": training.precision,
-            "device": None if training.device == "auto" else training.device,
-            "micro_batches": 1 if count == "auto" else count,
-            "grad_clip": training.grad_clip,
-        },
-        fewest_micro_batches=count == "auto",
+        asked=Asked(
+            model=model,
+            batch=counted(_ids(model, config) if dry else _first_batch(config)),
+            loss=CausalLMLoss(),
+            optimizer=OptimizerRecipe(training),
+            precision=training.precision,
+            device=None if training.device == "auto" else training.device,
+            micro_batches=training.gradient_accumulation_steps,
+            grad_clip=training.grad_clip,
+            levers=config.memory.levers,
+            blocks=question.blocks,
+            offload_folder=config.memory.offload_folder,
+            offload_budget=config.memory.offload_budget,
+        ),
         optimizer=training.optimizer,
-        loss=CausalLMLoss(),
         budget=config.memory.budget,
-        levers=config.memory.levers,
-        blocks=question.blocks,
         recompute=config.memory.recompute,
-        offload={"offload_folder": config.memory.offload_folder, "offload_budget": config.memory.offload_budget},
     )
 
 
@@ -172,20 +167,19 @@ def _from_model(question: Question, dry: bool) -> Subject:
         batch = _tokens(model, question.batch_size or SIZE, question.seq_len or LENGTH, "--seq-len")
     return Subject(
         name=f"{question.model} ({type(model).__name__})",
-        model=model,
-        batch=batch,
-        step={
-            "optimizer": question.optimizer or "adamw",
-            "precision": question.precision or "fp32",
-            "device": question.device,
-            "micro_batches": 1 if question.micro_batches in (None, "auto") else question.micro_batches,
-            "grad_clip": question.grad_clip,
-        },
-        fewest_micro_batches=question.micro_batches == "auto",
+        asked=Asked(
+            model=model,
+            batch=batch,
+            optimizer=question.optimizer or "adamw",
+            precision=cast(Precision, question.precision or "fp32"),  # checked with the other arguments
+            device=question.device,
+            micro_batches=1 if question.micro_batches is None else question.micro_batches,
+            grad_clip=question.grad_clip,
+            levers=question.allowed,
+            blocks=question.blocks,
+        ),
         optimizer=question.optimizer or "adamw",
         budget=question.budget,
-        levers=question.allowed,
-        blocks=question.blocks,
     )
 
 

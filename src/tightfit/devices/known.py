@@ -81,7 +81,6 @@ def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
         flops_per_second={dtype: rate * 1e12 for dtype, rate in entry["teraflops"].items()},
         memory_bytes_per_second=entry["gigabytes_per_second"] * 1e9,
         link_bytes_per_second=entry["link"]["lanes"] * LANE_BYTES_PER_SECOND[entry["link"]["pcie"]],
-        l2_bytes=int(entry["l2_mib"] * 2**20),
         sm_count=entry["sm_count"],
         kernels=kernels_of(entry["kernels"]),
     )

@@ -61,7 +61,6 @@ class Roofline:
     flops_per_second: Mapping[str, float]
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    l2_bytes: int
     sm_count: int
     kernels: Kernels
 

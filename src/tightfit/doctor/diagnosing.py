@@ -15,11 +15,12 @@ from tightfit.memory.snapshot import Snapshot, snapshot_of
 from tightfit.monitoring.record import Record
 from tightfit.monitoring.watch import Watch
 from tightfit.monitoring.where import place_of_error
-from tightfit.planner.api import Optimizer, make_request
+from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.footing import footing
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Footing
+from tightfit.planner.request import Optimizer
 from tightfit.step import Batch, Loss, Precision
 from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes
@@ -52,7 +53,7 @@ def diagnose(
     if model is None or batch is None:
         known = () if found.by_category or found.holders else (WATCH,)
         return replace(found, advice=(*found.advice, *known, ASK_PYTHON))
-    request = make_request(model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip)
+    request = Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip).request()
     priced = priced_remedies(request, found.limit_bytes)
     expected = symptoms.of_step(found.subject, footing(priced.plain))
     if not found.by_category:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError, ModelError
-from tightfit.integrations.flattened import Flattened
 from tightfit.integrations.planning import GuestStep
+from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch, Precision
 
 _PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}

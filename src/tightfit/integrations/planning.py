@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,8 @@ from tightfit.errors import CannotFit, TraceError
 from tightfit.integrations.batches import all_labels_counted, repeated
 from tightfit.integrations.checkpointing import TakenOver
 from tightfit.levers.micro_batch import batch_size
-from tightfit.planner import api
+from tightfit.planner.api import estimate_asked, plan_asked
+from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
@@ -63,15 +63,18 @@ class GuestStep:
     accumulated: int = 1
     grad_clip: float | None = None
 
-    def asked(self) -> dict[str, Any]:
-        """The arguments that `estimate` and `plan` share."""
-        return {
-            "loss": self.loss,
-            "optimizer": self.optimizer,
-            "precision": "fp32" if self.device.type == "cpu" else self.precision,
-            "device": self.device,
-            "grad_clip": self.grad_clip,
-        }
+    def asked(self, batch: Batch, micro_batches: int) -> Asked:
+        """The step, all its batches like this one at their fullest."""
+        return Asked(
+            model=self.model,
+            batch=self.fullest(batch),
+            loss=self.loss,
+            optimizer=self.optimizer,
+            precision="fp32" if self.device.type == "cpu" else self.precision,
+            device=self.device,
+            micro_batches=micro_batches,
+            grad_clip=self.grad_clip,
+        )
 
     def whole(self, batch: Batch) -> Batch:
         """The batches of one update in one, all of them like this one."""
@@ -83,7 +86,7 @@ class GuestStep:
 
     def footing(self, batch: Batch, micro_batches: int) -> Footing:
         """The step as it stands, levers and all, in figures; all its batches are like this one, at their fullest."""
-        return api.estimate(self.model, self.fullest(batch), micro_batches=micro_batches, **self.asked()).footing
+        return estimate_asked(self.asked(batch, micro_batches)).footing
 
     def budget_bytes(self, budget: int | str, plain: Footing) -> int:
         """Raises `BudgetError` for one that cannot be read."""
@@ -181,17 +184,8 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
     plans, misfits = [], []
     for count in counts:
         try:
-            plans.append(
-                api.plan(
-                    step.model,
-                    step.fullest(batch),
-                    wish.budget,
-                    levers=sorted(levers),
-                    blocks=wish.blocks,
-                    micro_batches=count,
-                    **step.asked(),
-                )
-            )
+            asked = replace(step.asked(batch, count), levers=sorted(levers), blocks=wish.blocks)
+            plans.append(plan_asked(asked, wish.budget))
         except CannotFit as error:
             misfits.append(error)
     if not plans:

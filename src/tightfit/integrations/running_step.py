@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 import tightfit
 from tightfit.devices.present import lookup
@@ -26,6 +25,7 @@ from tightfit.optim.by_name import state_tensors
 from tightfit.planner.levers import allowed_levers
 from tightfit.planner.request import Request
 from tightfit.runtime.internals import set_version_counters
+from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, Part, StepSettings
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.step import plain_tensors
@@ -90,8 +90,7 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
     batch = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
     kept = [value for name, value in variables.items() if name not in step.binds]
     optimizer = optimizer_of(model)
-    tensors = [leaf for value in kept for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
-    inside = without_states([tensor for tensor in tensors if tensor.device == here], optimizer)
+    inside = without_states([tensor for tensor in tensors_in(kept) if tensor.device == here], optimizer)
     held = [tensor for other in others for tensor in (*other.parameters(), *other.buffers(), *plain_tensors(other))]
     request = RunningRequest(
         model=model,

@@ -4,7 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,18 @@ def cpu_rise(step: Callable[[], Any]) -> int:
         )
         with profile:
             step()
+    return recorded_rise(profile).highest
+
+
+class Rise(NamedTuple):
+    """Bytes above those that were there when a record began: at its highest point, and at its end."""
+
+    highest: int
+    left: int
+
+
+def recorded_rise(profile: torch.profiler.profile) -> Rise:
+    """What the CPU's allocator handed out during a profile that has ended and was made with `profile_memory`."""
     results: Any = profile.profiler and profile.profiler.kineto_results
     assert results is not None, "the profile has ended"
     now = highest = 0
@@ -79,7 +91,7 @@ def cpu_rise(step: Callable[[], Any]) -> int:
         if event.name() == "[memory]" and event.device_type().name == "CPU":
             now += event.nbytes()
             highest = max(highest, now)
-    return highest
+    return Rise(highest, now)
 
 
 @contextmanager

@@ -83,23 +83,23 @@ def category_table(record: RecordedTraining) -> Table:
     return table
 
 
-def module_table(by_module: Mapping[str, int], count: int = MODULES) -> Table:
+def module_table(by_module: Mapping[str, int]) -> Table:
     """The modules that hold most at the peak."""
     table = table_of("modules at the peak", "bytes", "share")
     total = sum(by_module.values())
     items = sorted(by_module.items(), key=lambda item: -item[1])
-    for path, size in items[:count]:
+    for path, size in items[:MODULES]:
         table.add_row(path or "top level", format_bytes(size), f"{size / total:.1%}")
-    rest = sum(size for _, size in items[count:])
+    rest = sum(size for _, size in items[MODULES:])
     if rest:
-        table.add_row(f"{len(items) - count} others", format_bytes(rest), f"{rest / total:.1%}")
+        table.add_row(f"{len(items) - MODULES} others", format_bytes(rest), f"{rest / total:.1%}")
     return table
 
 
-def tensor_table(groups: Sequence[TensorGroup], count: int = TENSORS) -> Table:
+def tensor_table(groups: Sequence[TensorGroup]) -> Table:
     """The largest tensors at the peak; those that differ only in a block's number on one line."""
     table = table_of("largest tensors", "bytes", "what", "made by", texts=("what", "made by"))
-    for group in groups[:count]:
+    for group in groups[:TENSORS]:
         what = f"{group.category} {'x'.join(map(str, group.shape))} {group.dtype}".strip()
         times = f" ×{group.count}" if group.count > 1 else ""
         table.add_row((group.name or "top level") + times, format_bytes(group.bytes), what, short(group.operator))

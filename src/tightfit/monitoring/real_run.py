@@ -16,11 +16,11 @@ from tightfit.optim.by_name import named_states
 from tightfit.optim.gradients import gradient_memory
 from tightfit.runtime.activity import AsideOfLoop
 from tightfit.runtime.internals import current_node, is_profiling
-from tightfit.runtime.operators import Traits, traits_of
+from tightfit.runtime.operators import Traits, instances, traits_of
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
-from tightfit.tracing.recording import Recording, answers_itself, tensors_in
+from tightfit.tracing.recording import Recording, answers_itself
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import record
 from tightfit.tracing.workspace import cpu_workspace
@@ -128,7 +128,7 @@ class RealRun(Recording):
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)
-        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        inputs = [*instances(torch.Tensor, args), *instances(torch.Tensor, kwargs.values())]
         reads = tuple(self.see(tensor).value for tensor in inputs)
         index = self.begin(inputs)
         began = time.perf_counter()
@@ -159,7 +159,7 @@ class RealRun(Recording):
         # Some figures are measured under a profiler, of which there can be only one at a time.
         if self.device.type != "cpu" or is_profiling():
             return 0
-        shapes, made = ([TensorShape.of(tensor) for tensor in tensors] for tensors in (inputs, tensors_in((out,))))
+        shapes, made = (list(map(TensorShape.of, tensors)) for tensors in (inputs, instances(torch.Tensor, (out,))))
         return cpu_workspace(name, shapes, made, tuple(a for a in args if not isinstance(a, torch.Tensor)))
 
     def fail(self, traits: Traits, reads: tuple[int, ...], error: BaseException) -> None:
@@ -203,13 +203,13 @@ class RealRun(Recording):
 _OWNED = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 
 
-def bytes_by_module(trace: StepTrace, index: int | None = None) -> dict[str, int]:
-    """Bytes in use while an operator runs (by default the one at the peak), by the module they belong to.
+def bytes_by_module(trace: StepTrace) -> dict[str, int]:
+    """Bytes in use at the peak, by the module they belong to.
 
     A parameter, its gradient and its states belong to its own module, other storages to the module that made them,
     scratch memory to the one that is running. They add up to the level.
     """
-    index = trace.peak_index if index is None else index
+    index = trace.peak_index
     totals: dict[str, int] = {}
     for storage in trace.alive_at(index):
         module = _module(trace, storage)

@@ -7,7 +7,7 @@ and several micro-batches are one step. What runs aside of the training (a dry r
 part of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from tightfit.runtime.activity import AsideOfLoop
 from tightfit.runtime.internals import at_end_of_backward, current_node
+from tightfit.runtime.nested import flatten
 from tightfit.tracing.record import Phase
 
 
@@ -115,16 +116,5 @@ class Stage:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """The tensors of a result, scalars first: in lists, tuples, dicts and dataclasses, as models return them."""
-    return sorted(_leaves(output), key=torch.Tensor.dim)
-
-
-def _leaves(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, list | tuple):
-        for item in output:
-            yield from _leaves(item)
-    elif isinstance(output, Mapping):
-        yield from _leaves(list(output.values()))
-    elif hasattr(output, "__dataclass_fields__"):
-        yield from _leaves(list(vars(output).values()))
+    tensors = [leaf for leaf in flatten(output).leaves if isinstance(leaf, torch.Tensor)]
+    return sorted(tensors, key=torch.Tensor.dim)

@@ -11,7 +11,6 @@ from typing import Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from tightfit.errors import InputError
 from tightfit.memory.counters import allocator_state
@@ -27,6 +26,7 @@ from tightfit.planner.footing import footing
 from tightfit.planner.wrapped import refuse_sharded
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import compiled_code_off, is_innermost
+from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.record import Category, Phase, StepTrace
 
 RECENT_STEPS = 101  # whose median is the step's time
@@ -227,9 +227,8 @@ class Watch:
 
     def _inputs(self, args: tuple, kwargs: dict) -> None:
         if self._run is not None and not self._run.passive:
-            for leaf in tree_iter((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self._run.ledger.enter(leaf, Category.INPUT)
+            for tensor in tensors_in((args, kwargs)):
+                self._run.ledger.enter(tensor, Category.INPUT)
 
     def _step_ends(self) -> None:
         ended = time.perf_counter()

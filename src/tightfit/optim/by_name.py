@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
@@ -16,6 +15,7 @@ from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.optim.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
 from tightfit.runtime.internals import fused_kernel_devices
+from tightfit.runtime.nested import tensors_in
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 _ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -130,8 +130,7 @@ def named_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, t
     """Every tensor of the optimizer's state, after the parameter that it belongs to and the name of the state."""
     for parameter, states in optimizer.state.items():
         for key, value in states.items():
-            for leaf in tree_iter(value):
-                if isinstance(leaf, torch.Tensor):
-                    yield from ((parameter, key, tensor) for tensor in memory_of(leaf))
+            for leaf in tensors_in(value):
+                yield from ((parameter, key, tensor) for tensor in memory_of(leaf))
     if isinstance(optimizer, OffloadedAdamW):
         yield from ((parameter, "weight on the host", copy) for parameter, copy in optimizer.host_weights.items())

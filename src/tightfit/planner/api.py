@@ -7,35 +7,30 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tightfit.devices.present import lookup
 from tightfit.errors import InputError
-from tightfit.levers.offload import OffloadSettings, positive_bytes
 from tightfit.levers.recompute import KEEP_ALL, Policy
-from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import policy_of
-from tightfit.planner.arguments import check_levers, check_settings, check_step
+from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, make_estimate, told
 from tightfit.planner.footing import dtypes_of, fingerprint, footing
-from tightfit.planner.levers import CompiledBlocks, Lever, MicroBatches, Offload, Recompute, allowed_levers
+from tightfit.planner.levers import CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
-from tightfit.planner.request import Request
+from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
-from tightfit.planner.wrapped import refuse_distributed
 from tightfit.runtime.activity import aside
-from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
+from tightfit.step import Batch, Loss, Precision
 from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import StepTrace
-from tightfit.tracing.twin import has_no_memory, real_tensors, twin_of, with_memory
+from tightfit.tracing.twin import real_tensors
+from tightfit.units import format_seconds
 
-Optimizer = str | OptimizerFactory | torch.optim.Optimizer
+LEAST_GAP = 1e-7  # seconds, the last digit that is shown of microseconds: a smaller gap must not read as none
 
 
-@aside()
-@real_tensors()
 def estimate(
     model: nn.Module,
     batch: Batch,
@@ -58,14 +53,10 @@ def estimate(
     has gradients now and all of them are zero.
     Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
     """
-    request = make_request(
-        model, batch, loss, optimizer, precision, device, None, None, micro_batches, grad_clip, keep_gradients
-    )
-    return make_estimate(request)
+    asked = Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients)
+    return estimate_asked(asked)
 
 
-@aside()
-@real_tensors()
 def plan(
     model: nn.Module,
     batch: Batch,
@@ -99,29 +90,11 @@ def plan(
     Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
     `LeverError` where offload is named and not available.
     """
-    search = make_search(
-        model,
-        batch,
-        budget,
-        loss=loss,
-        optimizer=optimizer,
-        precision=precision,
-        device=device,
-        levers=levers,
-        blocks=blocks,
-        micro_batches=micro_batches,
-        grad_clip=grad_clip,
-        keep_gradients=keep_gradients,
-        offload_folder=offload_folder,
-        offload_budget=offload_budget,
-    )
-    found = search.run()
-    if not curve:
-        return as_plan(search, found)
-    tradeoff = Tradeoff(search)
-    drawn = tradeoff.curve()
-    tradeoff.try_forbidden()
-    return replace(as_plan(search, found), curve=drawn)
+    asked = Asked(
+        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
+        levers, blocks, offload_folder, offload_budget,
+    )  # fmt: skip
+    return plan_asked(asked, budget, curve=curve)
 
 
 @aside()
@@ -146,9 +119,10 @@ def curve(
     `points` is the number of budgets for which a choice is solved and traced as applied. The other arguments are those
     of `plan`. The curve also holds the fixed recipes that are used without a plan.
     """
-    request = make_request(
-        model, batch, loss, optimizer, precision, device, levers, blocks, micro_batches, grad_clip, keep_gradients
+    asked = Asked(
+        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, levers, blocks
     )
+    request = asked.request()
     if points < 1:
         raise InputError(f"points is {points}, wanted at least 1")
     search = Search(request, "1x")
@@ -156,83 +130,25 @@ def curve(
     return Tradeoff(search).curve(points)
 
 
-def make_search(
-    model: nn.Module,
-    batch: Batch,
-    budget: int | str,
-    *,
-    loss: Loss | None = None,
-    optimizer: Optimizer = "adamw",
-    precision: Precision = "fp32",
-    device: Any = None,
-    levers: str | Sequence[str] | None = None,
-    blocks: str | None = None,
-    micro_batches: int | Literal["auto"] = 1,
-    grad_clip: float | None = None,
-    keep_gradients: bool | None = None,
-    offload_folder: str | None = None,
-    offload_budget: int | str | None = None,
-) -> Search:
-    """A search about to begin, from the arguments of `plan`."""
-    count = 1 if micro_batches == "auto" else micro_batches
-    request = make_request(
-        model, batch, loss, optimizer, precision, device, levers, blocks, count, grad_clip, keep_gradients
-    )
-    request = replace(request, offload=OffloadSettings(offload_folder, positive_bytes(offload_budget)))
-    if micro_batches == "auto":
-        request = replace(request, levers=request.levers | {MicroBatches.name}, fewest_micro_batches=True)
-    return Search(request, budget)
+@aside()
+@real_tensors()
+def estimate_asked(asked: Asked) -> Estimate:
+    """`tightfit.estimate`, of what was asked."""
+    return make_estimate(asked.request())
 
 
-def make_request(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    optimizer: Optimizer,
-    precision: Precision,
-    device: Any,
-    levers: str | Sequence[str] | None,
-    blocks: str | None,
-    micro_batches: int,
-    grad_clip: float | None,
-    keep_gradients: bool | None = None,
-) -> Request:
-    """The arguments of a user's call, checked."""
-    check_step(model, batch, loss, optimizer, precision)
-    check_settings(micro_batches, grad_clip, blocks)
-    check_levers(levers)
-    refuse_distributed(model, "a plan or an estimate")
-    keeps = gradients_are_zero(model) if keep_gradients is None else keep_gradients
-    model, batch = as_twins(model, batch, optimizer)
-    return Request(
-        model=model,
-        batch=batch,
-        loss=loss or model_loss,
-        optimizer=optimizer,
-        settings=StepSettings(precision, grad_clip, keeps),
-        device=lookup(device),
-        levers=allowed_levers(levers),
-        blocks=blocks,
-        micro_batches=micro_batches,
-    )
-
-
-def gradients_are_zero(model: nn.Module) -> bool:
-    """Whether a loop has set the model's gradients to zero and left them there: a backward leaves others."""
-    held = [p.grad for p in model.parameters() if p.grad is not None]
-    known = all(g.layout is torch.strided and not has_no_memory(g) for g in held)
-    return bool(held) and known and not any(bool(g.detach().any()) for g in held)
-
-
-def as_twins(model: nn.Module, batch: Batch, optimizer: Optimizer) -> tuple[nn.Module, Batch]:
-    """Model and batch, those on meta or fake as twins that can be run dry. Raises `InputError`, `ModelError`."""
-    twin = twin_of(model)
-    if twin is not model and isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(
-            f"optimizer: this {type(optimizer).__name__} holds parameters without memory (meta, or fake): give its "
-            "name, or a callable that takes parameters"
-        )
-    return twin, with_memory(batch, model)
+@aside()
+@real_tensors()
+def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
+    """`tightfit.plan`, of what was asked."""
+    search = Search(asked.request(may_choose=True), budget)
+    found = search.run()
+    if not curve:
+        return as_plan(search, found)
+    tradeoff = Tradeoff(search)
+    drawn = tradeoff.curve()
+    tradeoff.try_forbidden()
+    return replace(as_plan(search, found), curve=drawn)
 
 
 def as_plan(search: Search, candidate: Candidate) -> Plan:
@@ -249,12 +165,20 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         optimizer=request.optimizer_name,
         device=request.device.name,
         fingerprint=fingerprint(request.model),
-        assumptions=told(candidate.trace.assumptions),
+        assumptions=(*told(candidate.trace.assumptions), *not_proved(search.gap_seconds(candidate))),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
         room=search.room(candidate.trace),
     )
+
+
+def not_proved(gap_seconds: float) -> tuple[str, ...]:
+    """That a faster choice may exist, in a sentence; nothing where the choice was proved to be the fastest."""
+    if not gap_seconds:
+        return ()
+    most = format_seconds(max(gap_seconds, LEAST_GAP))
+    return (f"the choice was not proved to be the fastest: at most {most} a step from it",)
 
 
 def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoice, ...]:

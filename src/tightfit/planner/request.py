@@ -31,6 +31,8 @@ from tightfit.tracing.rules import ONE_SIDED, Routing
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import trace_part, trace_step
 
+Optimizer = str | OptimizerFactory | torch.optim.Optimizer
+
 
 @dataclass(frozen=True)
 class Request:
@@ -39,7 +41,7 @@ class Request:
     model: nn.Module
     batch: Batch
     loss: Loss
-    optimizer: str | OptimizerFactory | torch.optim.Optimizer
+    optimizer: Optimizer
     settings: StepSettings
     device: DeviceSpec
     levers: frozenset[str]

@@ -175,9 +175,9 @@ def rejected_table(plan: PlanRecord) -> Table:
 # Curves
 
 
-def describe_curve(curve: CurveRecord, width: int = WIDTH) -> str:
+def describe_curve(curve: CurveRecord) -> str:
     """The frontier, and the recipes beside it."""
-    return rendered(*curve_tables(curve), width=width)
+    return rendered(*curve_tables(curve))
 
 
 def curve_tables(curve: CurveRecord, chosen_bytes: int | None = None) -> list[Table | str]:

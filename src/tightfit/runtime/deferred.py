@@ -47,9 +47,9 @@ class GaveWay(BaseException):
 
 
 @contextmanager
-def deferred(packages: Sequence[str] = PACKAGES) -> Iterator["Deferral"]:
-    """Inside, importing one of these packages gives a stand-in, unless it is loaded already."""
-    deferral = Deferral([name for name in packages if name not in sys.modules])
+def deferred() -> Iterator["Deferral"]:
+    """Inside, importing one of `PACKAGES` gives a stand-in, unless it is loaded already."""
+    deferral = Deferral([name for name in PACKAGES if name not in sys.modules])
     sys.meta_path.insert(0, deferral)
     try:
         yield deferral

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+
+from tightfit.runtime.nested import tensors_in
 
 _CONTAINERS = list | tuple | dict
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -39,9 +40,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """The tensors that a module itself holds: parameters, buffers, and plain attributes, also in containers."""
-    values = [value for name, value in vars(module).items() if name not in _REGISTERED]
-    plain = [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    plain = [tensor for _, tensors in plain_tensors_of(module) for tensor in tensors]
     return [*module.parameters(recurse=False), *module.buffers(recurse=False), *plain]
+
+
+def plain_tensors_of(module: nn.Module) -> list[tuple[str, list[Tensor]]]:
+    """The tensors that a module itself holds as plain attributes, in containers too, by the attribute's name."""
+    return [(name, list(tensors_in(value))) for name, value in vars(module).items() if name not in _REGISTERED]
 
 
 def globs_of(paths: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from tightfit.errors import TraceError
-from tightfit.runtime.operators import Traits, map_instances, traits_of, written_arguments
+from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.tracing.faults import faults
 from tightfit.tracing.hollow import is_hollow, set_hollow
 from tightfit.tracing.ledger import Cell, Ledger
@@ -29,7 +29,6 @@ from tightfit.tracing.recording import (
     Recording,
     answers_itself,
     no_cost,
-    tensors_in,
 )
 from tightfit.tracing.rules import (
     CHOOSING,
@@ -72,7 +71,7 @@ class DryRun(Recording):
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)
-        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        inputs = [*instances(torch.Tensor, args), *instances(torch.Tensor, kwargs.values())]
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
@@ -150,9 +149,8 @@ class DryRun(Recording):
 
     def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run the operator for real, keeping what it overwrites of memory that is not ours."""
-        for target in tree_iter(written_arguments(traits, args, kwargs)):
-            if isinstance(target, torch.Tensor):
-                self.keep_original(target)
+        for target in instances(torch.Tensor, written_arguments(traits, args, kwargs)):
+            self.keep_original(target)
         faults.operator = traits.name
         try:
             with one_thread():
@@ -178,9 +176,8 @@ class DryRun(Recording):
         """Return what the operator would return, with nothing in it."""
         targets = written_arguments(traits, args, kwargs)
         if traits.returns_written:
-            for target in tree_iter(targets):
-                if isinstance(target, torch.Tensor):
-                    self.see(target).known = False
+            for target in instances(torch.Tensor, targets):
+                self.see(target).known = False
             returns = len(func._schema.returns)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets[:returns])
         shapes = self.shapes(func, args, kwargs, key)

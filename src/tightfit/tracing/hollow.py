@@ -41,9 +41,9 @@ def spanned_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
 
 
-def set_hollow(tensor: torch.Tensor, *, hollow: bool = True) -> None:
-    """Mark the memory under a tensor as never written (or as written after all)."""
-    tensor.untyped_storage().__dict__[_HOLLOW] = hollow
+def set_hollow(tensor: torch.Tensor) -> None:
+    """Mark the memory under a tensor as never written."""
+    tensor.untyped_storage().__dict__[_HOLLOW] = True
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:

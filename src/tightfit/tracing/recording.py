@@ -5,7 +5,7 @@ Whether a step runs dry (`tracing/dry_run.py`) or for real (`monitoring/real_run
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
-from tightfit.runtime.operators import Traits, is_index, written_arguments
+from tightfit.runtime.operators import Traits, flat, instances, is_index, written_arguments
 from tightfit.tracing.hollow import is_hollow
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -93,10 +93,10 @@ class Recording(TorchDispatchMode):
     # The steps of one operator
 
     def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        for tensor in tensors_in(args):
+        for tensor in instances(torch.Tensor, args):
             self.see(tensor)
         out = func(*args, **kwargs)
-        for tensor in tensors_in((out,)):
+        for tensor in instances(torch.Tensor, (out,)):
             self.see(tensor)
         return out
 
@@ -112,10 +112,10 @@ class Recording(TorchDispatchMode):
         """Enter fresh storages and new values. Returns the values that this operator made."""
         made = []
         if traits.written:
-            for target in tensors_in(written_arguments(traits, args, kwargs)):
+            for target in instances(torch.Tensor, written_arguments(traits, args, kwargs)):
                 made.append(self.ledger.new_value(self.see(target), index))
         forward = self.phase is Phase.FORWARD or now.recomputing > 0
-        for tensor in tensors_in((out,)):
+        for tensor in instances(torch.Tensor, (out,)):
             if self.ledger.cell_of(tensor) is None:
                 cell = self.ledger.track(tensor, known=known or not is_hollow(tensor), operator=index, forward=forward)
                 made.append(cell.value)
@@ -133,7 +133,7 @@ class Recording(TorchDispatchMode):
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, module, seconds + executor_seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, tensors_in((out,)))),
+                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, flat(out))),
                 executor_seconds=executor_seconds, call=call,
             )
         )  # fmt: skip
@@ -164,7 +164,7 @@ class Recording(TorchDispatchMode):
         price = self._costs.get(key)
         if price is None:
             shapes = [TensorShape.of(t) for t in inputs]
-            outputs = [TensorShape.of(t) for t in tensors_in((out,))]
+            outputs = [TensorShape.of(t) for t in instances(torch.Tensor, (out,))]
             constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
             price = self._costs[key] = (
                 self.cost(traits.name, shapes, outputs, constants),
@@ -190,15 +190,6 @@ class Recording(TorchDispatchMode):
         if entry.died == when + 1:
             entry.died = when
             self.levels[when] -= entry.bytes
-
-
-def tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, those in lists too; PyTorch's tree functions take three times as long."""
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from tensors_in(item)
 
 
 @functools.cache

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.optim.gradients import gradient_memory
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.runtime.activity import accumulation, aside, now
+from tightfit.runtime.module_paths import plain_tensors_of
+from tightfit.runtime.nested import tensors_in
 from tightfit.step import Loss, Part, StepSettings, forward_backward, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
@@ -136,7 +137,7 @@ def _dry(
     routing: Routing = Routing.BALANCED,
 ) -> Iterator[DryRun]:
     """A dry run about to begin; everything it touches is put back afterwards."""
-    batch = [t for t in tree_iter([part.batch for part in parts]) if isinstance(t, torch.Tensor)]
+    batch = list(tensors_in([part.batch for part in parts]))
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     if role is not None:
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
@@ -190,10 +191,9 @@ def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], pl
 
 def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes, in containers too, and the scales of quantised weights."""
-    skipped = ("_parameters", "_buffers", "_modules")
-    values = [v for module in model.modules() for name, v in module.__dict__.items() if name not in skipped]
+    held = [tensors for module in model.modules() for _, tensors in plain_tensors_of(module)]
     scales = [leaf for parameter in model.parameters() for leaf in scales_of(parameter)]
-    return [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)] + scales
+    return [tensor for tensors in held for tensor in tensors] + scales
 
 
 def run_twice(

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tightfit.errors import ModelError
 from tightfit.runtime.internals import fake_mode_is_active, is_fake, no_modes
 from tightfit.runtime.module_paths import named_modules, tensors_of
+from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.shapes import TensorShape
 
@@ -55,7 +56,7 @@ def with_memory(batch: Batch, model: nn.Module) -> Batch:
     """The batch with CPU tensors in the place of those without memory: numbers unknown, truth values and masks true,
     integers as in `TokenBatch`, below the size of each embedding of the model.
     """
-    if isinstance(batch, TokenBatch) or not any(isinstance(t, Tensor) and has_no_memory(t) for t in tree_iter(batch)):
+    if isinstance(batch, TokenBatch) or not any(map(has_no_memory, tensors_in(batch))):
         return batch
     sizes = [module.num_embeddings for _, module in named_modules(model) if isinstance(module, nn.Embedding)]
     below = min(sizes, default=2)

@@ -12,7 +12,8 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import LeverError
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.recompute import recompute
-from tightfit.planner import api
+from tightfit.planner.api import estimate_asked, plan_asked
+from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Footing
@@ -59,26 +60,30 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     """
     training, memory = config.training, config.memory
     accumulated = training.gradient_accumulation_steps
-    how: dict[str, Any] = {
-        "loss": loss,
-        "optimizer": OptimizerRecipe(training),
-        "precision": training.precision,
-        "device": device,
-        "grad_clip": training.grad_clip,
-    }
+    asked = Asked(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=OptimizerRecipe(training),
+        precision=training.precision,
+        device=device,
+        micro_batches=accumulated,
+        grad_clip=training.grad_clip,
+        levers=memory.levers,
+        offload_folder=memory.offload_folder,
+        offload_budget=memory.offload_budget,
+    )
     if memory.budget is not None:
-        how |= {"offload_folder": memory.offload_folder, "offload_budget": memory.offload_budget}
-        plan = api.plan(model, batch, memory.budget, levers=memory.levers, micro_batches=accumulated, **how)
+        plan = plan_asked(asked, memory.budget)
         plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
-        return Fit(plan.plain, plan.planned, 1 if accumulated == "auto" else accumulated, plan.micro_batches, plan)
+        return Fit(plan.plain, plan.planned, asked.count, plan.micro_batches, plan)
     assert accumulated != "auto", "without a budget the configuration has a number"
-    how["micro_batches"] = accumulated
-    plain = api.estimate(model, batch, **how).footing
+    plain = estimate_asked(asked).footing
     by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks)
     if memory.recompute is None and not memory.compile_blocks:
         return by_hand
     with by_hand.apply(model):
-        return replace(by_hand, planned=api.estimate(model, batch, **how).footing)
+        return replace(by_hand, planned=estimate_asked(asked).footing)
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

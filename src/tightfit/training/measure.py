@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from tightfit.memory.allocator import measured_peak
 from tightfit.optim.by_name import state_tensors
+from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.step import plain_tensors
 
 __all__ = ["measured_peak", "resident_tensors"]
@@ -15,5 +15,4 @@ __all__ = ["measured_peak", "resident_tensors"]
 
 def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Tensor]:
     """Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's states and the batch."""
-    inputs = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
-    return [*model.parameters(), *model.buffers(), *plain_tensors(model), *state_tensors(optimizer), *inputs]
+    return [*model.parameters(), *model.buffers(), *plain_tensors(model), *state_tensors(optimizer), *tensors_in(batch)]

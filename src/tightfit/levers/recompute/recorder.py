@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.weak import TensorWeakRef
 
 from tightfit.errors import RecomputeError
@@ -40,6 +39,7 @@ from tightfit.levers.recompute.values import (
     set_product,
 )
 from tightfit.runtime.activity import now
+from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.operators import (
     EXCHANGES_MEMORY,
     Traits,
@@ -230,11 +230,7 @@ def note_results(
 
 def note_offloaded(shelf: Shelf, arguments: Any, results: Any, watch: Watch) -> None:
     """Each fresh storage among the results that is worth it holds a product that the shelf will take."""
-    given = {
-        tensor.untyped_storage()._cdata
-        for tensor in tree_iter(arguments)
-        if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor)
-    }
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments) if has_plain_storage(tensor)}
     for result in flat(results):
         if not isinstance(result, torch.Tensor) or not has_plain_storage(result):
             continue
@@ -248,8 +244,8 @@ def enter(inputs: Any, watch: Watch, shelf: Shelf) -> None:
     """What the block is given of what the model computed goes to the shelf where the block would hold it. Masks,
     positions and the model's own inputs stay: others hold them anyway.
     """
-    for tensor in tree_iter(inputs):
-        if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None or not has_plain_storage(tensor):
+    for tensor in tensors_in(inputs):
+        if tensor.grad_fn is None or not has_plain_storage(tensor):
             continue
         storage = tensor.untyped_storage()
         is_ours = product_of(storage) is None and not is_exposed(storage) and not is_aliased(storage)
@@ -261,8 +257,8 @@ def leave(outputs: Any, *, held: bool) -> None:
     """The block is left with its results: memory that the caller holds from now on, or, within a segment, values
     that stay known as long as nobody writes into them.
     """
-    for tensor in tree_iter(outputs):
-        if not isinstance(tensor, torch.Tensor) or not has_plain_storage(tensor):
+    for tensor in tensors_in(outputs):
+        if not has_plain_storage(tensor):
             continue
         storage = tensor.untyped_storage()
         product = product_of(storage)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
@@ -17,6 +16,7 @@ from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, enter, leave
 from tightfit.levers.recompute.values import Shelf
 from tightfit.runtime.internals import transforms_are_active, without_dynamo
+from tightfit.runtime.module_paths import plain_tensors_of
 
 _numbers = itertools.count()
 
@@ -170,10 +170,7 @@ def attributes_with_tensors(block: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names of plain attributes that hold tensors, with the identity of what they hold."""
     found = {}
     for path, module in block.named_modules():
-        for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        for name, tensors in plain_tensors_of(module):
             if tensors:
                 found[f"{path}.{name}".lstrip(".")] = tuple(id(t) for t in tensors)
     return found

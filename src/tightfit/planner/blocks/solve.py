@@ -123,7 +123,7 @@ def solve(chain: Chain, budget: int) -> Solution | None:
     nanoseconds, highest = int(fronts[0].nanoseconds[-1]), max(chain.fixed_bytes, int(fronts[0].height[-1]))
     choice = _first_choice(blocks, fronts, nanoseconds, highest)
     assert peak(chain, choice) == highest <= budget, "the labels disagree with the peak of the choice they led to"
-    gap = None if proved else max(0.0, nanoseconds - least_nanoseconds) / NANOSECONDS
+    gap = None if proved else max(0, nanoseconds - math.ceil(least_nanoseconds - ROUNDING_SLACK)) / NANOSECONDS
     return Solution(choice, added_seconds(chain, choice), highest, gap)
 
 

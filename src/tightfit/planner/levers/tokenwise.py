@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from tightfit.devices.families import Family, base_name, family_of
+from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace
 
@@ -42,8 +41,7 @@ def find_tokenwise(trace: StepTrace, model: nn.Module, blocks: Sequence[str]) ->
 
 def longest_sequence(batch: Batch) -> int:
     """The largest second dimension of the batch's tensors: tokens of a sequence; 1 where there is none."""
-    tensors = [leaf for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
-    return max((tensor.shape[1] for tensor in tensors), default=1)
+    return max((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), default=1)
 
 
 def _with_parents(path: str) -> list[str]:

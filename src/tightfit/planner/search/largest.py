@@ -9,8 +9,9 @@ from torch import nn
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit, InputError
 from tightfit.names.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
-from tightfit.planner.api import as_plan, make_search
+from tightfit.planner.api import as_plan
 from tightfit.planner.arguments import check_levers
+from tightfit.planner.asked import Asked
 from tightfit.planner.footing import fingerprint
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
@@ -169,7 +170,8 @@ class _Ladder:
             self.tried.append(value)
         if number not in self.recent:
             model, batch = self.case(value)
-            self.recent[number] = make_search(model, batch, self.budget, **self.how)
+            request = Asked(model, batch, **self.how).request(may_choose=True)
+            self.recent[number] = Search(request, self.budget)
             for oldest in list(self.recent)[:-RECENT]:
                 del self.recent[oldest]
         return self.recent[number]

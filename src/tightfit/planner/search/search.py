@@ -49,6 +49,7 @@ class Search:
     priced: dict[Combination, Prospect] = field(default_factory=dict)
     routing_matters: bool = False
     wholes: dict[Applied, StepTrace] = field(default_factory=dict)
+    lower_bound: float = math.inf  # seconds: of the choices that were not proved, none can make a faster step
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
@@ -248,6 +249,8 @@ class Search:
             candidate = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
             excess = self.excess(candidate)
             if excess <= 0:
+                if solution.gap_seconds is not None:
+                    self.lower_bound = min(self.lower_bound, candidate.seconds - solution.gap_seconds)
                 self.consider(candidate, f"{combination}, blocks solved")
                 return
             bound = min(bound, solution.peak_bytes) - excess
@@ -350,6 +353,12 @@ class Search:
             return None
         held = self.request.device.memory_bytes
         return DeviceRoom(held, trace.reserved_bytes, CONTEXT_BYTES, is_share_of(self.budget, "%"))
+
+    def gap_seconds(self, candidate: Candidate) -> float:
+        """How much faster than the best candidate another choice inside blocks may be. None is where all were proved; a
+        candidate that is not the best is not taken for being the fastest, so that nothing is to be proved of it.
+        """
+        return max(0.0, candidate.seconds - self.lower_bound) if candidate is self.best else 0.0
 
     def reject_slower(self, name: str, candidate: Candidate) -> None:
         self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))

@@ -61,11 +61,9 @@ class Call:
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
 
-def choose_backend(call: Call, capability: Capability, order: Sequence[str] | None = None) -> Backend:
-    """The first backend in CUDA's order of preference that takes the call.
-
-    `order` is that of the settings in force (`torch.nn.attention.sdpa_kernel` changes it, `torch.backends.cuda`
-    switches single backends off); None asks PyTorch for them.
+def choose_backend(call: Call, capability: Capability) -> Backend:
+    """The first backend that takes the call, in the order of the settings in force: `torch.nn.attention.sdpa_kernel`
+    changes it, `torch.backends.cuda` switches single backends off.
     """
     takes = {
         Backend.CUDNN: _cudnn_takes,
@@ -73,7 +71,7 @@ def choose_backend(call: Call, capability: Capability, order: Sequence[str] | No
         Backend.EFFICIENT: _efficient_takes,
         Backend.MATH: lambda call, capability: True,
     }
-    for name in _preferred(capability) if order is None else order:
+    for name in _preferred(capability):
         if name in takes and takes[Backend(name)](call, capability):
             return Backend(name)
     return Backend.MATH

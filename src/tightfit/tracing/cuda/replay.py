@@ -34,15 +34,11 @@ def fits_device(trace: StepTrace, capacity: int) -> bool:
     return True
 
 
-def play(
-    trace: StepTrace, *, capacity: int | None = None, expandable: bool | None = None, steps: int = STEPS
-) -> Replay:
-    """Allocate and release as the step does, from the first of `steps` on. Raises `DeviceFull` beyond `capacity`.
-
-    `expandable` None is what the environment asks of PyTorch's allocator.
+def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS) -> Replay:
+    """Allocate and release as the step does, from the first of `steps` on, by an allocator that is set up as the
+    environment says. Raises `DeviceFull` beyond `capacity`.
     """
-    expandable = expandable_segments() if expandable is None else expandable
-    player = _Player(trace, CachingAllocator(capacity=capacity, expandable=expandable))
+    player = _Player(trace, CachingAllocator(capacity=capacity, expandable=expandable_segments()))
     levels: list[int] = []
     for step in range(steps):
         levels = player.step(first=step == 0)

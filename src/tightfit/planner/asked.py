@@ -1,0 +1,94 @@
+"""A step as somebody asks about it, with the arguments of `tightfit.plan`; and the request that it comes to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tightfit.devices.present import lookup
+from tightfit.errors import InputError
+from tightfit.levers.offload import OffloadSettings, positive_bytes
+from tightfit.planner.arguments import check_levers, check_settings, check_step
+from tightfit.planner.levers import MicroBatches, allowed_levers
+from tightfit.planner.request import Optimizer, Request
+from tightfit.planner.wrapped import refuse_distributed
+from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
+from tightfit.tracing.twin import has_no_memory, twin_of, with_memory
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `tightfit.plan` but for the budget, as they were given; those of `estimate` are among them."""
+
+    model: nn.Module
+    batch: Batch
+    loss: Loss | None = None
+    optimizer: Optimizer = "adamw"
+    precision: Precision = "fp32"
+    device: Any = None
+    micro_batches: int | Literal["auto"] = 1
+    grad_clip: float | None = None
+    keep_gradients: bool | None = None
+    levers: str | Sequence[str] | None = None
+    blocks: str | None = None
+    offload_folder: str | None = None
+    offload_budget: int | str | None = None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """All but model and batch, by name."""
+        names = [field.name for field in fields(self)]
+        return {name: getattr(self, name) for name in names if name not in ("model", "batch")}
+
+    @property
+    def count(self) -> int:
+        """The micro-batches of the plain step: one where a plan is to choose."""
+        return 1 if self.micro_batches == "auto" else self.micro_batches
+
+    def request(self, *, may_choose: bool = False) -> Request:
+        """What was asked, checked. `may_choose`: who asks can take `"auto"` micro-batches, as a plan can.
+
+        Raises `InputError`, `ModelError`, `LeverError` and `DeviceError`.
+        """
+        chooses = may_choose and self.micro_batches == "auto"
+        count: Any = 1 if chooses else self.micro_batches
+        check_step(self.model, self.batch, self.loss, self.optimizer, self.precision)
+        check_settings(count, self.grad_clip, self.blocks)
+        check_levers(self.levers)
+        refuse_distributed(self.model, "a plan or an estimate")
+        keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
+        model, batch = as_twins(self.model, self.batch, self.optimizer)
+        levers = allowed_levers(self.levers)
+        return Request(
+            model=model,
+            batch=batch,
+            loss=self.loss or model_loss,
+            optimizer=self.optimizer,
+            settings=StepSettings(self.precision, self.grad_clip, keeps),
+            device=lookup(self.device),
+            levers=levers | {MicroBatches.name} if chooses else levers,
+            blocks=self.blocks,
+            micro_batches=count,
+            fewest_micro_batches=chooses,
+            offload=OffloadSettings(self.offload_folder, positive_bytes(self.offload_budget)),
+        )
+
+
+def gradients_are_zero(model: nn.Module) -> bool:
+    """Whether a loop has set the model's gradients to zero and left them there: a backward leaves others."""
+    held = [p.grad for p in model.parameters() if p.grad is not None]
+    known = all(g.layout is torch.strided and not has_no_memory(g) for g in held)
+    return bool(held) and known and not any(bool(g.detach().any()) for g in held)
+
+
+def as_twins(model: nn.Module, batch: Batch, optimizer: Optimizer) -> tuple[nn.Module, Batch]:
+    """Model and batch, those on meta or fake as twins that can be run dry. Raises `InputError`, `ModelError`."""
+    twin = twin_of(model)
+    if twin is not model and isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: this {type(optimizer).__name__} holds parameters without memory (meta, or fake): give its "
+            "name, or a callable that takes parameters"
+        )
+    return twin, with_memory(batch, model)
