@@ -7,6 +7,8 @@ can show its help without torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tightfit.version import VERSION
+
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
@@ -27,7 +29,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.training import TrainResult, train
     from tightfit.verification import Verification, verify
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES: dict[str, str] = {
     "Curve": "tightfit.planner.curves",

@@ -1,12 +1,12 @@
 """Plans and estimates as pages for the browser."""
 
-import tightfit
 from tightfit.planner.outcome import EstimateRecord, PlanRecord
 from tightfit.planner.records import Footing
 from tightfit.report.page import Page, render
 from tightfit.report.plan_tables import device_footprint, summary
 from tightfit.report.words import arithmetic, where, without_folders
 from tightfit.units import format_bytes, format_seconds
+from tightfit.version import VERSION
 
 
 def estimate_page(estimate: EstimateRecord) -> str:
@@ -115,4 +115,4 @@ def _micro_batches(count: int) -> str:
 
 
 def _version() -> str:
-    return f"tightfit {tightfit.__version__}"
+    return f"tightfit {VERSION}"

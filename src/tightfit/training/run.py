@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit import __version__
 from tightfit.config import Config, load_config, parse_config
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
@@ -32,6 +31,7 @@ from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.storage import RunFolder
+from tightfit.version import VERSION
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -211,7 +211,7 @@ def _result(
         parameters=sum(p.numel() for p in model.parameters()),
         precision=config.training.precision,
         device=device,
-        versions={"tightfit": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         sample=sample,
     )
 
