@@ -6,6 +6,7 @@ import torch
 import tightfit
 from round_device import round_device
 from tightfit.errors import InputError
+from tightfit.step import model_loss
 from tiny import decoder, token_batch
 
 
@@ -44,3 +45,9 @@ def test_a_compiled_model_is_refused_by_name(compile, named, ask):
     budget = ("0.8x",) if ask == "plan" else ()
     with pytest.raises(InputError, match=rf"^{named} is compiled by torch\.compile"):
         getattr(tightfit, ask)(model, token_batch(), *budget, device=round_device())
+
+
+@pytest.mark.parametrize("ask", [tightfit.estimate, lambda *step, **how: tightfit.plan(*step, "0.9x", **how)])
+def test_a_compiled_loss_is_refused_by_name(ask):
+    with pytest.raises(InputError, match=r"loss is compiled by torch\.compile"):
+        ask(decoder(), token_batch(), loss=torch.compile(model_loss, backend="eager"), device=round_device())

@@ -19,6 +19,11 @@ def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precis
         raise InputError(f"{type(model).__name__} has no parameter to train: none requires a gradient")
     refuse_compiled(model)
     check_batch(batch)
+    if hasattr(loss, "_torchdynamo_orig_callable"):
+        raise InputError(
+            "loss is compiled by torch.compile, and the memory of such code is not predicted: pass the function as it "
+            "was before"
+        )
     if loss is not None and not callable(loss):
         raise InputError(f"loss is a {type(loss).__name__}, wanted callable(model, batch) -> scalar tensor, or None")
     if not (isinstance(optimizer, str | torch.optim.Optimizer) or callable(optimizer)):
