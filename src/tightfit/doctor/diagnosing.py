@@ -49,11 +49,20 @@ def diagnose(
     the other arguments of `tightfit.estimate`) the step is run dry, as it is and with each remedy, so that remedies
     come with the bytes they save and the seconds they cost. Raises `InputError` where the subject is none of these.
     """
-    found = symptoms_of(error_or_trace)
     if model is None or batch is None:
+        return diagnose_asked(error_or_trace, None)
+    return diagnose_asked(
+        error_or_trace, Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip)
+    )
+
+
+def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
+    """`tightfit.diagnose`, with the step that was asked about, if one was."""
+    found = symptoms_of(error_or_trace)
+    if asked is None:
         known = () if found.by_category or found.holders else (WATCH,)
         return replace(found, advice=(*found.advice, *known, ASK_PYTHON))
-    request = Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip).request()
+    request = asked.without_levers().request()
     priced = priced_remedies(request, found.limit_bytes)
     expected = symptoms.of_step(found.subject, footing(priced.plain))
     if not found.by_category:

@@ -134,7 +134,7 @@ def curve(
 @real_tensors()
 def estimate_asked(asked: Asked) -> Estimate:
     """`tightfit.estimate`, of what was asked."""
-    return make_estimate(asked.request())
+    return make_estimate(asked.without_levers().request())
 
 
 @aside()
