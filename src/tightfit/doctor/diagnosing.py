@@ -48,6 +48,16 @@ def diagnose(
     `Plan`, a `Watch` or its `Record`, or what `torch.cuda.memory._snapshot()` returns. With `model` and `batch` (and
     the other arguments of `tightfit.estimate`) the step is run dry, as it is and with each remedy, so that remedies
     come with the bytes they save and the seconds they cost. Raises `InputError` where the subject is none of these.
+
+    Example:
+        >>> import tightfit
+        >>> from tightfit.models.decoder import Decoder
+        >>> from tightfit.models.decoder_config import DecoderConfig
+        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64))
+        >>> batch = tightfit.TokenBatch(size=8, length=64, vocab_size=64)
+        >>> found = tightfit.diagnose(tightfit.estimate(model, batch))
+        >>> found.peak_bytes == sum(found.by_category.values())
+        True
     """
     if model is None or batch is None:
         return diagnose_asked(error_or_trace, None)
