@@ -111,6 +111,18 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     Raises `LeverError` if the plan was made for another model, `ModelError` for a model without weights or spread over
     processes, and where a plan that is exact to rounding
     cannot be judged.
+
+    Example:
+        >>> import tightfit, torch
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> def loss(model, batch):
+        ...     return model(*batch).square().mean()
+        >>> batch = (torch.randn(512, 16),)
+        >>> plan = tightfit.plan(model, batch, "0.8x", loss=loss)
+        >>> tightfit.verify(model, batch, plan, loss=loss).ok
+        True
     """
     refuse_distributed(model, "verify")
     refuse_without_memory(model)

@@ -6,7 +6,8 @@ from dataclasses import fields
 import pytest
 
 import tightfit
-from tightfit.errors import InputError
+from tightfit.errors import InputError, LeverError
+from tightfit.planner.api import estimate_asked
 from tightfit.planner.asked import Asked
 from tiny import decoder, token_batch
 
@@ -61,3 +62,10 @@ def test_only_a_plan_chooses_the_micro_batches():
     request = asked.request(may_choose=True)
     assert (request.micro_batches, request.fewest_micro_batches, asked.count) == (1, True, 1)
     assert "micro_batch" in request.levers
+
+
+def test_a_lever_that_the_device_refuses_is_no_matter_to_an_estimate():
+    asked = Asked(decoder(num_layers=1), token_batch(), device="rtx4090", levers=["compile"])
+    with pytest.raises(LeverError, match="compile is not available"):
+        asked.request()
+    assert estimate_asked(asked) == tightfit.estimate(asked.model, asked.batch, device="rtx4090")

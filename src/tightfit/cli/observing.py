@@ -112,7 +112,7 @@ def doctor(
     [dim]python train.py 2>&1 | tightfit doctor -[/]
     """
     from tightfit.doctor.describe import describe_diagnosis
-    from tightfit.doctor.diagnosing import ASK_COMMAND, ASK_PYTHON, diagnose
+    from tightfit.doctor.diagnosing import ASK_COMMAND, ASK_PYTHON, diagnose, diagnose_asked
     from tightfit.doctor.reading import read_subject, read_text
 
     subject = read_text(sys.stdin.read(), "stdin") if str(file) == "-" else read_subject(file)
@@ -124,5 +124,5 @@ def doctor(
 
         step = subject_of(question, dry=True)
         with step.rejections():
-            found = diagnose(subject, model=step.model, batch=step.batch, loss=step.loss, **step.step)
+            found = diagnose_asked(subject, replace(step.asked, micro_batches=step.asked.count))
     show(found.to_dict() if as_json else describe_diagnosis(found, columns()))

@@ -48,12 +48,31 @@ def diagnose(
     `Plan`, a `Watch` or its `Record`, or what `torch.cuda.memory._snapshot()` returns. With `model` and `batch` (and
     the other arguments of `tightfit.estimate`) the step is run dry, as it is and with each remedy, so that remedies
     come with the bytes they save and the seconds they cost. Raises `InputError` where the subject is none of these.
+
+    Example:
+        >>> import tightfit
+        >>> from tightfit.models.decoder import Decoder
+        >>> from tightfit.models.decoder_config import DecoderConfig
+        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64))
+        >>> batch = tightfit.TokenBatch(size=8, length=64, vocab_size=64)
+        >>> found = tightfit.diagnose(tightfit.estimate(model, batch))
+        >>> found.peak_bytes == sum(found.by_category.values())
+        True
     """
-    found = symptoms_of(error_or_trace)
     if model is None or batch is None:
+        return diagnose_asked(error_or_trace, None)
+    return diagnose_asked(
+        error_or_trace, Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip)
+    )
+
+
+def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
+    """`tightfit.diagnose`, with the step that was asked about, if one was."""
+    found = symptoms_of(error_or_trace)
+    if asked is None:
         known = () if found.by_category or found.holders else (WATCH,)
         return replace(found, advice=(*found.advice, *known, ASK_PYTHON))
-    request = Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip).request()
+    request = asked.without_levers().request()
     priced = priced_remedies(request, found.limit_bytes)
     expected = symptoms.of_step(found.subject, footing(priced.plain))
     if not found.by_category:

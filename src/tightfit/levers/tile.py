@@ -29,6 +29,17 @@ def tile(model: nn.Module, pattern: str, tokens: int) -> Applied:
     Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
     module's forward is already replaced, where `tokens` is less than 1, and, in the first forward, where a module
     cannot be tiled.
+
+    Example:
+        >>> import tightfit, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> x = torch.randn(2, 64, 8)
+        >>> plain = model(x)
+        >>> with tightfit.tile(model, "*", tokens=16):
+        ...     tiled = model(x)
+        >>> torch.allclose(plain, tiled, atol=1e-6)
+        True
     """
     if tokens < 1:
         raise LeverError(f"tile: tokens={tokens} is less than 1: give the tokens of one tile")

@@ -25,6 +25,11 @@ def set_allocator(setting: str) -> str:
     `setting` is `expandable_segments`, or `key:value` with commas between, as in `PYTORCH_ALLOC_CONF`. Where there is
     no CUDA it changes nothing that is used. Raises `InputError` for a setting that is none, or that the environment
     contradicts, and `DeviceError` where CUDA has started with another one.
+
+    Example:
+        >>> import tightfit
+        >>> tightfit.set_allocator("expandable_segments")
+        'expandable_segments:True'
     """
     try:
         words = parse_allocator(setting)

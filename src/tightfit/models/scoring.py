@@ -49,6 +49,15 @@ def score(model: nn.Module, input_ids: Tensor, *, chunk_size: int | None = CHUNK
 
     Raises `InputError` for ids or sizes that do not fit, `ModelError` where the text is longer than the model's
     positions, or where the model keeps no cache.
+
+    Example:
+        >>> import tightfit, torch
+        >>> from tightfit.models.decoder import Decoder
+        >>> from tightfit.models.decoder_config import DecoderConfig
+        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64))
+        >>> found = tightfit.score(model, torch.arange(10))
+        >>> tuple(found.log_likelihoods.shape), bool((found.log_likelihoods < 0).all())
+        ((1, 9), True)
     """
     input_ids = input_ids[None] if input_ids.ndim == 1 else input_ids
     _check(model, input_ids, chunk_size)

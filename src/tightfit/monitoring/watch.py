@@ -42,6 +42,18 @@ def monitor(
     after that the counters of the system and of CUDA's allocator are read where phases change. None traces no step.
     Without `optimizer`, each backward ends a step. Nothing stays on the model afterwards; exceptions pass through, and
     the record is kept. Raises `InputError` for a wrong argument, `ModelError` for a sharded model.
+
+    Example:
+        >>> import tightfit, torch
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with tightfit.monitor(model, optimizer) as watch:
+        ...     for _ in range(3):
+        ...         model(torch.randn(16, 64)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> watch.steps, watch.record().peak_bytes > 0
+        (3, True)
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")

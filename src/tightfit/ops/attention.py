@@ -48,6 +48,14 @@ def attention(
     `F.scaled_dot_product_attention` where it needs no mask of our making, FlexAttention on CUDA for windows and
     documents without a mask, else chunks of 128. Raises `InputError` for shapes, dtypes or options that do not fit.
     What is not PyTorch's own attention cannot be differentiated twice.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.ops import attention
+        >>> q, k, v = torch.randn(1, 4, 128, 16), torch.randn(1, 2, 128, 16), torch.randn(1, 2, 128, 16)
+        >>> plain, chunked = attention(q, k, v, causal=True), attention(q, k, v, causal=True, chunk_size=32)
+        >>> torch.allclose(plain, chunked, atol=1e-5)
+        True
     """
     check_tensors(q, k, v)
     check_options(q, k, window, mask, document_ids, chunk_size)

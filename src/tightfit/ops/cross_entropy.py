@@ -54,6 +54,14 @@ def linear_cross_entropy(
 
     `chunk_size` is the number of tokens whose logits exist at a time; for None see `default_chunk_size`. Raises
     `InputError` for shapes, dtypes, labels or options that do not fit. Cannot be differentiated twice.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.ops import linear_cross_entropy
+        >>> hidden, weight, labels = torch.randn(64, 16), torch.randn(100, 16), torch.randint(100, (64,))
+        >>> loss = linear_cross_entropy(hidden, weight, labels, chunk_size=16)  # logits of 16 tokens at a time
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, labels))
+        True
     """
     terms = Terms(ignore_index, label_smoothing, z_loss)
     check_shapes(hidden, weight, bias, labels)

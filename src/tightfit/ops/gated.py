@@ -24,6 +24,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate and up have one shape and any floating dtypes; the result has that shape and their promoted dtype. Equal bit
     by bit to `F.silu(gate) * up`, gradients included; may be differentiated twice. Raises `InputError` where the
     shapes differ or a dtype is not floating.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.ops import swiglu
+        >>> gate, up = torch.randn(2, 8), torch.randn(2, 8)
+        >>> torch.equal(swiglu(gate, up), torch.nn.functional.silu(gate) * up)
+        True
     """
     check_inputs("swiglu", gate, up)
     return gated(gate, up, Silu())
@@ -35,6 +42,13 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
     `approximate="none"` is the exact GELU, gate * Φ(gate) by the error function; `"tanh"` its approximation
     (Hendrycks and Gimpel 2016). Shapes, dtypes, exactness and errors as in `swiglu`, against
     `F.gelu(gate, approximate=approximate) * up`.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.ops import geglu
+        >>> gate, up = torch.randn(2, 8), torch.randn(2, 8)
+        >>> torch.equal(geglu(gate, up), torch.nn.functional.gelu(gate) * up)
+        True
     """
     check_inputs("geglu", gate, up)
     if approximate not in ("none", "tanh"):

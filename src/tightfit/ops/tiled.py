@@ -24,6 +24,13 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, weights:
     `function` treats each token by itself, reads the `weights` and nothing else that wants a gradient. Runs forward a
     second time in backward. Raises `InputError` where x has not three dimensions or `tokens` is less than 1. Cannot be
     differentiated twice where there is more than one tile.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.ops import tiled
+        >>> mlp, x = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)), torch.randn(2, 64, 8)
+        >>> torch.allclose(tiled(mlp, x, 16, mlp.parameters()), mlp(x), atol=1e-6)
+        True
     """
     if x.dim() != 3:
         raise InputError(f"tiled: x {tuple(x.shape)} has not three dimensions: give (B, T, n)")

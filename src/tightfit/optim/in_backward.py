@@ -131,6 +131,16 @@ def step_in_backward(
     but LBFGS do. With micro-batches, all backwards but the last run under `handle.accumulate()`; a second backward
     without it, clipping and gradient scalers raise `LeverError`. Raises `InputError` where the optimizer is none, or
     trains nothing of the model.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.optim import step_in_backward
+        >>> model = torch.nn.Linear(8, 8)
+        >>> before = model.weight.clone()
+        >>> with step_in_backward(torch.optim.AdamW, model):
+        ...     model(torch.ones(1, 8)).sum().backward()
+        >>> torch.equal(model.weight, before)
+        False
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     if not isinstance(optimizer, torch.optim.Optimizer):

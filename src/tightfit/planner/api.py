@@ -52,6 +52,16 @@ def estimate(
     a step (`zero_grad(set_to_none=False)`), so that the next one begins with them; None: that it does so if the model
     has gradients now and all of them are zero.
     Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
+
+    Example:
+        >>> import tightfit
+        >>> from tightfit.models.decoder import Decoder
+        >>> from tightfit.models.decoder_config import DecoderConfig
+        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64))
+        >>> batch = tightfit.TokenBatch(size=8, length=64, vocab_size=64)
+        >>> found = tightfit.estimate(model, batch, device="rtx4090")
+        >>> found.peak_bytes > 0 and found.fits
+        True
     """
     asked = Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients)
     return estimate_asked(asked)
@@ -89,6 +99,20 @@ def plan(
     `curve` the plan carries the trade-off curve too, and what the levers that were not allowed would have given.
     Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
     `LeverError` where offload is named and not available.
+
+    Example:
+        >>> import tightfit, torch
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> def loss(model, batch):
+        ...     return model(*batch).square().mean()
+        >>> batch = (torch.randn(512, 16),)
+        >>> plan = tightfit.plan(model, batch, "0.8x", loss=loss)
+        >>> plan.peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+        True
+        >>> with plan.apply(model):  # while it lasts, your own loop trains within the budget
+        ...     loss(model, batch).backward()
     """
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
@@ -118,6 +142,19 @@ def curve(
 
     `points` is the number of budgets for which a choice is solved and traced as applied. The other arguments are those
     of `plan`. The curve also holds the fixed recipes that are used without a plan.
+
+    Example:
+        >>> import tightfit, torch
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> def loss(model, batch):
+        ...     return model(*batch).square().mean()
+        >>> batch = (torch.randn(512, 16),)
+        >>> curve = tightfit.curve(model, batch, loss=loss, points=3)
+        >>> peaks = [point.peak_bytes for point in curve.points]
+        >>> peaks == sorted(peaks, reverse=True)
+        True
     """
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, levers, blocks
@@ -134,7 +171,7 @@ def curve(
 @real_tensors()
 def estimate_asked(asked: Asked) -> Estimate:
     """`tightfit.estimate`, of what was asked."""
-    return make_estimate(asked.request())
+    return make_estimate(asked.without_levers().request())
 
 
 @aside()

@@ -1,7 +1,7 @@
 """A step as somebody asks about it, with the arguments of `tightfit.plan`; and the request that it comes to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,10 @@ class Asked:
     def count(self) -> int:
         """The micro-batches of the plain step: one where a plan is to choose."""
         return 1 if self.micro_batches == "auto" else self.micro_batches
+
+    def without_levers(self) -> "Asked":
+        """The step alone, for those who put no lever on it: one that the device refuses is no matter to them."""
+        return replace(self, levers=None, blocks=None, offload_folder=None, offload_budget=None)
 
     def request(self, *, may_choose: bool = False) -> Request:
         """What was asked, checked. `may_choose`: who asks can take `"auto"` micro-batches, as a plan can.

@@ -14,6 +14,13 @@ from tightfit.tracing.reading import reads_answered
 def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     """The module that `factory` builds, its large tensors never written: to estimate and to plan with, not to
     train.
+
+    Example:
+        >>> import tightfit, torch
+        >>> model = tightfit.build_dry(lambda: torch.nn.Linear(2**15, 2**15))  # 4 GiB that are never written
+        >>> found = tightfit.estimate(model, (torch.ones(1, 2**15),), loss=lambda model, batch: model(*batch).sum())
+        >>> found.peak_bytes > 2**32
+        True
     """
     ledger = Ledger()
     state = torch.get_rng_state()

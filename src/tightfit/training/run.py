@@ -53,6 +53,21 @@ def train(
     Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
     writing into too), `CannotFit` where no plan meets the budget, `VerificationFailed` where `memory.verify` finds a
     difference.
+
+    Example:
+        >>> import tempfile, tightfit
+        >>> from pathlib import Path
+        >>> from tightfit.config import parse_config
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "corpus.txt").write_text("To be, or not to be, that is the question.\\n" * 200)
+        >>> shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+        >>> data = {"source": str(folder / "corpus.txt"), "sequence_length": 32, "vocab_size": 300}
+        >>> training = {"max_steps": 10, "batch_size": 4, "device": "cpu"}
+        >>> output = {"folder": str(folder / "run")}
+        >>> config = parse_config({"model": shape, "data": data, "training": training, "output": output})
+        >>> result = tightfit.train(config, ["training.max_steps=2"])
+        >>> (folder / "run" / "result.json").exists()
+        True
     """
     settings = _resolved(config, overrides)
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()

@@ -51,6 +51,15 @@ def offload(
     nothing matches, a match has a lever already, the model lies on a device that has no tier to offload to, or the
     budget is more than what is free; `OutputError` where the folder cannot be used; `BudgetError` for a size that is
     none.
+
+    Example:
+        >>> import tightfit, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> with tightfit.offload(model, "*", smallest=1024) as handle:
+        ...     model(torch.randn(64, 8)).sum().backward()
+        >>> handle.statistics.high_water_bytes > 0
+        True
     """
     paths = matching_modules(model, pattern)
     tier = tier_of(model)

@@ -29,6 +29,17 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
 
     Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
     match is already recomputed, or where `segments` is out of range.
+
+    Example:
+        >>> import tightfit, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> x = torch.randn(64, 8)
+        >>> plain = torch.autograd.grad(model(x).sum(), model[0][0].weight)[0]
+        >>> with tightfit.recompute(model, "*"):
+        ...     frugal = torch.autograd.grad(model(x).sum(), model[0][0].weight)[0]
+        >>> torch.equal(plain, frugal)
+        True
     """
     paths = matching_modules(model, pattern)
     if segments is not None and not 1 <= segments <= len(paths):
@@ -77,6 +88,15 @@ def undo(model: nn.Module) -> None:
     """Take every lever off a model, whoever put it on: for a model whose handles are lost, such as a copy of one.
 
     Where there is a handle, its own `undo()` does the same. On a model without levers it does nothing.
+
+    Example:
+        >>> import tightfit, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> _ = tightfit.recompute(model, "*")
+        >>> tightfit.undo(model)
+        >>> any("forward" in vars(block) for block in model)
+        False
     """
     while forwards := forwards_on(model):
         for forward in forwards:

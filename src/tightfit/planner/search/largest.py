@@ -105,6 +105,20 @@ def maximise(
     certain is the plan for the value, and that there is none for the next one. Raises `CannotFit` where the smallest
     value does not fit, `BudgetError` for a budget that moves with the value (`"0.5x"`), `InputError` where any value
     would fit.
+
+    Example:
+        >>> import tightfit, torch
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> def loss(model, batch):
+        ...     return model(*batch).square().mean()
+        >>> def case(size):
+        ...     return model, (torch.randn(size, 16),)
+        >>> how = {"loss": loss, "levers": ["recompute"]}  # as for `plan`
+        >>> largest = tightfit.maximise(case, "256KiB", what="batch_size", multiple_of=32, **how)
+        >>> largest.plan.peak_bytes <= 256 * 1024 < largest.above.least_bytes
+        True
     """
     refuse_moving(budget, what)
     how["device"] = device = lookup(how.get("device"))  # once: all values are planned by the same figures
