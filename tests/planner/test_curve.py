@@ -48,7 +48,7 @@ def test_no_recipe_beats_the_curve(model, curve):
         point = curve.within(recipe.peak_bytes)
         made = tightfit.plan(model, token_batch(8), recipe.peak_bytes + UNSEEN_BYTES, levers="rounding")
         assert point.step_seconds <= recipe.step_seconds
-        assert made.step_seconds <= recipe.step_seconds
+        assert made.step_seconds <= recipe.step_seconds + 1e-9  # sums of the same seconds, in another order
         assert made.peak_bytes <= recipe.peak_bytes
 
 

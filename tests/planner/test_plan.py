@@ -84,7 +84,8 @@ def test_a_choice_that_was_not_proved_to_be_the_fastest_says_how_far_from_it_it_
     stated = re.fullmatch(r".*: at most ([\d.]+) (µs|ms) a step from it", line)
     gap = float(stated[1]) * {"µs": 1e-6, "ms": 1e-3}[stated[2]]
     last_digit = 1e-4
-    assert 0 < made.step_seconds - proved.step_seconds <= gap + last_digit
+    assert gap > 0  # whether the choice is slower after all depends on the prices
+    assert -1e-9 < made.step_seconds - proved.step_seconds <= gap + last_digit
     assert f"Note: {line}." in str(made)
     assert not not_proved(proved)
 
