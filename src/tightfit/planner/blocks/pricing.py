@@ -10,25 +10,37 @@ from itertools import compress
 
 from torch import nn
 
-from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.planner.blocks.frontier import KeepSet, frontier, keep_set
 from tightfit.planner.blocks.frugal import frugal_sets
 from tightfit.planner.blocks.graph import BlockGraph, block_graph
 from tightfit.planner.blocks.solve import Chain, Option
 from tightfit.planner.blocks.windows import Footprint, Window, calls_of, footprint, is_chain, level_at, windows
+from tightfit.planner.levers import Choice, Lever, Recompute
 from tightfit.tracing.record import StepTrace, highest
 
-OPTIONS_PER_KIND = 12
-OFFLOADING_OPTIONS_PER_KIND = 6
 Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with these policies applied
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way to run the blocks of a kind: what is kept or offloaded, and the seconds of recomputing the rest."""
+class _Kind:
+    """A kind of block for the levers that work inside it, as `levers.Block` wants it: `frugal` are the places of what
+    takes least memory at any price.
+    """
 
-    policy: Policy
-    seconds: float
+    graph: BlockGraph
+    frugal: Sequence[frozenset[int]]
+
+    def keep_sets(self, limit: int) -> list[KeepSet]:
+        operations = self.graph.operations
+        least = (keep_set(operations, kept) for kept in self.frugal)
+        return list(dict.fromkeys([*frontier(operations, limit=limit), *least]))
+
+    def keys(self, places: frozenset[int]) -> frozenset[OperatorKey]:
+        return self.graph.kept_keys(places)
+
+    def pinned(self, places: frozenset[int]) -> frozenset[int]:
+        return frozenset(place for place in places if self.graph.operations[place].pinned)
 
 
 @dataclass(frozen=True)
@@ -59,13 +71,12 @@ def price(
     trace: Tracer,
     *,
     fixed_bytes: int,
-    recomputes: bool = True,
-    offloads: bool = False,
+    levers: Sequence[type[Lever]],
     replaying_seconds: float = 0.0,
     beside: bool = False,
 ) -> Priced:
     """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's);
-    `recomputes` and `offloads` say what choices may do, `beside` that copies go on beside the computation;
+    `levers` are those that may work inside blocks, `beside` says that copies go on beside the computation;
     `replaying_seconds` is what the executor takes, beside its kernel, for an operator that it runs again.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
@@ -77,10 +88,10 @@ def price(
     order = [w.path for w in spans]
     kinds = {graphs[window.path].kind: window for window in spans}
     frugal = {
-        kind: frugal_sets(plain, graphs[window.path], window) if recomputes and in_turn else ()
+        kind: frugal_sets(plain, graphs[window.path], window) if Recompute in levers and in_turn else ()
         for kind, window in kinds.items()
     }
-    by_kind = {kind: _choices(graphs[w.path], frugal[kind], recomputes, offloads) for kind, w in kinds.items()}
+    by_kind = {kind: _choices(_Kind(graphs[w.path], frugal[kind]), levers) for kind, w in kinds.items()}
     choices = tuple(by_kind[graphs[p].kind] for p in order)
     if not in_turn:
         members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
@@ -106,29 +117,11 @@ def price(
     return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
 
 
-def _choices(
-    graph: BlockGraph, frugal: Sequence[frozenset[int]], recomputes: bool, offloads: bool
-) -> tuple[Choice, ...]:
-    """Keep everything, the frontier of what else a block of this kind can keep with what takes least memory at any
-    price, and all that offloaded instead.
-    """
-    least = [keep_set(graph.operations, kept) for kept in frugal]
-    sets = dict.fromkeys([*frontier(graph.operations, limit=OPTIONS_PER_KIND)[1:], *least])  # the first replays nothing
-    kept = [Choice(Policy(graph.kept_keys(s.kept)), s.replay_seconds) for s in sets]
-    moved = []
-    if offloads:
-        sets = dict.fromkeys([*frontier(graph.operations, limit=OFFLOADING_OPTIONS_PER_KIND), *least])
-        moved = [_moved(graph, s) for s in sets]
-    if not recomputes:
-        kept, moved = [], moved[:1]
-    return (Choice(KEEP_ALL, 0.0), *kept, *moved)
-
-
-def _moved(graph: BlockGraph, keep_set: KeepSet) -> Choice:
-    """Offload the block's inputs and what a set keeps; what is never replayed is small, or held anyway."""
-    pinned = frozenset(place for place in keep_set.kept if graph.operations[place].pinned)
-    policy = Policy(graph.kept_keys(pinned), offloaded=graph.kept_keys(keep_set.kept - pinned), offloads_inputs=True)
-    return Choice(policy, keep_set.replay_seconds)
+def _choices(kind: _Kind, levers: Sequence[type[Lever]]) -> tuple[Choice, ...]:
+    """Keep everything, and what each lever that works inside blocks can do besides."""
+    allowed = frozenset(lever.name for lever in levers)
+    options = (option for lever in levers for option in lever.options(kind, allowed))
+    return (Choice(KEEP_ALL, 0.0), *options)
 
 
 def _measure(

@@ -6,6 +6,8 @@ A lever that is not listed here can be registered by `register`: it then stands 
 from tightfit.planner.levers.base import (
     CLASSES,
     ROUNDING_SPREAD,
+    Block,
+    Choice,
     Exactness,
     Lever,
     Offer,
@@ -30,6 +32,8 @@ from tightfit.planner.levers.combination import Combination  # isort: skip
 __all__ = [
     "CLASSES",
     "ROUNDING_SPREAD",
+    "Block",
+    "Choice",
     "ChunkedLoss",
     "Combination",
     "CompiledBlocks",

@@ -8,7 +8,7 @@ computes when the lever is asked for it.
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from tightfit.errors import InputError
 from tightfit.names.exclusions import Exclusion
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tightfit.devices.spec import DeviceSpec
     from tightfit.levers.handle import Removable
-    from tightfit.levers.recompute import Policy
+    from tightfit.levers.recompute import OperatorKey, Policy
     from tightfit.planner.records import BlockChoice
     from tightfit.step import Batch
     from tightfit.tracing.record import StepTrace
@@ -57,6 +57,40 @@ class PlainStep:
     blocks: tuple[str, ...]
     micro_batches: int
     size: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the blocks of a kind: what becomes of each operator's output, and the seconds of recomputing."""
+
+    policy: "Policy"
+    seconds: float
+
+
+class KeptOutputs(Protocol):
+    """A set of operators of a block whose outputs stay until backward, by their places, and the cost of the rest."""
+
+    @property
+    def kept(self) -> frozenset[int]: ...
+
+    @property
+    def replay_seconds(self) -> float: ...
+
+
+class Block(Protocol):
+    """A kind of block, as a lever sees it that works inside blocks."""
+
+    def keep_sets(self, limit: int) -> Sequence[KeptOutputs]:
+        """Sets worth keeping, from everything to nothing: about `limit` by their price, and the least at any price."""
+        ...
+
+    def keys(self, places: frozenset[int]) -> "frozenset[OperatorKey]":
+        """The operators at these places."""
+        ...
+
+    def pinned(self, places: frozenset[int]) -> frozenset[int]:
+        """Those of these places whose outputs are small, or held in any case."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +139,18 @@ class Lever:
     def why_not(cls, step: PlainStep) -> str | None:
         """Why the lever has no setting in this step, where that is worth a line in the plan."""
         return None
+
+    @classmethod
+    def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
+        """The ways to run a block with this lever, where those named in `allowed` may be used. Only levers that work
+        inside blocks have them.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def frugal_policy(cls, allowed: frozenset[str]) -> "Policy":
+        """What a block does at about its least with this lever, where those named in `allowed` may be used."""
+        raise NotImplementedError
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:

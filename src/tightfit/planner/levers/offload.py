@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import Block, Choice, Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.recompute import Recompute
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
 
     from tightfit.devices.spec import DeviceSpec
     from tightfit.levers.offload import HostShelf
+    from tightfit.levers.recompute import Policy
     from tightfit.planner.records import BlockChoice
+
+OPTIONS_PER_KIND = 6
 
 
 @register
@@ -52,6 +56,25 @@ class Offload(Lever):
             f"offload is not available on {device.name}: the rate of its link to the host is not known: calibrate it "
             "again, or leave offload out of the levers (recompute is exact too)"
         )
+
+    @classmethod
+    def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
+        """Each set that a block may keep, offloaded with the block's inputs; where nothing is recomputed, all of it."""
+        from tightfit.levers.recompute import Policy
+
+        choices = []
+        for each in block.keep_sets(OPTIONS_PER_KIND):
+            stays = block.pinned(each.kept)
+            policy = Policy(block.keys(stays), offloaded=block.keys(each.kept - stays), offloads_inputs=True)
+            choices.append(Choice(policy, each.replay_seconds))
+        return choices if Recompute.name in allowed else choices[:1]
+
+    @classmethod
+    def frugal_policy(cls, allowed: frozenset[str]) -> "Policy":
+        from tightfit.levers.offload.lever import INPUTS_ONLY
+        from tightfit.levers.recompute import OFFLOAD_ALL
+
+        return INPUTS_ONLY if Recompute.name in allowed else OFFLOAD_ALL
 
     def apply(self, model: "nn.Module") -> None:
         """The choices inside blocks are put on together, with this lever's shelf."""

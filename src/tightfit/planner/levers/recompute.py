@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from tightfit.names.exclusions import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import Block, Choice, Exactness, Lever, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from tightfit.levers.recompute import Policy
     from tightfit.planner.records import BlockChoice
+
+OPTIONS_PER_KIND = 12
 
 
 @register
@@ -33,6 +36,20 @@ class Recompute(Lever):
     @classmethod
     def why_not(cls, step: PlainStep) -> str | None:
         return None if step.blocks else "the model has no repeated blocks"
+
+    @classmethod
+    def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
+        """Each set that a block may keep; the first one replays nothing, which is the block without the lever."""
+        from tightfit.levers.recompute import Policy
+
+        sets = block.keep_sets(OPTIONS_PER_KIND)[1:]
+        return [Choice(Policy(block.keys(each.kept)), each.replay_seconds) for each in sets]
+
+    @classmethod
+    def frugal_policy(cls, allowed: frozenset[str]) -> "Policy":
+        from tightfit.levers.recompute import RECOMPUTE_ALL
+
+        return RECOMPUTE_ALL
 
     def apply(self, model: "nn.Module") -> None:
         """The choices inside blocks are put on together."""

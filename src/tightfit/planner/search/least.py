@@ -5,12 +5,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tightfit.errors import LeverError
-from tightfit.levers.offload.lever import INPUTS_ONLY
-from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
-from tightfit.levers.recompute.policy import OFFLOAD_ALL
+from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role
-from tightfit.planner.request import Request, optimizer_peak
+from tightfit.planner.request import optimizer_peak
 from tightfit.planner.search.search import Search, segment_counts
 from tightfit.tracing.record import StepTrace
 
@@ -69,14 +67,8 @@ def _frugal(search: Search, plain: StepTrace) -> Way:
     combination, inside = search.combinations(plain)[-1], search.of_role(Role.INSIDE_BLOCKS)
     for kind in search.of_role(Role.WHOLE_BLOCKS) if search.paths and not inside else ():
         return Way(combination.with_lever(kind.settings(search.step(plain))[-1]), {})
-    return Way(combination, dict.fromkeys(search.paths, frugal_policy(search.request)))
-
-
-def frugal_policy(request: Request) -> Policy:
-    """What a block does at about its least."""
-    if request.may(Offload):
-        return INPUTS_ONLY if request.may(Recompute) else OFFLOAD_ALL
-    return RECOMPUTE_ALL if request.may(Recompute) else KEEP_ALL
+    policies = [kind.frugal_policy(search.request.levers) for kind in inside]
+    return Way(combination, dict.fromkeys(search.paths, policies[-1] if policies else KEEP_ALL))
 
 
 def _joined(search: Search, plain: StepTrace, way: Way, peak: int) -> tuple[Way, int]:

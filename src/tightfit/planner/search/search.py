@@ -201,14 +201,14 @@ class Search:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain, compared=True)
 
         fixed = optimizer_peak(self.plain)
-        may = {
-            "recomputes": self.request.may(Recompute),
-            "offloads": self.request.may(Offload),
+        inside = self.of_role(Role.INSIDE_BLOCKS)
+        how = {
+            "fixed_bytes": fixed,
+            "levers": inside,
             "replaying_seconds": self.request.executor.replayed,
             "beside": self.request.device.kind == "cuda",
         }
-        solved = self.paths and self.of_role(Role.INSIDE_BLOCKS)
-        priced = price(self.request.model, self.paths, trace, fixed_bytes=fixed, **may) if solved else None
+        priced = price(self.request.model, self.paths, trace, **how) if self.paths and inside else None
         return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 
     def part(self, combination: Combination) -> StepTrace:
