@@ -74,3 +74,19 @@ def test_sums_in_another_dtype_convert_their_input_as_a_whole(operator, source, 
 def test_running_counts_of_a_mask_convert_it_as_a_whole():
     measured, predicted = scratch(aten.cumsum.default, torch.ones(64, 1000, dtype=torch.bool), 1)
     assert predicted == measured == 8 * 64000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("operator", ["scatter_add", "scatter", "gather", "index_add"])
+def test_scattering_and_gathering_in_16_bits_goes_through_fp32(operator, dtype):
+    table, rows = torch.zeros(64, 100, dtype=dtype), torch.ones(64, 80, dtype=dtype)
+    index, columns = torch.arange(80).repeat(64, 1).contiguous(), torch.arange(80)
+    call = {
+        "scatter_add": (aten.scatter_add.default, table, 1, index, rows),
+        "scatter": (aten.scatter.src, table, 1, index, rows),
+        "gather": (aten.gather.default, table, 1, index),
+        "index_add": (aten.index_add.default, table, 1, columns, rows),
+    }[operator]
+    measured, predicted = scratch(*call)
+    assert predicted == measured
+    assert (measured > 0) == (dtype is not torch.float32)

@@ -59,6 +59,23 @@ def converted_sum(name: str, inputs: Sequence[TensorShape], outputs: Sequence[Te
     return 0
 
 
+# Scattering and gathering in 16 bits goes through a buffer in fp32 as large as what is written. Source:
+# `create_acc_buffer` in ATen/native/cpu/ScatterGatherKernel.cpp, which `index_add_` comes to as well. Rows that are
+# scattered along the first dimension go through a row for each thread instead, some KiB that are left out.
+_SCATTERS = "scatter.src scatter_.src scatter.reduce scatter_.reduce scatter_add.default scatter_add_.default"
+_SCATTERS += " scatter_reduce.two scatter_reduce_.two index_add.default index_add_.default gather.default"
+BUFFERED_IN_16_BITS = frozenset(f"aten.{name}" for name in _SCATTERS.split())
+
+
+def buffer_in_fp32(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> int:
+    """Bytes of the buffer through which a 16-bit tensor is scattered or gathered."""
+    written = outputs[0] if name.startswith("aten.gather") else inputs[0]
+    dimension = next((argument for argument in arguments if type(argument) is int), 0)
+    index = inputs[1]
+    by_rows = dimension == 0 and (name.startswith("aten.index_add") or 0 in index.stride)
+    return 0 if written.dtype not in (torch.bfloat16, torch.float16) or by_rows else 4 * written.numel
+
+
 # Operators made of others below the dispatcher, the same on every device.
 COMPOSITES = frozenset({"aten.logsumexp.default", "aten._safe_softmax.default"})
 

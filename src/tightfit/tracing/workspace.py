@@ -8,11 +8,13 @@ import torch
 
 from tightfit.memory.allocator import cpu_rise
 from tightfit.tracing.cpu_temporaries import (
+    BUFFERED_IN_16_BITS,
     COMPOSITES,
     CONVOLUTIONS,
     PROMOTING,
     REDUCED_LOSSES,
     SUMS,
+    buffer_in_fp32,
     composite_scratch,
     converted_operands,
     converted_sum,
@@ -167,6 +169,8 @@ def cpu_workspace(
         return unreduced_loss(inputs, outputs)
     if name in SUMS:
         return converted_sum(name, inputs, outputs)
+    if name in BUFFERED_IN_16_BITS:
+        return buffer_in_fp32(name, inputs, outputs, arguments)
     if name in COMPOSITES:
         return sum(composite_scratch(name, inputs, outputs, arguments))
     if name == _GEMM_4BIT:
