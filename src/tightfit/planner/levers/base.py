@@ -133,7 +133,7 @@ class Lever:
     @classmethod
     def settings(cls, step: PlainStep) -> Sequence[Self]:
         """What the lever can be set to in this step, the fastest first; none where it has nothing to work on."""
-        raise NotImplementedError
+        raise NotImplementedError  # each lever has its own
 
     @classmethod
     def why_not(cls, step: PlainStep) -> str | None:
@@ -145,12 +145,12 @@ class Lever:
         """The ways to run a block with this lever, where those named in `allowed` may be used. Only levers that work
         inside blocks have them.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # only levers that work inside blocks have options
 
     @classmethod
     def frugal_policy(cls, allowed: frozenset[str]) -> "Policy":
         """What a block does at about its least with this lever, where those named in `allowed` may be used."""
-        raise NotImplementedError
+        raise NotImplementedError  # only levers that work inside blocks have one
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:
@@ -159,17 +159,17 @@ class Lever:
 
     def apply(self, model: "nn.Module") -> "Removable | None":
         """Put the lever on a model; the handle takes it off. None for one that is not put on modules."""
-        raise NotImplementedError
+        raise NotImplementedError  # each lever has its own
 
     def mixed(self, higher: Self, last: int) -> Self:
         """This setting, but for the `last` blocks, whose backward comes first: they take the `higher` one. Only levers
         that take whole blocks have it.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # only levers that take whole blocks can be mixed
 
     def sentence(self, choices: Sequence["BlockChoice"]) -> str:
         """What the lever does in a plan with these choices inside blocks, for tables and pages."""
-        raise NotImplementedError
+        raise NotImplementedError  # each lever has its own
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
