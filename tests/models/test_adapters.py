@@ -54,7 +54,7 @@ def test_frozen_weights_have_neither_gradients_nor_states(folder):
     steps = sum(4 for p in model.parameters() if p.requires_grad)
     found = estimate(model, TokenBatch(4, 64, 600))
     assert found.by_category["optimizer states"] == 2 * trained + steps
-    assert 0 < max(found.footing.timeline["gradients"]) <= trained
+    assert 0 < max(found.step_figures.timeline["gradients"]) <= trained
 
 
 @pytest.mark.parametrize("base", BASES)

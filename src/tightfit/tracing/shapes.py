@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.tracing.hollow import hollow_tensor
 from tightfit.tracing.rules import SHAPE_RULES
+from tightfit.tracing.unbacked import unbacked_tensor
 
 # What is computed for real if its inputs are known: floating-point tensors up to so many elements, ...
 KNOWN_LIMIT = 1 << 16
@@ -44,9 +44,9 @@ class TensorShape(NamedTuple):
             expected *= size
         return True
 
-    def hollow(self) -> torch.Tensor:
+    def unbacked(self) -> torch.Tensor:
         """A tensor of this shape on the CPU whose memory is not there, marked so."""
-        return hollow_tensor(self.shape, self.stride, self.dtype)
+        return unbacked_tensor(self.shape, self.stride, self.dtype)
 
 
 def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:

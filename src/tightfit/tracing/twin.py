@@ -76,7 +76,7 @@ def _content(tensor: Tensor, below: int) -> Tensor:
     if not has_no_memory(tensor):
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():
-        return TensorShape.of(tensor).hollow()
+        return TensorShape.of(tensor).unbacked()
     if tensor.dtype == torch.bool or below <= 2:
         return torch.ones(tensor.shape, dtype=tensor.dtype)
     ids = torch.arange(tensor.numel()) * _STEP % below
@@ -85,12 +85,12 @@ def _content(tensor: Tensor, below: int) -> Tensor:
 
 def _stand_in(tensor: Tensor) -> Tensor:
     """A tensor of the same shape with memory that nobody touches, and the attributes that were set on it."""
-    hollow = TensorShape.of(tensor).hollow()
+    unbacked = TensorShape.of(tensor).unbacked()
     if isinstance(tensor, nn.Parameter):
-        hollow = nn.Parameter(hollow, requires_grad=tensor.requires_grad)
+        unbacked = nn.Parameter(unbacked, requires_grad=tensor.requires_grad)
     else:
-        hollow.requires_grad_(tensor.requires_grad)
+        unbacked.requires_grad_(tensor.requires_grad)
     for name, value in vars(tensor).items():
         if not is_fake(tensor):
-            setattr(hollow, name, value)
-    return hollow
+            setattr(unbacked, name, value)
+    return unbacked

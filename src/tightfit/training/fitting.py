@@ -16,7 +16,7 @@ from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss
 from tightfit.training.optimizer import OptimizerRecipe
@@ -26,8 +26,8 @@ from tightfit.training.optimizer import OptimizerRecipe
 class Fit:
     """The step without and with its levers in figures, and the levers. Nothing is applied yet."""
 
-    plain: Footing
-    planned: Footing
+    plain: StepFigures
+    planned: StepFigures
     plain_micro_batches: int
     micro_batches: int
     plan: Plan | None = None
@@ -78,12 +78,12 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
         plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
         return Fit(plan.plain, plan.planned, asked.count, plan.micro_batches, plan)
     assert accumulated != "auto", "without a budget the configuration has a number"
-    plain = estimate_asked(asked).footing
+    plain = estimate_asked(asked).step_figures
     by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks)
     if memory.recompute is None and not memory.compile_blocks:
         return by_hand
     with by_hand.apply(model):
-        return replace(by_hand, planned=estimate_asked(asked).footing)
+        return replace(by_hand, planned=estimate_asked(asked).step_figures)
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:
