@@ -134,7 +134,7 @@ def parse_spec(dtype: Any, shape: Any) -> TensorSpec:
     """Raises `ValueError` for what is no dtype (by torch's name), or no shape."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"has the unknown dtype {shown(dtype)}")
-    if not isinstance(shape, list) or len(shape) > 64 or not all(type(size) is int and 0 <= size for size in shape):
+    if not isinstance(shape, list) or len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError("has a tensor with a shape that is none")
     if math.prod(size for size in shape if size) >= _MAX_ELEMENTS:
         raise ValueError("has a tensor larger than any memory")

@@ -10,6 +10,7 @@ from tightfit.checkpoint import reading, strict_json
 from tightfit.checkpoint.layout import LENGTH_BYTES, Layout, TensorSpec, header_bytes, parse_layout, shown
 from tightfit.checkpoint.manifest import MANIFEST, TENSORS, Manifest, parse_manifest
 from tightfit.checkpoint.names import step_of
+from tightfit.checkpoint.parallel import workers
 from tightfit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,10 +65,15 @@ class Checkpoint:
                 if reading.digest_of_range(descriptor, 0, content.nbytes) != content.blake2b:
                     raise ValueError("is damaged: its hash is another")
         with self._of(TENSORS), reading.opened(self.path, TENSORS) as descriptor:
-            for name, place in self._layout(descriptor).places.items():
-                digest = reading.digest_of_range(descriptor, place.start, place.spec.nbytes)
-                if digest != self.manifest.tensors.digests[name]:
-                    raise ValueError(f"holds the tensor {shown(name)} damaged")
+            places = self._layout(descriptor).places
+            with workers(self.manifest.tensors.nbytes) as submit:
+                digests = {
+                    name: submit(reading.digest_of_range, descriptor, place.start, place.spec.nbytes)
+                    for name, place in places.items()
+                }
+                for name, digest in digests.items():
+                    if digest.result() != self.manifest.tensors.digests[name]:
+                        raise ValueError(f"holds the tensor {shown(name)} damaged")
 
     def read_into(self, tensors: Mapping[str, "Tensor"]) -> None:
         """Read into the memory of these tensors, by name; it may hold others.
