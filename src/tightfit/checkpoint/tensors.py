@@ -144,6 +144,11 @@ def checked_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {_writable(name): spec_of(name, tensors[name]) for name in sorted(tensors)}
 
 
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Without the buffer through which PyTorch transposes matrices on the CPU (`_copy_same_type_transpose_`)."""
+    target.unsqueeze(0).copy_(source.unsqueeze(0))
+
+
 def _writable(name: str) -> str:
     try:
         return check_name(name)
@@ -176,7 +181,7 @@ class _Staging:
         """The bytes of a tensor that is staged, in the order of its elements; each piece is used before the next."""
         for block in self._blocks(tensor):
             staged = self._like(block)
-            staged.copy_(block)
+            copy_into(staged, block)
             yield memory_of(staged)
 
     def filled(self, tensor: Tensor) -> Iterator[memoryview]:
