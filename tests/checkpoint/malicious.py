@@ -316,6 +316,7 @@ def main(root: Path) -> None:
         if is_watching and (event in RUNS or (event == "open" and not _is_within(arguments[0], root))):
             watched.append(f"{event} {arguments!a:.200}")
 
+    assert "torch" not in sys.modules, "checkpoints are listed and verified without it"
     sys.addaudithook(watch)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for number, (name, make) in enumerate(MADE.items()):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faulty_files import Failing
 from tiny_checkpoints import names_in, newest, save, seed_of
 
@@ -18,6 +19,8 @@ from tightfit.checkpoint.files import Files
 from tightfit.checkpoint.store import Checkpoints
 from tightfit.checkpoint.stored import open_checkpoint
 from tightfit.errors import OutputError
+from tightfit.models.decoder import Decoder, DecoderConfig
+from tightfit.models.saving import load_model
 from tightfit.training.storage import RESULT, RunFolder
 
 Work = Callable[[Path, Files], object]
@@ -120,7 +123,20 @@ def check_lines_of_the_run(base: Path, failures: list[tuple[int, bool]]) -> None
         assert (folder / "metrics.jsonl").read_text() in ("one\n", "one\ntwo\nthree\n")
 
 
-CHECKS = [check_new_step, check_same_step, check_pruning, check_files_of_the_run, check_lines_of_the_run]
+def check_weights_of_the_run(base: Path, failures: list[tuple[int, bool]]) -> None:
+    old, new = (Decoder(DecoderConfig(hidden_size=8, num_layers=1, num_heads=2, vocab_size=11)) for _ in range(2))
+    RunFolder(base).write_model(old)
+
+    for folder, line in every_failure(base, lambda folder, files: RunFolder(folder, files).write_model(new), failures):
+        check_line(line, folder)
+        weight = load_model(folder).state_dict()["embedding.weight"]
+        assert any(torch.equal(weight, model.state_dict()["embedding.weight"]) for model in (old, new))
+
+
+CHECKS = [
+    check_new_step, check_same_step, check_pruning, check_files_of_the_run, check_lines_of_the_run,
+    check_weights_of_the_run,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS)

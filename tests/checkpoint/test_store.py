@@ -212,6 +212,20 @@ def test_a_saver_that_another_holds_up_for_long_is_one_line(scratch: Path, monke
     assert steps(scratch) == [10, 20]
 
 
+def test_a_disk_without_room_is_not_filled(scratch: Path, monkeypatch: pytest.MonkeyPatch):
+    step = save(scratch, 10)
+    needed = sum(path.stat().st_size for path in step.iterdir() if path.name != "manifest.json")
+    sizes = shutil.disk_usage(scratch)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: sizes._replace(free=needed - 1))
+
+    with pytest.raises(OutputError, match=r"B are free, and a checkpoint takes 6\d\d B: make room"):
+        save(scratch, 20)
+
+    assert names_in(scratch) == ["step-00000010"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: sizes._replace(free=needed))
+    save(scratch, 20)
+
+
 def test_a_file_system_without_locks_is_saved_to(scratch: Path, monkeypatch: pytest.MonkeyPatch):
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")

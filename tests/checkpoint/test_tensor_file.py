@@ -120,6 +120,15 @@ def test_tied_tensors_are_stored_once_and_read_back_into_both(scratch: Path):
     assert checkpoint.digests["head"] == checkpoint.digests["embedding"] != checkpoint.digests["view"]
 
 
+def test_the_size_of_the_file_is_known_before(scratch: Path):
+    weight = torch.randn(10, 10)
+    given = {**of_each_dtype((3, 5)), "weight": weight, "tied": weight}
+
+    path = saved(scratch, given).path / "tensors.safetensors"
+
+    assert tensors.file_bytes(given) == path.stat().st_size
+
+
 def test_safetensors_reads_a_tied_model(scratch: Path):
     class Tied(nn.Module):
         def __init__(self) -> None:
