@@ -60,12 +60,41 @@ class RotaryTable(nn.Module):
         """Both (length, D), for the positions from `first` on."""
         return self.cos[first : first + length], self.sin[first : first + length]
 
+    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (B, 1, T, D), for the positions (B, T) that tokens have in their documents."""
+        return self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns x (B, H, T, D): the pairs are elements i and i + D/2 of each head."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).type_as(x)
+
+
+class Documents(NamedTuple):
+    """Which tokens of packed rows belong together: tokens of different documents do not see each other.
+
+    `ids` (B, T) int64, equal within a document. `mask` (B, 1, T, T) is what PyTorch's fused attention adds to its
+    scores, 0 or -inf, in the dtype of its computation; None where attention reads the ids instead. One mask serves all
+    layers: of a boolean one PyTorch would keep a copy in floats for each layer's backward.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+
+
+def document_ids(position_ids: Tensor) -> Tensor:
+    """(B, T) int64: the number of documents that have begun in the row so far. A document begins at position 0."""
+    return (position_ids == 0).cumsum(dim=1)
+
+
+def document_mask(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, 1, T, T): 0 where the query (third dimension) sees the key (fourth), -inf elsewhere."""
+    length = ids.shape[1]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+    hidden = hidden | (ids[:, :, None] != ids[:, None, :])
+    return torch.zeros(hidden.shape, dtype=dtype, device=ids.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -82,11 +111,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: WholeCache | WindowCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: WholeCache | WindowCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
         k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
         v = self._heads(self.v_proj(x))
-        mixed = self._attend(q, k, v) if cache is None else self._attend_behind(cache, q, k, v)
+        mixed = self._attend(q, k, v, documents) if cache is None else self._attend_behind(cache, q, k, v)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -96,21 +132,24 @@ class Attention(nn.Module):
     def _attend_behind(self, cache: WholeCache | WindowCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The queries see what was read before them, too."""
         seen = cache.read(k, v)
-        return self._attend_in_chunks(q, seen.keys, seen.values, seen.offset)
+        return self._attend_in_chunks(q, seen.keys, seen.values, offset=seen.offset)
 
-    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0) -> Tensor:
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None = None, offset: int = 0) -> Tensor:
         from tightfit.ops import attention
 
         window = self.config.attention_window
         chunk_size = self.config.attention_chunk_size if self.config.attention == "chunked" else None
-        return attention(q, k, v, causal=True, window=window, offset=offset, chunk_size=chunk_size)
+        return attention(q, k, v, causal=True, window=window, document_ids=ids, offset=offset, chunk_size=chunk_size)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.config.attention == "chunked" or self.config.attention_window is not None:
-            return self._attend_in_chunks(q, k, v)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        mask = None if documents is None else documents.mask
+        if self.config.attends_in_chunks:
+            return self._attend_in_chunks(q, k, v, None if documents is None else documents.ids)
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.config.kv_heads != self.config.num_heads
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped
+        )
 
 
 class GatedMLP(nn.Module):
@@ -155,8 +194,15 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: WholeCache | WindowCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: WholeCache | WindowCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache, documents))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -168,6 +214,10 @@ class Decoder(nn.Module):
     count; `num_items_in_batch` divides the sum by that number instead, as the causal models of `transformers` do, so
     that the losses of several micro-batches add up to the loss of the whole batch. With a `cache` the ids follow what
     was read into it; that is for reading without gradients (`ModelError`).
+
+    `position_ids` (B, T) int64 are for packed rows: each token's position in its document, 0 where one begins. Tokens
+    of different documents do not see each other. A document's numbers do not depend on its neighbours, bit for bit in
+    fp32 on a CPU while its place in the row stays.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -189,18 +239,46 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         cache: KVCache | None = None,
+        position_ids: Tensor | None = None,
     ) -> DecoderOutput:
         if cache is not None and torch.is_grad_enabled():
             raise ModelError("a cache of keys and values is for reading, not for training: use torch.no_grad()")
         x = self.dropout(self.embedding(input_ids))
-        cos, sin = self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[i])
+        if position_ids is not None:
+            x = self._through_packed(x, input_ids, position_ids, cache)
+        else:
+            cos, sin = self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
+            for i, layer in enumerate(self.layers):
+                x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[i])
         if cache is not None:
             cache.length += input_ids.shape[1]
         logits = self.head(self.norm(x))
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
         return DecoderOutput(loss, logits)
+
+    def _through_packed(self, x: Tensor, input_ids: Tensor, position_ids: Tensor, cache: KVCache | None) -> Tensor:
+        """The blocks over rows of several documents. Raises `ModelError`."""
+        if cache is not None:
+            raise ModelError("position_ids and a cache exclude each other: read a packed row in one pass")
+        if position_ids.shape != input_ids.shape:
+            raise ModelError(
+                f"position_ids {tuple(position_ids.shape)} are for other rows than input_ids {tuple(input_ids.shape)}: "
+                "give each token its position in its document"
+            )
+        cos, sin = self.rotary.at(position_ids)
+        documents = self._documents(position_ids, x)
+        for layer in self.layers:
+            x = layer(x, cos, sin, documents=documents)
+        return x
+
+    def _documents(self, position_ids: Tensor, x: Tensor) -> Documents:
+        """What the blocks need to know of packed rows."""
+        ids = document_ids(position_ids)
+        if self.config.attends_in_chunks:
+            return Documents(ids, None)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return Documents(ids, document_mask(ids, dtype))
 
     def _initialise(self) -> None:
         """GPT-2's: what a block adds to the stream is scaled down by the number of additions, 2 per block."""

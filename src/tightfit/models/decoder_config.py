@@ -97,6 +97,11 @@ class DecoderConfig:
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
+    def attends_in_chunks(self) -> bool:
+        """Whether attention is `tightfit.ops.attention`, not PyTorch's own."""
+        return self.attention == "chunked" or self.attention_window is not None
+
+    @property
     def mlp_width(self) -> int:
         """Width of the gated MLP, after the default."""
         if self.intermediate_size is not None:
