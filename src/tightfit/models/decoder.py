@@ -1,8 +1,8 @@
 """The reference decoder: plain PyTorch, to be read from top to bottom.
 
-Pre-norm blocks (RMSNorm, rotary positions, grouped-query attention with optional QK-norm, gated MLP), embeddings tied
-to the head. It saves no memory by itself: that is the levers' work, on this model as on anybody's. Only where the
-configuration asks for it are the operators of `tightfit.ops` used directly.
+Pre-norm blocks (RMSNorm, rotary positions, grouped-query attention with optional QK-norm or a short convolution, gated
+MLP or a mixture of experts), embeddings tied to the head. It saves no memory by itself: that is the levers' work, on
+this model as on anybody's. Only where the configuration asks for it are the operators of `tightfit.ops` used directly.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.errors import ModelError
+from tightfit.models.convolution import ShortConvolution
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
-from tightfit.models.kv_cache import KVCache, WholeCache, WindowCache
+from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts, RoutingSums, auxiliary_loss
+from tightfit.models.kv_cache import ConvolutionCache, KVCache, LayerCache, WholeCache, WindowCache
 
 __all__ = ["PRESETS", "Decoder", "DecoderConfig", "DecoderOutput", "next_token_loss"]
 
@@ -23,10 +25,15 @@ INITIAL_DEVIATION = 0.02
 
 
 class DecoderOutput(NamedTuple):
-    """`loss` is a scalar, or None without labels; `logits` (B, T, vocab_size)."""
+    """`loss` is a scalar, or None without labels; `logits` (B, T, vocab_size).
+
+    `auxiliary_loss`, a scalar: what a mixture of experts adds to the mean loss in training, already weighted, and part
+    of `loss`; None in evaluation mode and without experts.
+    """
 
     loss: Tensor | None
     logits: Tensor
+    auxiliary_loss: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -152,46 +159,24 @@ class Attention(nn.Module):
         )
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.config = config
-        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
-        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.config.mlp_tile is None:
-            return self._project(x)
-        from tightfit.ops import tiled
-
-        return tiled(self._project, x, self.config.mlp_tile, self.parameters())
-
-    def _project(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        approximate = "tanh" if self.config.activation == "geglu_tanh" else "none"
-        if self.config.mlp == "low_memory":
-            from tightfit.ops import geglu, swiglu
-
-            return swiglu(gate, up) if self.config.activation == "swiglu" else geglu(gate, up, approximate=approximate)
-        if self.config.activation == "swiglu":
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate=approximate) * up
-
-
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what each half adds."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)), with dropout on what each half adds.
 
-    def __init__(self, config: DecoderConfig):
+    The mixer is attention or a convolution, the MLP one or a mixture of experts: that of block number `layer`. With
+    experts the three tensors of `RoutingSums` are returned beside the result.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.mixes_by_attention = config.has_attention(layer)
+        if self.mixes_by_attention:
+            self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.attention = Attention(config)
+        else:
+            self.convolution_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.convolution = ShortConvolution(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = MixtureOfExperts(config) if config.has_experts(layer) else GatedMLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -199,11 +184,23 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: WholeCache | WindowCache | None = None,
+        cache: LayerCache | None = None,
         documents: Documents | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = x + self.dropout(self._mixed(x, cos, sin, cache, documents))
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        out, *sums = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(out), *sums
+
+    def _mixed(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, documents: Documents | None
     ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache, documents))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if self.mixes_by_attention:
+            assert not isinstance(cache, ConvolutionCache), "a block with attention caches keys and values"
+            return self.attention(self.attention_norm(x), cos, sin, cache, documents)
+        assert cache is None or isinstance(cache, ConvolutionCache), "a block with a convolution caches its inputs"
+        return self.convolution(self.convolution_norm(x), cache, None if documents is None else documents.ids)
 
 
 class Decoder(nn.Module):
@@ -216,8 +213,9 @@ class Decoder(nn.Module):
     was read into it; that is for reading without gradients (`ModelError`).
 
     `position_ids` (B, T) int64 are for packed rows: each token's position in its document, 0 where one begins. Tokens
-    of different documents do not see each other. A document's numbers do not depend on its neighbours, bit for bit in
-    fp32 on a CPU while its place in the row stays.
+    of different documents do not see each other. A document's numbers do not depend on its neighbours: bit for bit in
+    fp32 on a CPU while its place in the row stays, and within rounding with experts, whose products take the rows of
+    all documents together.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -226,7 +224,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.rotary = RotaryTable(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
@@ -243,21 +241,35 @@ class Decoder(nn.Module):
     ) -> DecoderOutput:
         if cache is not None and torch.is_grad_enabled():
             raise ModelError("a cache of keys and values is for reading, not for training: use torch.no_grad()")
-        x = self.dropout(self.embedding(input_ids))
         if position_ids is not None:
-            x = self._through_packed(x, input_ids, position_ids, cache)
-        else:
-            cos, sin = self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
-            for i, layer in enumerate(self.layers):
-                x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[i])
+            self._check_packed(input_ids, position_ids, cache)
+        x = self.dropout(self.embedding(input_ids))
+        cos, sin = self._angles(input_ids, position_ids, cache)
+        documents = None if position_ids is None else self._documents(position_ids, x)
+        sums: list[RoutingSums] = []
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, None if cache is None else cache.layers[i], documents)
+            if not isinstance(x, Tensor):
+                x, *of_layer = x
+                sums.append(RoutingSums(*of_layer))
         if cache is not None:
             cache.length += input_ids.shape[1]
         logits = self.head(self.norm(x))
+        auxiliary = auxiliary_loss(self.config, sums, input_ids.numel()) if self.training and sums else None
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
-        return DecoderOutput(loss, logits)
+        if labels is not None and loss is not None and auxiliary is not None:
+            loss = loss + auxiliary * share_of_items(labels, num_items_in_batch)
+        return DecoderOutput(loss, logits, auxiliary)
 
-    def _through_packed(self, x: Tensor, input_ids: Tensor, position_ids: Tensor, cache: KVCache | None) -> Tensor:
-        """The blocks over rows of several documents. Raises `ModelError`."""
+    def _angles(self, input_ids: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' positions."""
+        if position_ids is not None:
+            return self.rotary.at(position_ids)
+        return self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
+
+    @staticmethod
+    def _check_packed(input_ids: Tensor, position_ids: Tensor, cache: KVCache | None) -> None:
+        """Raises `ModelError`."""
         if cache is not None:
             raise ModelError("position_ids and a cache exclude each other: read a packed row in one pass")
         if position_ids.shape != input_ids.shape:
@@ -265,11 +277,6 @@ class Decoder(nn.Module):
                 f"position_ids {tuple(position_ids.shape)} are for other rows than input_ids {tuple(input_ids.shape)}: "
                 "give each token its position in its document"
             )
-        cos, sin = self.rotary.at(position_ids)
-        documents = self._documents(position_ids, x)
-        for layer in self.layers:
-            x = layer(x, cos, sin, documents=documents)
-        return x
 
     def _documents(self, position_ids: Tensor, x: Tensor) -> Documents:
         """What the blocks need to know of packed rows."""
@@ -284,8 +291,8 @@ class Decoder(nn.Module):
         """GPT-2's: what a block adds to the stream is scaled down by the number of additions, 2 per block."""
         scaled = INITIAL_DEVIATION / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                adds_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if parameter.ndim > 1 and not name.endswith("taps"):
+                adds_to_stream = "o_proj" in name or "down_proj" in name
                 nn.init.normal_(parameter, std=scaled if adds_to_stream else INITIAL_DEVIATION)
 
 
@@ -299,3 +306,10 @@ def next_token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: int | Te
     if num_items_in_batch is None:
         return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX)
     return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum") / num_items_in_batch
+
+
+def share_of_items(labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor | float:
+    """The share of a micro-batch's auxiliary loss in the loss of the batch: that of its labels, 1 by itself."""
+    if num_items_in_batch is None:
+        return 1.0
+    return (labels[:, 1:] != IGNORE_INDEX).sum() / num_items_in_batch
