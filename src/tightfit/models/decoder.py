@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tightfit.errors import ModelError
 from tightfit.models.convolution import ShortConvolution
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
+from tightfit.models.dtypes import convert_weights
 from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts, RoutingSums, auxiliary_loss
 from tightfit.models.kv_cache import ConvolutionCache, KVCache, LayerCache, WholeCache, WindowCache
 
@@ -228,6 +229,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
+        if config.dtype == "bf16":  # rounded, not drawn in bf16: the seed gives the weights of the fp32 model
+            convert_weights(self, torch.bfloat16)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 

@@ -93,6 +93,8 @@ class DecoderConfig:
     attention_every: Count = 1
     """With `conv_kernel`: the last of every so many blocks has attention, the others have the convolution in its
     place."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the weights; `auto`: fp32."""
 
     def __post_init__(self):
         self._check_heads()
