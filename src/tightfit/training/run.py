@@ -27,7 +27,7 @@ from tightfit.training.fitting import Fit, fit
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
-from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.storage import RunFolder
@@ -96,6 +96,8 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
     check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
     folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
     reporter.on_note(_what_is_trained(model, data))
+    if (rounding := rounding_note(model, training.optimizer)) is not None:
+        reporter.on_note(rounding)
     batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
     first = next(batches)
     fitted = fit(model, counted(first), CausalLMLoss(), config, device)
