@@ -1,7 +1,7 @@
 """Tokenized documents one after another in three flat arrays, in memory or mapped from files."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -40,7 +40,7 @@ class TokenStore:
         self.skipped_lines = skipped_lines
         self.lengths: np.ndarray = np.diff(offsets)
         """Tokens of each item, (items,) int64."""
-        self.fingerprint: str = fingerprint or _digest(tokens, offsets, learnt, kind)
+        self.fingerprint: str = fingerprint or fingerprint_of(kind, tokens.dtype, _digests(tokens, offsets, learnt))
         """Equal for equal content made from it, and for no other."""
 
     @classmethod
@@ -85,16 +85,29 @@ class TokenStore:
         """Which tokens of an item the loss counts, (length,) bool; None where it counts all."""
         return None if self._learnt is None else self._learnt[self._span(item)]
 
+    def all_learnt(self) -> "TokenStore":
+        """The same items, every token of which counts in the loss."""
+        fingerprint = hashlib.sha256(f"{self.fingerprint} all learnt".encode()).hexdigest()
+        return TokenStore(
+            self._tokens, self._offsets, kind=self.kind, fingerprint=fingerprint, skipped_lines=self.skipped_lines
+        )
+
     def _span(self, item: int) -> slice:
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         return slice(int(self._offsets[item]), int(self._offsets[item + 1]))
 
 
-def _digest(tokens: np.ndarray, offsets: np.ndarray, learnt: np.ndarray | None, kind: Kind) -> str:
-    """sha256 over what a store holds."""
-    digest = hashlib.sha256(f"{kind} {tokens.dtype} {len(offsets)} {learnt is not None}".encode())
-    for array in (offsets, tokens, learnt):
-        if array is not None:
-            digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+def fingerprint_of(kind: Kind, dtype: np.dtype, digests: Mapping[str, str]) -> str:
+    """The fingerprint of a store from the sha256 of its arrays, by their names."""
+    arrays = " ".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(f"{kind} {dtype} {arrays}".encode()).hexdigest()
+
+
+def _digests(tokens: np.ndarray, offsets: np.ndarray, learnt: np.ndarray | None) -> dict[str, str]:
+    arrays = {"tokens": tokens, "offsets": offsets, "learnt": learnt}
+    return {
+        name: hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+        for name, array in arrays.items()
+        if array is not None
+    }
