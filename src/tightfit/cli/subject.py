@@ -146,7 +146,7 @@ def _ids(model: nn.Module, config: Config) -> dict[str, Tensor]:
 
 def _first_batch(config: Config) -> dict[str, Tensor]:
     """The batch that the training would begin with."""
-    data = prepare_data(config.data, config.model)
+    data = prepare_data(config.data, config.model, objective=config.training.objective)
     return next(data.batches(config.training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle))
 
 

@@ -150,8 +150,16 @@ class DataConfig(Section):
     """The data to train on."""
 
     source: str = "default"
-    """`default` (the Python standard library's own sources and help topics), a .jsonl file of {"text": ...} lines,
-    a .txt file, or a folder of text files."""
+    """`default` (the Python standard library's own sources and help topics), a .jsonl file, a .txt file, a folder of
+    either (.gz and .zst too), a folder that `datasets` saved, Parquet files, or `hf:NAME` for a dataset of the Hugging
+    Face Hub: see data.md."""
+    format: Literal["auto", "text", "conversations", "preferences"] = "auto"
+    """What a record holds: a document, a conversation, or a better and a worse answer; `auto`: as the first records
+    say."""
+    bad_lines: Literal["strict", "skip"] = "strict"
+    """A line that holds no record ends the training with its file, line and column, or is skipped and counted."""
+    max_bad_lines: CountOrZero | None = None
+    """With `bad_lines: skip`, the most lines that are skipped; null: 1000, or 5% of the lines if that is more."""
     sequence_length: Count = 256
     """Tokens in one sample."""
     tokenizer: str = "train"
@@ -172,6 +180,9 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """The training run."""
 
+    objective: Literal["auto", "causal", "sft", "dpo"] = "auto"
+    """`causal` learns every token, `sft` those of the assistant's turns, `dpo` to prefer the better answer; `auto`: by
+    the data, in this order for texts, conversations and preference pairs."""
     max_steps: Count = 100
     """Optimizer steps."""
     batch_size: Count = 8

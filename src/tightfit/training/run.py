@@ -91,7 +91,7 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
     if config.memory.allocator is not None:
         set_allocator(config.memory.allocator)  # before anything starts CUDA
     device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
-    data = prepare_data(config.data, config.model)
+    data = prepare_data(config.data, config.model, objective=training.objective, notice=reporter.on_note)
     model = build_model(config.model, seed=training.seed)
     check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
     folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
