@@ -101,7 +101,7 @@ def test_a_complete_checkpoint_is_there_after_a_cut_at_any_call(scratch: Path, r
 def test_a_complete_checkpoint_is_there_whatever_selection_of_what_was_not_synced_is(scratch: Path, recorder: Recorder):
     life(recorder.root, recorder)
 
-    assert check_cuts(scratch, recorder, seed=1, more=40) > 1000
+    assert check_cuts(scratch, recorder, seed=1, more=40) > 500
 
 
 @pytest.mark.slow  # a second cut at each call of the save that follows a first: half a minute
