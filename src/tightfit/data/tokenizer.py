@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tightfit.data.bad_lines import BadLine
 from tightfit.data.chat_template import CHATML, TURN_BEGIN, TURN_END, ChatTemplate
 from tightfit.data.chats import ChatEncoder
 from tightfit.errors import DataError, OutputError
@@ -105,6 +106,16 @@ class TextTokenizer:
                 path.write_text(text, "utf-8")
             except OSError as error:
                 raise OutputError(f"{path}: the tokenizer cannot be written: {error.strerror}") from error
+
+
+def answer_prompt(tokenizer: TextTokenizer, prompt: str) -> tuple[list[int], int]:
+    """The ids that ask for an answer to a turn of the user, and the id that ends the answer. Raises `DataError`."""
+    try:
+        asked = tokenizer.chat.prompt([{"role": "user", "content": prompt}])
+        stop = tokenizer.chat.end_of_turn()
+    except BadLine as bad:
+        raise DataError(f"the prompt cannot be put into the chat template: {bad.reason}") from None
+    return asked, tokenizer.end_of_text if stop is None else stop
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = False) -> TextTokenizer:
