@@ -60,7 +60,7 @@ class TextTokenizer:
             )
         return ChatEncoder(self._tokenizer, self._template)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id: the rows that a model's embedding must have."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -71,11 +71,10 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, in the smallest unsigned dtype that holds the vocabulary; in parallel over texts."""
-        dtype = self.dtype
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """The smallest unsigned dtype that holds the vocabulary: uint16 or uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32)

@@ -101,7 +101,7 @@ def continue_ids(
     top_k: int | None = None,
     seed: int | None = None,
 ) -> list[int]:
-    """What follows the ids `prefix`, up to the first `stop`, which is left out: such as the answer to a chat's prompt."""
+    """What follows the ids `prefix`, such as a chat's prompt, up to the first `stop`, which is left out."""
     ids = generate(
         model,
         torch.tensor([prefix], device=next(model.parameters()).device),
