@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from tightfit.checkpoint.files import FILES, Files
-from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
+from tightfit.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -31,7 +31,7 @@ RUN_FILES = (
     RESULT,
     PICTURE,
     PAGE,
-    TOKENIZER_FILE,
+    *TOKENIZER_FILES,
     CONFIG_FILE,
     WEIGHTS_FILE,
     ADAPTER_CONFIG,
