@@ -1,9 +1,9 @@
 """How the step of a training will run: planned for a budget, recomputing what was set by hand, or plain."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from tightfit.levers.recompute import recompute
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.levers import Recompute, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Footing
 from tightfit.runtime.module_paths import globs_of
@@ -38,6 +39,16 @@ class Fit:
     def budget_bytes(self) -> int | None:
         return None if self.plan is None else self.plan.budget_bytes
 
+    def words(self) -> str:
+        """The levers in a few words."""
+        plan = self.plan
+        if plan is None:
+            return "no plan"
+        recomputing = sum(choice.action in ("recompute", "operators") for choice in plan.choices)
+        others = [str(lever) for lever in plan.levers if not isinstance(lever, Recompute)]
+        blocks = [f"{recomputing} of {len(plan.choices)} blocks recompute"] if recomputing else []
+        return ", ".join((*others, *blocks)) or "no lever"
+
     @property
     def has_levers(self) -> bool:
         """Whether the step runs otherwise than the plain one."""
@@ -52,38 +63,112 @@ class Fit:
         return nullcontext() if self.recompute is None else recompute_by_hand(model, self.recompute)
 
 
+class LeversInForce:
+    """A fit's levers on a model, which another fit's can replace. Mutable: `fitted` is the one in force.
+
+    A context manager: the levers are on the model inside.
+    """
+
+    def __init__(self, fitted: Fit, model: nn.Module):
+        self.fitted = fitted
+        self._model = model
+        self._handle: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> Self:
+        self._handle = self.fitted.apply(self._model)
+        self._handle.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        handle, self._handle = self._handle, nullcontext()
+        handle.__exit__(None, None, None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the model has no levers on it: to be planned, or to run plainly."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def replace(self, fitted: Fit) -> None:
+        """Put another fit's levers on the model."""
+        self.__exit__()
+        self.fitted = fitted
+        self.__enter__()
+
+
 def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
     `device` is the one that it will run on, or its name; the model may lie elsewhere. Raises `CannotFit`, `LeverError`
     and `TraceError`.
     """
-    training, memory = config.training, config.memory
-    accumulated = training.gradient_accumulation_steps
-    asked = Asked(
-        model=model,
-        batch=batch,
-        loss=loss,
-        optimizer=OptimizerRecipe(training),
-        precision=training.precision,
-        device=device,
-        micro_batches=accumulated,
-        grad_clip=training.grad_clip,
-        levers=memory.levers,
-        offload_folder=memory.offload_folder,
-        offload_budget=memory.offload_budget,
-    )
+    memory = config.memory
     if memory.budget is not None:
-        plan = plan_asked(asked, memory.budget)
-        plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
-        return Fit(plan.plain, plan.planned, asked.count, plan.micro_batches, plan)
-    assert accumulated != "auto", "without a budget the configuration has a number"
+        return fit_within(memory.budget, model, batch, loss, config, device)
+    asked = _asked(model, batch, loss, config, device)
+    accumulated = asked.count
     plain = estimate_asked(asked).footing
     by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks)
     if memory.recompute is None and not memory.compile_blocks:
         return by_hand
     with by_hand.apply(model):
         return replace(by_hand, planned=estimate_asked(asked).footing)
+
+
+def fit_within(
+    budget: int | str,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss,
+    config: Config,
+    device: str | DeviceSpec,
+    *,
+    levers: Collection[str] | None = None,
+) -> Fit:
+    """Plan the step on this batch for a budget, whichever the configuration has; with `levers`, with those alone of the
+    ones that it allows. Raises as `fit` does.
+    """
+    asked = _asked(model, batch, loss, config, device)
+    if levers is not None:
+        asked = replace(asked, levers=sorted(allowed_levers(asked.levers) & set(levers)))
+    plan = plan_asked(asked, budget)
+    plan = replace(plan, optimizer=config.training.optimizer)  # by the name that the user knows
+    return fit_of(plan, config)
+
+
+def plain_peak_bytes(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec
+) -> int:
+    """The predicted peak of the step on this batch, in one micro-batch and without levers."""
+    return estimate_asked(replace(_asked(model, batch, loss, config, device), micro_batches=1)).peak_bytes
+
+
+def fit_of(plan: Plan, config: Config) -> Fit:
+    """The step under a plan that was made for the configuration."""
+    accumulated = config.training.gradient_accumulation_steps
+    return Fit(plan.plain, plan.planned, 1 if accumulated == "auto" else accumulated, plan.micro_batches, plan)
+
+
+def _asked(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec
+) -> Asked:
+    training, memory = config.training, config.memory
+    return Asked(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=OptimizerRecipe(training),
+        precision=training.precision,
+        device=device,
+        micro_batches=training.gradient_accumulation_steps,
+        grad_clip=training.grad_clip,
+        levers=memory.levers,
+        offload_folder=memory.offload_folder,
+        offload_budget=memory.offload_budget,
+    )
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -13,7 +14,7 @@ from torch import nn
 from tightfit.config.schema import TrainingConfig
 from tightfit.errors import OutputError
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.step import Loss, StepSettings, forward_backward, update
+from tightfit.step import Loss, StepSettings, clip, forward_backward, let_go
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.objective import counted
@@ -50,13 +51,79 @@ class Stepper:
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""
-        parts = as_parts(split_batch(batch, self.micro_batches), self.loss)
-        value = forward_backward(self.model, parts, self.loss, self.settings.precision, scaler=self.scaler)
-        scale = None if self.scaler is None else self.scaler.get_scale()
-        norm = update(self.model, self.optimizer, self.settings, scaler=self.scaler)
+        step = StepUnderWay(self, batch)
+        step.compute_gradients()
+        step.update()
+        step.end()
+        return step.outcome()
+
+    def attempt(self, batch: Mapping[str, Any], number: int) -> StepOutcome:
+        """Step `number` of the training; a stepper that recovers from out of memory does so here."""
+        return self.step(batch)
+
+    def observe(self, batch: Mapping[str, Any], step: "StepFigures") -> None:
+        """Told of each step that is done, with what was measured of it."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What was measured of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all
+    others if it `is_settled`.
+    """
+
+    number: int
+    seconds: float
+    peak_bytes: int | None
+    is_settled: bool
+
+
+class StepUnderWay:
+    """One optimizer step, stage by stage. Mutable: what the stages so far have found.
+
+    After out of memory, one that recovers goes on with the stage that failed (`RecoveringStepper`).
+    """
+
+    def __init__(self, stepper: Stepper, batch: Mapping[str, Any]):
+        self._stepper, self._batch = stepper, batch
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._scale: float | None = None
+
+    def compute_gradients(self) -> None:
+        """Those of the batch in its micro-batches, clipped."""
+        stepper = self._stepper
+        parts = as_parts(split_batch(self._batch, stepper.micro_batches), stepper.loss)
+        precision, scaler = stepper.settings.precision, stepper.scaler
+        self._loss = forward_backward(stepper.model, parts, stepper.loss, precision, scaler=scaler)
+        self._scale = None if scaler is None else scaler.get_scale()
+        self._norm = clip(stepper.model, stepper.optimizer, stepper.settings, scaler)
+
+    def update(self, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> None:
+        """The optimizer's step; `run` is given it and calls it."""
+        optimizer, scaler = self._stepper.optimizer, self._stepper.scaler
+        if scaler is None:
+            run(optimizer.step)
+            return
+        step = optimizer.step
+        optimizer.step = lambda *arguments, **options: run(partial(step, *arguments, **options))
+        try:
+            scaler.step(optimizer)
+        finally:
+            del optimizer.step
+
+    def end(self) -> None:
+        """The scale of the next step, and no gradients."""
+        if self._stepper.scaler is not None:
+            self._stepper.scaler.update()
+        let_go(self._stepper.optimizer, self._stepper.settings)
+
+    def outcome(self) -> StepOutcome:
+        """What the step leaves."""
+        assert self._loss is not None, "the gradients were computed"
+        scaler = self._stepper.scaler
         # The scaler lowers its scale after an overflow, and only then.
-        skipped = self.scaler is not None and scale is not None and self.scaler.get_scale() < scale
-        return StepOutcome(float(value), None if norm is None else float(norm), skipped)
+        skipped = scaler is not None and self._scale is not None and scaler.get_scale() < self._scale
+        return StepOutcome(float(self._loss), None if self._norm is None else float(self._norm), skipped)
 
 
 @dataclass
@@ -136,14 +203,18 @@ def _one_step(
     set_learning_rate(stepper.optimizer, rate)
     begun = time.perf_counter()
     if step in measured_steps(training.max_steps):
-        outcome = _measured(stepper, batch, record)
-        reporter.on_peak(record.measured_peak_bytes)
+        outcome, peak = _measured(step, stepper, batch)
     else:
-        outcome = stepper.step(batch)
-        _watch_cuda(step, stepper.device, record)
+        outcome = stepper.attempt(batch, step)
+        peak = _watch_cuda(step, stepper.device)
+    if peak is not None:
+        record.measured_peak_bytes = max(record.measured_peak_bytes, peak)
+        reporter.on_peak(record.measured_peak_bytes)
     seconds = time.perf_counter() - begun
     tokens = batch["input_ids"].numel()
-    if step > SETTLED and step not in measured_steps(training.max_steps):
+    is_settled = step > SETTLED and step not in measured_steps(training.max_steps)
+    stepper.observe(batch, StepFigures(step, seconds, peak, is_settled))
+    if is_settled:
         record.settled_seconds.append(seconds)
     record.seconds.append(seconds)
     record.losses.append(outcome.loss)
@@ -162,19 +233,17 @@ def _one_step(
     )
 
 
-def _measured(stepper: Stepper, batch: dict[str, Any], record: Record) -> StepOutcome:
-    """A step under the allocator's record."""
+def _measured(step: int, stepper: Stepper, batch: dict[str, Any]) -> tuple[StepOutcome, int]:
+    """A step under the allocator's record, and its peak."""
     outcomes: list[StepOutcome] = []
     resident = resident_tensors(stepper.model, stepper.optimizer, batch)
-    peak = measured_peak(lambda: outcomes.append(stepper.step(batch)), resident)
-    record.measured_peak_bytes = max(record.measured_peak_bytes, peak)
-    return outcomes[0]
+    peak = measured_peak(lambda: outcomes.append(stepper.attempt(batch, step)), resident)
+    return outcomes[0], peak
 
 
-def _watch_cuda(step: int, device: torch.device, record: Record) -> None:
+def _watch_cuda(step: int, device: torch.device) -> int | None:
     """CUDA's allocator keeps its peak at no cost, so there every settled step counts."""
-    if device.type == "cuda" and step > SETTLED:
-        record.measured_peak_bytes = max(record.measured_peak_bytes, torch.cuda.max_memory_allocated(device))
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" and step > SETTLED else None
 
 
 def memory_now(device: torch.device) -> int:

@@ -23,11 +23,12 @@ from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
-from tightfit.training.fitting import Fit, fit
+from tightfit.training.fitting import Fit, LeversInForce, fit
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.storage import RunFolder
@@ -108,8 +109,10 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
     files.demand_room(folder)
     files.write_beginning(folder)
     with interrupt:
-        with fitted.apply(model):
-            record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter, interrupt)
+        with LeversInForce(fitted, model) as levers:
+            planner = StepPlanner(model, CausalLMLoss(), config, device)
+            record = _steps(config, model, levers, planner, itertools.chain([first], batches), folder, reporter, interrupt)
+            fitted = levers.fitted  # out of memory may have put another one in force
             validation = _validate(config, model, fitted, data, interrupt)
         sample = "" if interrupt.received else sample_text(model, data, seed=training.seed)
         is_cut = interrupt.received is not None
@@ -141,20 +144,27 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
 def _steps(
     config: Config,
     model: nn.Module,
-    fitted: Fit,
+    levers: LeversInForce,
+    planner: StepPlanner,
     batches: Iterator[dict[str, torch.Tensor]],
     folder: RunFolder,
     reporter: Reporter,
     interrupt: Interrupt,
 ) -> Record:
-    training = config.training
-    stepper = Stepper(
-        model=model,
-        optimizer=OptimizerRecipe(training)(model.parameters()),
-        loss=CausalLMLoss(),
-        settings=StepSettings(training.precision, training.grad_clip),
-        micro_batches=fitted.micro_batches,
-    )
+    training, fitted = config.training, levers.fitted
+    parts: dict[str, Any] = {
+        "model": model,
+        "optimizer": OptimizerRecipe(training)(model.parameters()),
+        "loss": CausalLMLoss(),
+        "settings": StepSettings(training.precision, training.grad_clip),
+        "micro_batches": fitted.micro_batches,
+    }
+    stepper = Stepper(**parts)
+    if config.memory.recover:
+        slowdown = config.memory.max_slowdown
+        stepper = RecoveringStepper(
+            **parts, levers=levers, planner=planner, note=reporter.on_note, max_slowdown=slowdown
+        )
     reporter.on_start(
         Start(
             max_steps=training.max_steps,
