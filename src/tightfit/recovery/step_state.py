@@ -71,18 +71,18 @@ class _Held:
 
 
 @dataclass
-class _Random:
-    """All random states that a step may draw from."""
+class RandomStates:
+    """The states of all generators that a step may draw from."""
 
     torch_states: list[GeneratorState]
-    own: list[tuple[Any, Any]]
+    others: list[tuple[Any, Any]]  # of generators of numpy's and Python's that modules hold
     python: Any = field(default_factory=random.getstate)
     numpy: Any = field(default_factory=numpy.random.get_state)
 
     def put_back(self) -> None:
         for state in self.torch_states:
             state.put_back()
-        for generator, state in self.own:
+        for generator, state in self.others:
             set_state(generator, state)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
@@ -99,7 +99,7 @@ class StepState:
         self._containers: dict[int, Any] = {}  # those that were seen to change
         self._own_generators: dict[int, Any] = {}  # random generators that modules hold
         self._observed = 0
-        self._random: _Random | None = None
+        self._random: RandomStates | None = None
         self._contents: list[tuple[Any, Any]] = []
 
     @property
@@ -115,8 +115,14 @@ class StepState:
             self._contents = [(item, item.copy()) for item in self._containers.values()]
         for held in self._tensors:
             held.remember(copies=held.is_watched or (self.is_observing and held.is_small))
-        own = [(generator, state_of(generator)) for generator in self._own_generators.values()]
-        self._random = _Random([GeneratorState.of(generator) for generator in self._generators], own)
+        self._random = self.random_states()
+
+    def random_states(self) -> RandomStates:
+        """As they are now."""
+        own = self._own_generators.values()
+        torchs = [*self._generators, *(each for each in own if isinstance(each, torch.Generator))]
+        others = [(each, state_of(each)) for each in own if not isinstance(each, torch.Generator)]
+        return RandomStates([GeneratorState.of(generator) for generator in torchs], others)
 
     def settle(self) -> None:
         """After backward: learn what the step has changed, and let go of the copies."""

@@ -152,9 +152,7 @@ def fit_of(plan: Plan, config: Config) -> Fit:
     return Fit(plan.plain, plan.planned, 1 if accumulated == "auto" else accumulated, plan.micro_batches, plan)
 
 
-def _asked(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec
-) -> Asked:
+def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec) -> Asked:
     training, memory = config.training, config.memory
     return Asked(
         model=model,

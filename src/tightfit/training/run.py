@@ -111,7 +111,8 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
     with interrupt:
         with LeversInForce(fitted, model) as levers:
             planner = StepPlanner(model, CausalLMLoss(), config, device)
-            record = _steps(config, model, levers, planner, itertools.chain([first], batches), folder, reporter, interrupt)
+            stream = itertools.chain([first], batches)
+            record = _steps(config, model, levers, planner, stream, folder, reporter, interrupt)
             fitted = levers.fitted  # out of memory may have put another one in force
             validation = _validate(config, model, fitted, data, interrupt)
         sample = "" if interrupt.received else sample_text(model, data, seed=training.seed)
