@@ -8,21 +8,38 @@ runs again from the random states that it began with. If memory runs out in the 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tightfit.planner.plans import Plan
-from tightfit.recovery.catching import Failure, caught
-from tightfit.recovery.step_state import RandomStates, StepState
+from tightfit.recovery.catching import Failure, caught, insist
+from tightfit.recovery.step_state import Content, RandomStates, StepState
 from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
 from tightfit.recovery.update import UpdateGuard, carry_out
+from tightfit.tracing.restore import content_changed, repeat_change
 from tightfit.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 Call = Callable[[], Any]
+
+
+class _Batch(NamedTuple):
+    """One batch of the update under way: the random states that it began with, what somebody else than the batches
+    changed in the modules since the one before it (a hook that counts), and its forward and backward.
+    """
+
+    random_states: RandomStates
+    changes: list[tuple[Any, Any, Any]]
+    call: Call
+
+    def run(self) -> Any:
+        for item, before, after in self.changes:
+            repeat_change(item, before, after)
+        self.random_states.put_back()
+        return self.call()
 
 
 class GuestRecovery:
@@ -42,8 +59,9 @@ class GuestRecovery:
         self._model, self._optimizer = model, optimizer
         self._plan, self._replan = plan, replan
         self._device = next(model.parameters()).device
-        self._state = StepState(model)
-        self._calls: list[tuple[RandomStates, Call]] = []
+        self._state = StepState(model, in_objects=False)
+        self._batches: list[_Batch] = []
+        self._contents: list[Content] = []  # as the last batch left them
         self._is_single = False  # the optimizer goes parameter by parameter
         self._undo: list[Call] = []
         self.failures = 0
@@ -81,10 +99,10 @@ class GuestRecovery:
         """
         if all(parameter.grad is None for parameter in self._model.parameters()):
             self._end_update()
-            self._state.remember()
-        elif not self._calls:
+            insist(self._state.remember, self._device)
+        elif not self._batches:
             return call()
-        self._calls.append((self._state.random_states(), call))
+        self._batches.append(_Batch(self._state.random_states(), self._changed_since(), call))
         results: list[Any] = []
         failure = caught(lambda: results.append(call()), self._device)
         tried: list[int] = []
@@ -92,17 +110,20 @@ class GuestRecovery:
             results.clear()
             for parameter in self._model.parameters():
                 parameter.grad = None
-            self._state.put_back()
+            insist(self._state.put_back, self._device)
             tried.append(self._plan().peak_bytes)
             self._tighten(failure, tried)
-            self._state.remember()
+            insist(self._state.remember, self._device)
             failure = caught(lambda: self._run_again(results), self._device)
+        self._contents = self._state.contents()
         return results[-1]
 
     def _run_again(self, results: list[Any]) -> None:
-        for states, call in self._calls:
-            states.put_back()
-            results.append(call())
+        results.extend(batch.run() for batch in self._batches)
+
+    def _changed_since(self) -> list[tuple[Any, Any, Any]]:
+        now = [(item, before, item.copy()) for item, before in self._contents]
+        return [each for each in now if content_changed(each[0], each[1])]
 
     def _tighten(self, failure: Failure, tried: list[int]) -> None:
         before = self._plan()
@@ -116,9 +137,10 @@ class GuestRecovery:
         )  # fmt: skip
 
     def _end_update(self) -> None:
-        if self._calls:
-            self._calls.clear()
-            self._state.settle()
+        if self._batches:
+            self._batches.clear()
+            self._contents = []
+            insist(self._state.settle, self._device)
 
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The optimizer's step, finished where memory runs out in it."""

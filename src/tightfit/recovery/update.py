@@ -22,7 +22,7 @@ from tightfit.errors import RecoveryError
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.in_backward import has_stepped, only, steps_in_backward
 from tightfit.optim.offloaded import MASTER
-from tightfit.recovery.catching import Failure, caught
+from tightfit.recovery.catching import TRIES, Failure, caught
 from tightfit.runtime.operators import flat, instances, traits_of, written_arguments
 
 # Optimizers whose step is a function of weight, gradient and state, parameter by parameter, in operators that
@@ -39,7 +39,6 @@ FINISHABLE = (
 # They put a state that they make in its place after the update: if it is there, the parameter is finished, and if it is
 # not, it is made again from the same gradient.
 _LATE_STATES = (torch.optim.SGD,)
-TRIES = 4  # of a rest that makes no further write
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _FRESH = torch.ops.aten.lift_fresh.default  # what `torch.tensor` returns: a view in name, of new memory
 

@@ -12,8 +12,8 @@ from tightfit.planner.plans import Plan
 @dataclass(frozen=True)
 class Corrections:
     """`plan` is the plan in force, where it is no longer the one that the training began with. `bound_bytes` is the
-    peak that plans are held within since an out of memory. With `one_by_one` the optimizer updates one parameter at a time.
-    `failures` counts the steps that ran out of memory, `loosened` the looser plans that took over from a slow one.
+    peak that plans are held within since an out of memory. With `one_by_one` the optimizer updates one parameter at a
+    time. `failures` counts the times that memory ran out, `loosened` the looser plans that took over from a slow one.
     """
 
     plan: Plan | None = None

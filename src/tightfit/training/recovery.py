@@ -17,10 +17,9 @@ from torch import nn
 
 from tightfit.config.schema import Config
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import RecoveryError
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.recovery.catching import Failure, caught
+from tightfit.recovery.catching import Failure, caught, insist
 from tightfit.recovery.step_state import StepState
 from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
 from tightfit.recovery.update import UpdateGuard, carry_out
@@ -32,7 +31,6 @@ from tightfit.training.loop import StepFigures, StepOutcome, Stepper, StepUnderW
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.units import format_bytes
 
-TRIES = 4  # of what takes a few bytes: what a step changes put back, the loss read as a number
 NOTED = 0.001  # of the predicted peak: a measured one that is more above it is reported
 
 
@@ -93,10 +91,8 @@ class RecoveringStepper(Stepper):
         guard = UpdateGuard(self.optimizer) if steps_in_backward(self.optimizer) else None
         step = self._with_gradients(batch, number, guard)
         self._updated(step, number, guard or UpdateGuard(self.optimizer))
-        self._insist(step.end)
-        outcomes: list[StepOutcome] = []
-        self._insist(lambda: outcomes.append(step.outcome()))
-        return outcomes[0]
+        insist(step.end, self.device)
+        return insist(step.outcome, self.device)
 
     def observe(self, batch: Mapping[str, Any], step: StepFigures) -> None:
         """Hold what was measured of a step against what was predicted, and correct the plan where it is off."""
@@ -113,10 +109,10 @@ class RecoveringStepper(Stepper):
         tried: list[Fit] = []
         while True:
             step = StepUnderWay(self, batch)
-            self._insist(self._state.remember)
+            insist(self._state.remember, self.device)
             failure = caught(step.compute_gradients, self.device)
             if failure is None:
-                self._insist(self._state.settle)
+                insist(self._state.settle, self.device)
                 return step
             del step
             if guard is not None:
@@ -132,7 +128,7 @@ class RecoveringStepper(Stepper):
             parameter.grad = None
         if self.scaler is not None:
             forget_unscaled(self.scaler)
-        self._insist(self._state.put_back)
+        insist(self._state.put_back, self.device)
 
     def _tighten(self, failure: Failure, batch: Mapping[str, Any], number: int, tried: list[Fit]) -> None:
         """Put the next tighter plan in force. Raises `CannotFit` where there is none."""
@@ -180,15 +176,6 @@ class RecoveringStepper(Stepper):
                 )
 
         carry_out(guard, step.update, self.device, single=self.corrections.one_by_one, failed=failed)
-
-    def _insist(self, call: Callable[[], None]) -> None:
-        """What takes next to no memory, and may be repeated."""
-        for _ in range(TRIES):
-            failure = caught(call, self.device)
-            if failure is None:
-                return
-        raise RecoveryError(f"{failure}: not even a number can be read: another process takes the memory; stop it, and "
-                            "resume from the newest checkpoint")  # fmt: skip
 
     # A step that was done
 
