@@ -103,6 +103,17 @@ class OffloadedAdamW(FrugalOptimizer):
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
         return HOST if parameter in self._offloaded else parameter.device
 
+    def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if key == MASTER and parameter in self._offloaded:
+            return self._link(parameter).empty_on_host(parameter, dtype)  # pinned where the device is CUDA
+        return super().empty_state(parameter, key, shape, dtype)
+
+    def states_were_read(self) -> None:
+        """The masters agree with the weights: what was read is no change by somebody else."""
+        for parameter, state in self.state.items():
+            if MASTER in state:
+                self._written[parameter] = _Version.of(parameter)
+
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
         self._copies.clear()
