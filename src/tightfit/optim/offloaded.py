@@ -100,6 +100,11 @@ class OffloadedAdamW(FrugalOptimizer):
         """The weights' copies on the host that are no states: those of parameters that are not 16-bit."""
         return self._copies
 
+    @property
+    def host_weights_bytes(self) -> int:
+        """Bytes that `host_weights` take once all parameters have been updated."""
+        return sum(p.nbytes for p in self._offloaded if p.dtype not in _LOW)
+
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
         return HOST if parameter in self._offloaded else parameter.device
 

@@ -17,7 +17,6 @@ from tightfit.errors import OutputError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.step import Loss, StepSettings, forward_backward, update
-from tightfit.training.before_step import BeforeStep, persistent_buffers
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.objective import counted
@@ -27,6 +26,7 @@ from tightfit.training.result import StepMetrics
 from tightfit.training.schedule import learning_rate
 from tightfit.training.state import TrainingState
 from tightfit.training.storage import METRICS, RunFolder
+from tightfit.training.undo import StepUndo
 
 SETTLED = 2  # the step from which on all steps are alike: the first one makes the optimizer's states
 
@@ -154,17 +154,17 @@ def run_steps(
     """
     record = Record() if record is None else record
     watch = _Watch(training, reporter, measured_steps(training.max_steps, begun=record.steps), copies)
-    moving = persistent_buffers(stepper.model)
+    undo = StepUndo(stepper.model)
     stepper.interrupt = interrupt
     with interrupt.heeded_in_backward(stepper.model):
         while record.steps < training.max_steps and interrupt.received is None:
-            before = BeforeStep(stepper.model, moving)
+            undo.begin()
             try:
                 metrics = _one_step(stepper, batches, record, watch)
             except Cut:
-                record.is_whole = before.restore()
+                record.is_whole = undo.undo()
                 break
-            moving |= before.moved()
+            undo.end()
             if metrics.step % training.log_every == 0 or metrics.step in (1, training.max_steps):
                 _log(metrics, record, folder, reporter)
             reporter.on_step(metrics)
@@ -233,9 +233,7 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
     )
 
 
-def _measured(
-    stepper: Stepper, batch: dict[str, Any], record: Record, copies: Sequence[torch.Tensor]
-) -> StepOutcome:
+def _measured(stepper: Stepper, batch: dict[str, Any], record: Record, copies: Sequence[torch.Tensor]) -> StepOutcome:
     """A step under the allocator's record."""
     outcomes: list[StepOutcome] = []
     resident = [*resident_tensors(stepper.model, stepper.optimizer, batch), *copies]

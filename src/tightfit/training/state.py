@@ -1,6 +1,6 @@
 """What a training is made of: tensors by name, and a record in JSON. A checkpoint holds both and nothing else.
 
-Tensors: trained weights, buffers, optimizer states, PyTorch's random states. Weights that are not trained (the base
+Tensors: trained weights, buffers, optimizer states, random states. Weights that are not trained (the base
 under adapters) are read from where they came from, and only compared. The record says how the optimizer's states lie
 in the tensors; a state that is no plain tensor (codes with their scales) is stored by its parts, and made by the
 optimizer's own code before they are read. So nothing in a checkpoint names code.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tightfit.errors import InputError
+from tightfit.errors import CheckpointError
 from tightfit.memory.allocator import memory_of
 from tightfit.optim.strict_state import StrictStateOptimizer
 
@@ -82,11 +82,11 @@ class TrainingState:
         """Read a captured state straight into the weights and into states that are made here, once.
 
         At no time is there more than the weights and the states: a restored training needs no more memory than one that
-        goes on. Raises `InputError` where a name, a dtype or a shape is not this training's; nothing has moved then but
-        empty optimizer states.
+        goes on. Raises `CheckpointError` where a name, a dtype or a shape is not this training's; nothing has moved
+        then but empty optimizer states.
         """
         if stored.record["frozen"] != frozen_digest(self.model):
-            raise InputError("the weights under the adapters are not those that the checkpoint was trained on")
+            raise CheckpointError("the weights under the adapters are not those that the checkpoint was trained on")
         make_states(self.model, self.optimizer, stored)
         targets = {**weights(self.model), **optimizer_states(self.model, self.optimizer).tensors}
         _demand_same(stored.specs, targets)
@@ -191,14 +191,14 @@ def _number(value: Any, name: str) -> Any:
 
 def _spec(stored: Stored, name: str) -> Spec:
     if name not in stored.specs:
-        raise InputError(f"the checkpoint has no {name}")
+        raise CheckpointError(f"the checkpoint has no {name}")
     return stored.specs[name]
 
 
 def _demand_known(record: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
     for name in record:
         if name not in parameters:
-            raise InputError(f"the checkpoint has optimizer states of {name}, which is not trained here")
+            raise CheckpointError(f"the checkpoint has optimizer states of {name}, which is not trained here")
 
 
 def _demand_same(specs: Mapping[str, Spec], targets: Mapping[str, Tensor]) -> None:
@@ -206,12 +206,12 @@ def _demand_same(specs: Mapping[str, Spec], targets: Mapping[str, Tensor]) -> No
     stored = {name for name in specs if not name.startswith(f"{RANDOM}.")}
     for name in sorted(stored ^ targets.keys()):
         holder, other = ("the checkpoint", "this training") if name in stored else ("this training", "the checkpoint")
-        raise InputError(f"{holder} has a tensor {name}, and {other} has not")
+        raise CheckpointError(f"{holder} has a tensor {name}, and {other} has not")
     for name, tensor in targets.items():
         spec = specs[name]
         found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if (spec.dtype, tuple(spec.shape)) != found:
-            raise InputError(
+            raise CheckpointError(
                 f"{name} is {spec.dtype} {list(spec.shape)} in the checkpoint and {found[0]} {list(found[1])} here"
             )
 
@@ -235,20 +235,36 @@ def frozen_digest(model: nn.Module) -> str:
     return f"{digest:08x}" if count else ""
 
 
+def seed_generators(seed: int) -> None:
+    """PyTorch's generators, Python's and numpy's at the start of a training: a model may draw from any of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def _random_states() -> State:
-    """PyTorch's generators as tensors; Python's and numpy's in the record."""
-    tensors = {f"{RANDOM}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        tensors |= {f"{RANDOM}.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    """The generators as tensors; what little of Python's and numpy's is no list of numbers in the record."""
     version, numbers, gauss = random.getstate()
     _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    tensors = {
+        f"{RANDOM}.cpu": torch.get_rng_state(),
+        f"{RANDOM}.python": torch.tensor(numbers, dtype=torch.int64),
+        f"{RANDOM}.numpy": torch.from_numpy(keys.astype(numpy.int64)),  # pyright: ignore[reportAttributeAccessIssue]
+    }
+    if torch.cuda.is_initialized():
+        tensors |= {f"{RANDOM}.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     return State(
         tensors,
         {
-            "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-            "numpy": {"keys": keys.tolist(), "position": position, "has_gauss": has_gauss, "cached": cached},  # pyright: ignore
+            "python": {"version": version, "gauss": gauss},
+            "numpy": {"position": position, "has_gauss": has_gauss, "cached": cached},
         },
     )
+
+
+def random_bytes() -> int:
+    """Bytes of the generators' tensors."""
+    return sum(tensor.nbytes for tensor in _random_states().tensors.values())
 
 
 def _set_random_states(stored: Stored) -> None:
@@ -259,7 +275,7 @@ def _set_random_states(stored: Stored) -> None:
             name = f"{RANDOM}.cuda.{index}"
             if name in stored.specs:
                 torch.cuda.set_rng_state(stored.read(name), index)
-    python, numbers = stored.record[RANDOM]["python"], stored.record[RANDOM]["numpy"]
-    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    keys = numpy.array(numbers["keys"], dtype=numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, numbers["position"], numbers["has_gauss"], numbers["cached"]))
+    python, other = stored.record[RANDOM]["python"], stored.record[RANDOM]["numpy"]
+    random.setstate((python["version"], tuple(stored.read(f"{RANDOM}.python").tolist()), python["gauss"]))
+    keys = stored.read(f"{RANDOM}.numpy").numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, other["position"], other["has_gauss"], other["cached"]))
