@@ -6,6 +6,7 @@ piece through one staging buffer of at most `STAGING_BYTES`. Nothing here tracks
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from tightfit.checkpoint import reading
 from tightfit.checkpoint.files import Files
 from tightfit.checkpoint.layout import DTYPES, Layout, TensorSpec, check_name, lay_out, shown
 from tightfit.checkpoint.manifest import Content, TensorsFile
+from tightfit.checkpoint.parallel import at_once, workers
 from tightfit.errors import OutputError
 
 STAGING_BYTES = 16 << 20
@@ -72,46 +74,74 @@ def write_tensors(files: Files, path: Path, tensors: Mapping[str, Tensor]) -> Te
 
     Raises `OutputError` before anything is written where one cannot be saved, `OSError` where the file cannot.
     """
-    specs = {_writable(name): spec_of(name, tensors[name]) for name in sorted(tensors)}
+    specs = checked_specs(tensors)
     same_as = shared_memory(tensors)
     layout = lay_out({name: spec for name, spec in specs.items() if name not in same_as}, _metadata(same_as))
     staging = _Staging(tensors.values())
+    digests: dict[str, Future] = {}
     descriptor = files.create(path)
     try:
-        files.write_all(descriptor, layout.head)
-        digests = {}
-        for name in layout.places:
-            digest = reading.new_digest()
-            for piece in staging.contents(tensors[name]):
-                digest.update(piece)
-                files.write_all(descriptor, piece)
-            digests[name] = digest.hexdigest()
+        with workers(layout.nbytes) as submit:
+            files.write_all(descriptor, layout.head)
+            for name in layout.places:
+                if not _is_staged(tensors[name]):
+                    digests[name] = submit(reading.digest_of, memory_of(tensors[name]))
+                    files.write_all(descriptor, memory_of(tensors[name]))
+                    continue
+                digest = reading.new_digest()
+                for piece in staging.contents(tensors[name]):
+                    digest.update(piece)
+                    files.write_all(descriptor, piece)
+                digests[name] = at_once(digest.hexdigest)
+            hashes = {name: digest.result() for name, digest in digests.items()}
         files.sync(descriptor)
     finally:
         files.close(descriptor)
     head = Content(len(layout.head), reading.digest_of(layout.head))
-    return TensorsFile(layout.nbytes, head, specs, digests, same_as)
+    return TensorsFile(layout.nbytes, head, specs, hashes, same_as)
 
 
 @torch.no_grad()
 def read_tensors(
-    descriptor: int, layout: Layout, tensors: Mapping[str, tuple[str, Tensor]], digests: Mapping[str, str]
+    descriptor: int,
+    layout: Layout,
+    tensors: Mapping[str, tuple[str, Tensor]],
+    digests: Mapping[str, str] | None,
 ) -> None:
-    """Read into the memory of tensors: `tensors` has what is to go where by the name in the file and a name for errors.
+    """Read into the memory of tensors: `tensors` has a name in the file and what is to go where, by a name for errors.
 
-    Their specs are those of the file. Raises `ValueError` where bytes do not match their hash, `OSError`.
+    Their specs are those of the file. Raises `ValueError` where bytes do not match their hash (if hashes are given),
+    `OSError`.
     """
     staging = _Staging(tensor for _, tensor in tensors.values())
+    found: dict[str, Future] = {}
+    with workers(sum(tensor.nbytes for _, tensor in tensors.values())) as submit:
+        for name, (stored, tensor) in tensors.items():
+            run = at_once if _is_staged(tensor) else submit  # there is one staging buffer
+            start = layout.places[stored].start
+            found[name] = run(_read, descriptor, start, staging.filled(tensor), digests is not None)
+        hashes = {name: digest.result() for name, digest in found.items()}
     for name, (stored, tensor) in tensors.items():
-        place, digest = layout.places[stored].start, reading.new_digest()
-        for piece in staging.filled(tensor):
-            reading.read_into(descriptor, place, piece)
-            digest.update(piece)
-            place += len(piece)
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)  # autograd has not seen the write
-        if digest.hexdigest() != digests[stored]:
+        if digests is not None and hashes[name] != digests[stored]:
             raise ValueError(f"holds the tensor {shown(name)} damaged")
+
+
+def _read(descriptor: int, start: int, pieces: Iterator[memoryview], is_hashed: bool) -> str:
+    """Fill pieces of memory with the file's bytes from `start` on; the hash of all of them, or nothing."""
+    digest = reading.new_digest()
+    for piece in pieces:
+        reading.read_into(descriptor, start, piece)
+        start += len(piece)
+        if is_hashed:
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def checked_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Dtype and shape of each by its name. Raises `OutputError` where one cannot be saved."""
+    return {_writable(name): spec_of(name, tensors[name]) for name in sorted(tensors)}
 
 
 def _writable(name: str) -> str:
@@ -126,6 +156,11 @@ def _metadata(same_as: Mapping[str, str]) -> dict[str, str]:
     return {**same_as, "format": "pt"}
 
 
+def is_written_once(tensor: Tensor) -> bool:
+    """Whether no two elements are the same memory, as those of an expanded tensor are."""
+    return all(stride != 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def _is_staged(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
 
@@ -138,10 +173,7 @@ class _Staging:
         self._buffer: Tensor | None = None
 
     def contents(self, tensor: Tensor) -> Iterator[memoryview]:
-        """The tensor's bytes, in the order of its elements; each piece is to be used before the next."""
-        if not _is_staged(tensor):
-            yield from _pieces(tensor)
-            return
+        """The bytes of a tensor that is staged, in the order of its elements; each piece is used before the next."""
         for block in self._blocks(tensor):
             staged = self._like(block)
             staged.copy_(block)
