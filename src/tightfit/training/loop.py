@@ -70,7 +70,7 @@ class Stepper:
     settings: StepSettings
     micro_batches: int
     interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
-    corrections: Corrections = field(default_factory=Corrections, kw_only=True)
+    corrections = Corrections()  # no field: those of a stepper that recovers are one
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
