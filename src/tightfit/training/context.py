@@ -40,7 +40,7 @@ class Context:
             "torch": torch.__version__,
             "tightfit": VERSION,
         }
-        return cls(config, device, getattr(data, "fingerprint", ""), around)
+        return cls(config, device, fingerprint_of(data), around)
 
     def to_dict(self, fitted: Fit) -> dict[str, Any]:
         """As JSON, with the configuration."""
@@ -100,3 +100,8 @@ class Context:
         fitted = fit_of(plan, model, self.config, self.device)
         fits = fitted.copy_bytes == stored["copy_bytes"] and plan.fingerprint == fingerprint(model)
         return fitted if fits else None
+
+
+def fingerprint_of(data: PreparedData) -> str:
+    """Of the samples and their order; empty for data that has none."""
+    return getattr(data, "fingerprint", "")
