@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forked_trainings import TIMES
+from made_up_fits import leave_out_predictions
 from tiny_training import Listener, metrics, run, settings
 
 from command_line import tightfit
@@ -23,9 +24,9 @@ EVERY_TWO = {"every_steps": 2}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pictures, and no profiles of the measured steps."""
+    """What is not the subject takes no time."""
     leave_out_pictures(monkeypatch)
-    monkeypatch.setattr("tightfit.training.loop.measured_peak", lambda step, resident: step() or 0)
+    leave_out_predictions(monkeypatch)
 
 
 class Interrupts(Listener):
@@ -164,11 +165,11 @@ def test_what_trains_the_same_may_change(tmp_path: Path):
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tightfit.training.context.fingerprint_of", lambda data: "one")
+def test_other_data_is_refused(tmp_path: Path):
     config = settings(tmp_path)
     interrupted(config, 2)
-    monkeypatch.setattr("tightfit.training.context.fingerprint_of", lambda data: "another")
+    with (tmp_path / "corpus.txt").open("a") as corpus:
+        corpus.write("One line more.\n")
 
     with pytest.raises(DataError, match="the samples are not those that .* was trained on"):
         train(config, resume=True)

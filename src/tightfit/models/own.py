@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,13 @@ def is_own(folder: Path) -> bool:
     return path.is_file() and read_config(path).get("model_type") == MODEL_TYPE
 
 
-def decoder_config(folder: Path) -> DecoderConfig:
-    """The shape of the decoder in a folder. Raises `ModelError`."""
+def decoder_config(folder: Path, dtype: str = "auto") -> DecoderConfig:
+    """The shape of the decoder in a folder, its weights' dtype the one that is named if not `auto`. Raises
+    `ModelError`.
+    """
     keys = {key: value for key, value in read_config(folder / CONFIG_FILE).items() if key != "model_type"}
+    if dtype not in ("auto", stated_dtype(keys)):
+        keys["dtype"] = dtype
     try:
         return TypeAdapter(DecoderConfig).validate_python(keys)
     except ValidationError as error:
@@ -35,9 +40,16 @@ def decoder_config(folder: Path) -> DecoderConfig:
         raise ModelError(f"{folder / CONFIG_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def load_decoder(folder: Path) -> Decoder:
-    """The decoder in a folder with its weights, fp32, on the CPU. Raises `ModelError`."""
-    model = Decoder(decoder_config(folder))
+def stated_dtype(keys: Mapping[str, Any]) -> str:
+    """`fp32` or `bf16`: the dtype of the weights of a decoder's configuration."""
+    return "bf16" if keys.get("dtype") == "bf16" else "fp32"
+
+
+def load_decoder(folder: Path, dtype: str = "auto") -> Decoder:
+    """The decoder in a folder with its weights, in their own dtype or the one that is named, on the CPU. Raises
+    `ModelError`.
+    """
+    model = Decoder(decoder_config(folder, dtype))
     try:
         load_weights(model, str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -13,8 +13,8 @@ from tightfit.config import Config
 from tightfit.data.prepare import PreparedData
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DataError
-from tightfit.planner.footing import fingerprint
 from tightfit.planner.plans import Plan
+from tightfit.planner.step_figures import fingerprint
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
@@ -40,7 +40,7 @@ class Context:
             "torch": torch.__version__,
             "tightfit": VERSION,
         }
-        return cls(config, device, fingerprint_of(data), around)
+        return cls(config, device, data.fingerprint, around)
 
     def to_dict(self, fitted: Fit) -> dict[str, Any]:
         """As JSON, with the configuration."""
@@ -100,8 +100,3 @@ class Context:
         fitted = fit_of(plan, model, self.config, self.device)
         fits = fitted.copy_bytes == stored["copy_bytes"] and plan.fingerprint == fingerprint(model)
         return fitted if fits else None
-
-
-def fingerprint_of(data: PreparedData) -> str:
-    """Of the samples and their order; empty for data that has none."""
-    return getattr(data, "fingerprint", "")

@@ -18,7 +18,7 @@ from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Recompute, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss
 from tightfit.tracing.record import Category
@@ -31,8 +31,8 @@ from tightfit.units import format_bytes, parse_budget
 class Fit:
     """The step without and with its levers in figures, and the levers. Nothing is applied yet."""
 
-    plain: Footing
-    planned: Footing
+    plain: StepFigures
+    planned: StepFigures
     plain_micro_batches: int
     micro_batches: int
     plan: Plan | None = None
@@ -127,7 +127,7 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     asked = _asked(model, batch, loss, config, device)
     if memory.budget is not None and not _copies(config, device):
         return fit_within(memory.budget, model, batch, loss, config, device)
-    plain = estimate_asked(replace(asked, micro_batches=asked.count)).footing
+    plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
     state = _state_bytes(model, config, plain)
     copy = state if _copies(config, device) else 0
     if memory.budget is not None:
@@ -138,7 +138,7 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     if memory.recompute is None and not memory.compile_blocks:
         return by_hand
     with by_hand.apply(model):
-        return replace(by_hand, planned=estimate_asked(asked).footing)
+        return replace(by_hand, planned=estimate_asked(asked).step_figures)
 
 
 def _copies(config: Config, device: DeviceSpec) -> bool:
@@ -147,7 +147,7 @@ def _copies(config: Config, device: DeviceSpec) -> bool:
     return checkpoint.in_background and checkpoint.every_steps is not None and device.kind == "cpu"
 
 
-def _state_bytes(model: nn.Module, config: Config, plain: Footing) -> int:
+def _state_bytes(model: nn.Module, config: Config, plain: StepFigures) -> int:
     """Bytes of a checkpoint's tensors: trained weights, buffers, the optimizer's states, random states."""
     states = plain.by_category[str(Category.OPTIMIZER_STATE)]
     optimizer = OptimizerRecipe(config.training)(model.parameters())

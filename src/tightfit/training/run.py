@@ -29,7 +29,7 @@ from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
-from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.outcome import result_of
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
@@ -122,13 +122,17 @@ class _Run:
         if config.memory.allocator is not None:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
         device = lookup_present(None if training.device == "auto" else training.device, notice=self.reporter.on_note)
-        data = prepare_data(config.data, config.model)
+        data = prepare_data(
+            config.data, config.model, objective=training.objective, notice=self.reporter.on_note
+        )
         context = Context.of(config, data, device)
         record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = build_model(config.model, seed=training.seed)
         check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
         self.folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
         self.reporter.on_note(_what_is_trained(model, data))
+        if (rounding := rounding_note(model, training.optimizer)) is not None:
+            self.reporter.on_note(rounding)
         first = next(_batches(config, data))
         stored = context.fitted(checkpoint, model)
         fitted = stored or fit(model, counted(first), CausalLMLoss(), config, device)
@@ -168,7 +172,7 @@ class _Run:
                 validation=validation,
                 device=device.name,
                 sample=sample,
-                skipped_lines=getattr(data, "skipped_lines", 0),
+                skipped_lines=data.skipped_lines,
                 resumed_from=None if checkpoint is None else checkpoint.step,
             )
             files.write_end(result, record.unwritten, self.folder, self.reporter)
