@@ -18,7 +18,7 @@ import torch
 from accuracy import cpu8
 from environment import environment
 from tightfit import TokenBatch, plan
-from tightfit.planner.footing import fingerprint
+from tightfit.planner.step_figures import fingerprint
 from tightfit.step import model_loss
 from tightfit.verification import relative_error, run, without_levers
 

@@ -124,7 +124,7 @@ def test_an_error_of_ours_is_not_called_the_models(monkeypatch):
     def fails(*args, **kwargs):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("tightfit.planner.estimates.footing", fails)
+    monkeypatch.setattr("tightfit.planner.estimates.step_figures", fails)
     with pytest.raises(ZeroDivisionError):
         tightfit("estimate", *DECODER)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tightfit import plan, verification, verify
-from tightfit.levers.offload import shelf
+from tightfit.levers.offload import store
 from tightfit.levers.recompute import region
 from tightfit.levers.recompute.recorder import Recorder
 from tightfit.memory.disk import DiskRates
@@ -50,7 +50,7 @@ def offloading(monkeypatch):
 def test_a_broken_offload_is_found_and_named(offloading, monkeypatch):
     model, batch, made = offloading
     victim = model.get_submodule([c.path for c in made.choices if c.offloaded][1])
-    fetch, put, broken = shelf.DiskCopy.fetch, shelf.HostShelf.put, []
+    fetch, put, broken = store.DiskCopy.fetch, store.HostStore.put, []
 
     def noting(self, tensor):
         copy = put(self, tensor)
@@ -67,8 +67,8 @@ def test_a_broken_offload_is_found_and_named(offloading, monkeypatch):
     victim.running = False
     victim.register_forward_pre_hook(lambda *_: setattr(victim, "running", True))
     victim.register_forward_hook(lambda *_: setattr(victim, "running", False))
-    monkeypatch.setattr(shelf.HostShelf, "put", noting)
-    monkeypatch.setattr(shelf.DiskCopy, "fetch", corrupting)
+    monkeypatch.setattr(store.HostStore, "put", noting)
+    monkeypatch.setattr(store.DiskCopy, "fetch", corrupting)
     report = verify(model, batch, made)
     assert broken
     assert not report.ok
@@ -84,23 +84,23 @@ def test_a_broken_recompute_beside_offload_is_named(offloading, monkeypatch):
     assert verify(model, batch, made).worst.lever == "recompute"
 
 
-def test_the_plain_run_opens_no_shelf(offloading, monkeypatch):
+def test_the_plain_run_opens_no_offload_store(offloading, monkeypatch):
     model, batch, made = offloading
-    events, applied, opened = [], verification.apply_plan, Offload.shelf
+    events, applied, opened = [], verification.apply_plan, Offload.offload_store
 
     def applying(plan, model):
         events.append("levers" if plan.choices else "plain")
         return applied(plan, model)
 
     def opening(lever):
-        events.append("shelf")
+        events.append("offload_store")
         return opened(lever)
 
     monkeypatch.setattr(verification, "apply_plan", applying)
-    monkeypatch.setattr(Offload, "shelf", opening)
+    monkeypatch.setattr(Offload, "offload_store", opening)
     assert verify(model, batch, replace(made, levers=(*made.levers, MicroBatches(2)))).ok
     # plain twice, then what must be bit-equal; in fp64 and plain, then the whole plan
-    assert events == ["plain", "plain", "levers", "shelf", "plain", "plain", "levers", "shelf"]
+    assert events == ["plain", "plain", "levers", "offload_store", "plain", "plain", "levers", "offload_store"]
 
 
 class Restless(nn.Module):

@@ -48,12 +48,12 @@ def predict(case: Case, device: str) -> Prediction:
         "grad_clip": case.grad_clip,
     }
     if case.levers is None or case.budget is None:
-        made, footing = None, estimate(model, batch, **how).footing
+        made, step_figures = None, estimate(model, batch, **how).step_figures
     else:
         made = plan(model, batch, case.budget, levers=case.levers, **how)
-        footing = made.planned
+        step_figures = made.planned
     took = time.perf_counter() - began
-    return Prediction(footing.peak_bytes, footing.reserved_bytes, footing.step_seconds, took, made)
+    return Prediction(step_figures.peak_bytes, step_figures.reserved_bytes, step_figures.step_seconds, took, made)
 
 
 def measure(case: Case, made: Plan | None, device: torch.device) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class _Process(DryRun):
 
     def _keep(self, thread: bool) -> None:
         size = blas_workspace(self.role.capability, self.role.release)
-        workspace = self.workspaces[thread] = TensorShape((size,), (1,), torch.uint8).hollow()
+        workspace = self.workspaces[thread] = TensorShape((size,), (1,), torch.uint8).unbacked()
         self.ledger.track(workspace, known=False, operator=self.ledger.now)
 
 

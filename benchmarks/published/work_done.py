@@ -92,7 +92,7 @@ def _seeds(model: nn.Module) -> dict[int, Tensor]:
     """Gradients of the results, made before anything is timed."""
     with torch.no_grad():
         results = build_dry_results(model)
-    return {i: shape.hollow() for i, shape in enumerate(results)}
+    return {i: shape.unbacked() for i, shape in enumerate(results)}
 
 
 def build_dry_results(model: nn.Module) -> list[TensorShape]:

@@ -38,7 +38,8 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The loss that the model computes itself: `model(**batch).loss`, or the first of the results that is a scalar."""
     outputs = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
-    if loss is None and isinstance(outputs, tuple | list):
+    # A result with a field for the loss says so where it has none: its other numbers are none (an auxiliary loss).
+    if loss is None and isinstance(outputs, tuple | list) and not hasattr(outputs, "loss"):
         loss = next((o for o in reversed(outputs) if isinstance(o, torch.Tensor) and o.dim() == 0), None)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ModelError(

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 from tightfit.errors import ModelError
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
-from tightfit.planner.footing import fingerprint
 from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Offload
 from tightfit.planner.plans import BlockChoice, Plan
+from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, forward_backward, model_loss

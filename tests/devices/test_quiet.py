@@ -1,7 +1,7 @@
 import pytest
 
 from tightfit.devices import quiet
-from tightfit.devices.quiet import Clocks, Observation, Watch, is_quiet_now
+from tightfit.devices.quiet import Clocks, LoadObserver, Observation, is_quiet_now
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_what_this_process_computes_itself_is_not_counted_as_others():
 
 
 def test_a_watch_compares_the_median_of_its_probe_with_its_least():
-    watch = Watch(lambda: None, threads=1)
+    watch = LoadObserver(lambda: None, threads=1)
     watch.sample()
     assert len(watch.seconds) == quiet.SAMPLES
     watch.seconds[:] = [1.0, 1.0, 2.0, 2.0, 2.0]

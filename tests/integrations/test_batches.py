@@ -11,7 +11,7 @@ from torch import nn
 from round_device import round_device
 from tightfit.errors import CannotFit, InputError
 from tightfit.integrations.batches import all_labels_counted, checked_length, distinct, with_padding, worst_batches
-from tightfit.integrations.planning import GuestStep, Wish, plan_for_all, plan_one, tightened
+from tightfit.integrations.planning import GuestStep, PlanSettings, plan_for_all, plan_one, tightened
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.step import model_loss
 
@@ -92,24 +92,29 @@ def step(monkeypatch):
 
 def peaks_under(step, plan, *batches):
     with plan.apply(step.model):
-        return [step.footing(batch, 1).peak_bytes for batch in batches]
+        return [step.step_figures(batch, 1).peak_bytes for batch in batches]
 
 
 def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     other = wide(51_000)
-    plan = plan_for_all(step, [other, LONG], Wish("0.7x"))
-    assert plan.plain_peak_bytes == step.footing(LONG, 1).peak_bytes > step.footing(other, 1).peak_bytes
+    plan = plan_for_all(step, [other, LONG], PlanSettings("0.7x"))
+    assert plan.plain_peak_bytes == step.step_figures(LONG, 1).peak_bytes > step.step_figures(other, 1).peak_bytes
     of_long, of_wide = peaks_under(step, plan, LONG, other)
     assert plan.peak_bytes == of_wide > of_long
 
 
 def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step):
-    other, wish = wide(56_000), Wish("0.7x")
-    plan = plan_for_all(step, [other, LONG], wish)
-    assert tightened(step, plan_one(step, LONG, replace(wish, budget=plan.budget_bytes)), LONG, [other], wish) is None
+    other, plan_settings = wide(56_000), PlanSettings("0.7x")
+    plan = plan_for_all(step, [other, LONG], plan_settings)
+    assert (
+        tightened(
+            step, plan_one(step, LONG, replace(plan_settings, budget=plan.budget_bytes)), LONG, [other], plan_settings
+        )
+        is None
+    )
     assert max(peaks_under(step, plan, LONG, other)) == plan.peak_bytes <= plan.budget_bytes
 
 
 def test_where_no_plan_fits_all_what_another_batch_takes_is_told(step):
     with pytest.raises(CannotFit, match=r"what fits the longest batch does not fit another one, which takes .* under"):
-        plan_for_all(step, [wide(62_000), LONG], Wish("0.7x"))
+        plan_for_all(step, [wide(62_000), LONG], PlanSettings("0.7x"))

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tightfit.levers.offload.shelf import HOST, HostShelf
+from tightfit.levers.offload.store import HOST, HostStore
 from tightfit.levers.offload.transfers import Lanes
 from tightfit.memory.pinned import PinnedStore
 from tightfit.runtime.activity import now
@@ -137,8 +137,8 @@ def _storages(tensors):
     return list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())
 
 
-class PlayedShelf(HostShelf):
-    """The shelf of a CUDA device, for CPU tensors that play its tensors."""
+class SimulatedStore(HostStore):
+    """The offload store of a CUDA device, for CPU tensors that play its tensors."""
 
     def play(self, streams):
         self.streams = streams

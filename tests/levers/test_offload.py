@@ -14,8 +14,8 @@ from torch import nn
 
 from exactness import allocator_record, assert_bit_equal, run
 from tightfit.errors import BudgetError, LeverError, OutputError
-from tightfit.levers.offload import HostShelf, OffloadSettings, offload
-from tightfit.levers.offload.shelf import OffloadFallback
+from tightfit.levers.offload import HostStore, OffloadSettings, offload
+from tightfit.levers.offload.store import OffloadFallback
 from tightfit.levers.recompute import OFFLOAD_ALL, recompute
 from tightfit.levers.recompute.lever import apply_policies
 
@@ -54,7 +54,7 @@ def test_small_values_stay_in_memory(model, ids):
     with offload(model, "layers.*", smallest=STREAM_BYTES + 1) as applied:
         model(ids).backward()
         assert applied.statistics.high_water_bytes > 0
-        assert all(size > STREAM_BYTES for size in applied.shelf.open("cpu")._free)
+        assert all(size > STREAM_BYTES for size in applied.offload_store.open("cpu")._free)
 
 
 # What it leaves behind
@@ -141,10 +141,12 @@ def test_views_shared_storages_and_tensors_saved_twice_are_copied_once():
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(8, 8), Awkward()), torch.randn(8, 8)
     plain = run(copy.deepcopy(model), inputs)
-    shelf = HostShelf(OffloadSettings(smallest_bytes=1))
-    frugal = run(model, inputs, levers=lambda model: apply_policies(model, {"1": OFFLOAD_ALL}, shelf=shelf))
+    offload_store = HostStore(OffloadSettings(smallest_bytes=1))
+    frugal = run(
+        model, inputs, levers=lambda model: apply_policies(model, {"1": OFFLOAD_ALL}, offload_store=offload_store)
+    )
     assert_bit_equal(plain, frugal)
-    stored = shelf.statistics()
+    stored = offload_store.statistics()
     assert stored.misses == 3, "the input, the product (two views of it, and whole), the exponential (saved twice)"
     assert stored.high_water_bytes == 3 * 8 * 8 * 4
 
@@ -205,13 +207,13 @@ def test_where_there_is_no_room_values_stay_in_memory_and_it_is_said_once(model,
         model(ids)  # a warning would be an error
         assert applied.statistics.high_water_bytes <= 3 * STREAM_BYTES
         assert applied.statistics.refusals > 0
-        assert applied.shelf.kept_bytes > 0
+        assert applied.offload_store.kept_bytes > 0
         assert_bit_equal(plain, frugal)
         assert allocator_record(lambda: model(ids).backward())[1] == 0, "what stayed in memory goes with the graph"
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_model_has_a_shelf_of_its_own(model, ids, copied):
+def test_a_copy_of_the_model_has_an_offload_store_of_its_own(model, ids, copied):
     plain = run(copy.deepcopy(model), ids, loss)
     with offload(model, "layers.*", smallest=1) as applied:
         twin = copied(model)

@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
-from recording_streams import BACK, COMPUTE, OUT, Computation, PlayedShelf, RecordingStreams
+from recording_streams import BACK, COMPUTE, OUT, Computation, RecordingStreams, SimulatedStore
 
 from exactness import bits
 from tightfit.errors import LeverError
 from tightfit.levers.offload import OffloadSettings
 from tightfit.levers.offload.lever import INPUTS_ONLY
-from tightfit.levers.offload.shelf import HOST, OffloadFallback
+from tightfit.levers.offload.store import HOST, OffloadFallback
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.memory.pinned import PinnedStore
@@ -30,12 +30,12 @@ def content(tensor):
 
 
 def trained(policy=None, *, streams=None, steps=3, budget=1 << 30):
-    """Losses and gradients of some steps, the last one's; with the shelf."""
+    """Losses and gradients of some steps, the last one's; with the offload_store."""
     model, batch = decoder(), token_batch(2, 16)
-    shelf = None
+    offload_store = None
     if policy is not None:
-        shelf = PlayedShelf(OffloadSettings(budget_bytes=budget, smallest_bytes=1)).play(streams)
-        apply_policies(model, dict.fromkeys(BLOCKS, policy), shelf=shelf)
+        offload_store = SimulatedStore(OffloadSettings(budget_bytes=budget, smallest_bytes=1)).play(streams)
+        apply_policies(model, dict.fromkeys(BLOCKS, policy), offload_store=offload_store)
     losses = []
     for _ in range(steps):
         model.zero_grad()
@@ -43,7 +43,7 @@ def trained(policy=None, *, streams=None, steps=3, budget=1 << 30):
         loss.backward()
         losses.append(loss.detach())
         del loss
-    return [content(t) for t in (*losses, *(p.grad for p in model.parameters()))], shelf
+    return [content(t) for t in (*losses, *(p.grad for p in model.parameters()))], offload_store
 
 
 def watched(policy, streams, **settings):
@@ -54,9 +54,9 @@ def watched(policy, streams, **settings):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_every_access_is_ordered_and_no_bit_changes(policy):
     streams = RecordingStreams()
-    found, shelf = watched(policy, streams)
+    found, offload_store = watched(policy, streams)
     assert found == trained()[0]
-    del shelf
+    del offload_store
     gc.collect()
     assert streams.violations == []
     assert sum(entry[0] == OUT for entry in streams.log) == sum(entry[0] == BACK for entry in streams.log) >= 9
@@ -94,11 +94,11 @@ def test_the_next_values_are_on_their_way_before_they_are_asked_for():
 def test_no_more_is_in_flight_than_a_block_offloads():
     streams = RecordingStreams()
     model, batch = decoder(), token_batch(2, 16)
-    shelf = PlayedShelf(OffloadSettings(smallest_bytes=1)).play(streams)
-    apply_policies(model, dict.fromkeys(BLOCKS, OFFLOAD_ALL), shelf=shelf)
+    offload_store = SimulatedStore(OffloadSettings(smallest_bytes=1)).play(streams)
+    apply_policies(model, dict.fromkeys(BLOCKS, OFFLOAD_ALL), offload_store=offload_store)
     loss = model_loss(model, batch)
-    transfers = shelf.transfers()
-    on_host = shelf.statistics(HOST).leased_bytes
+    transfers = offload_store.transfers()
+    on_host = offload_store.statistics(HOST).leased_bytes
     assert 0 < sum(departure.nbytes for departure in transfers._leaving) <= transfers.window_bytes < on_host / 2
     loss.backward()
     assert not transfers._leaving
@@ -109,24 +109,24 @@ def test_a_graph_that_nobody_runs_backward_leaves_nothing_behind():
     streams = RecordingStreams()
     with Computation(streams):
         model, batch = decoder(), token_batch(2, 16)
-        shelf = PlayedShelf(OffloadSettings(smallest_bytes=1)).play(streams)
-        apply_policies(model, dict.fromkeys(BLOCKS, OFFLOAD_ALL), shelf=shelf)
+        offload_store = SimulatedStore(OffloadSettings(smallest_bytes=1)).play(streams)
+        apply_policies(model, dict.fromkeys(BLOCKS, OFFLOAD_ALL), offload_store=offload_store)
         loss = model_loss(model, batch)
         again = model_loss(model, batch)
         (gradient,) = torch.autograd.grad(again, [model.layers[2].mlp.down_proj.weight])
         del loss, again, gradient
         gc.collect()
-    assert not shelf.transfers()._leaving
-    assert shelf.statistics(HOST).leased_bytes == 0
+    assert not offload_store.transfers()._leaving
+    assert offload_store.statistics(HOST).leased_bytes == 0
     assert streams.violations == []
 
 
 def test_the_pool_is_flat_and_its_buffers_have_the_exact_size():
     streams = RecordingStreams()
-    _, shelf = trained(OFFLOAD_ALL, streams=streams, steps=1)
-    first = shelf.statistics(HOST)
-    _, shelf = trained(OFFLOAD_ALL, streams=RecordingStreams(), steps=20)
-    last = shelf.statistics(HOST)
+    _, offload_store = trained(OFFLOAD_ALL, streams=streams, steps=1)
+    first = offload_store.statistics(HOST)
+    _, offload_store = trained(OFFLOAD_ALL, streams=RecordingStreams(), steps=20)
+    last = offload_store.statistics(HOST)
     assert (last.high_water_bytes, last.misses) == (first.high_water_bytes, first.misses)
     assert last.hits == 19 * last.misses
 
@@ -134,9 +134,9 @@ def test_the_pool_is_flat_and_its_buffers_have_the_exact_size():
 def test_a_full_host_keeps_values_on_the_device_and_says_so():
     streams = RecordingStreams()
     with pytest.warns(OffloadFallback, match="no room for a value of .* or free host memory"):
-        found, shelf = watched(OFFLOAD_ALL, streams, budget=40_000)
+        found, offload_store = watched(OFFLOAD_ALL, streams, budget=40_000)
     assert found == trained()[0]
-    assert shelf.statistics(HOST).high_water_bytes <= 40_000
+    assert offload_store.statistics(HOST).high_water_bytes <= 40_000
     assert streams.violations == []
 
 
@@ -154,8 +154,8 @@ def test_memory_that_somebody_holds_is_copied_before_the_block_is_left():
 
     streams = RecordingStreams()
     model = torch.nn.Sequential(Leaking())
-    shelf = PlayedShelf(OffloadSettings(smallest_bytes=1)).play(streams)
-    apply_policies(model, {"0": OFFLOAD_ALL}, shelf=shelf)
+    offload_store = SimulatedStore(OffloadSettings(smallest_bytes=1)).play(streams)
+    apply_policies(model, {"0": OFFLOAD_ALL}, offload_store=offload_store)
     with Computation(streams):
         out = model(torch.ones(4, 8, requires_grad=True) * 2)
         model[0].leaked.detach().zero_()  # the memory itself; the values that backward wants are on the host
@@ -165,16 +165,16 @@ def test_memory_that_somebody_holds_is_copied_before_the_block_is_left():
 
 def test_a_buffer_is_not_written_while_it_is_read_on_behalf_of_another_computation():
     """Two computing streams know nothing of each other: the copies themselves are ordered."""
-    from tightfit.levers.offload.transfers import CudaCrossing, Lanes
+    from tightfit.levers.offload.transfers import CudaTransfer, Lanes
 
     for ignored, wrong in ((set(), False), ({(OUT, BACK)}, True)):
         streams = RecordingStreams(ignored)
         lanes, buffer = Lanes(streams), PinnedStore(1 << 20, streams).allocate(1024)
         first, second = torch.ones(256), torch.zeros(256)
-        crossing = CudaCrossing(lanes, buffer, first)
-        brought = crossing.bring()
+        transfer = CudaTransfer(lanes, buffer, first)
+        brought = transfer.bring()
         streams.current = lambda: "another"
-        CudaCrossing(lanes, buffer, second)
+        CudaTransfer(lanes, buffer, second)
         assert torch.equal(brought, first)
         assert bool(streams.violations) == wrong
 

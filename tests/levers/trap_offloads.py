@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tightfit.levers.handle import Applied
-from tightfit.levers.offload import HostShelf, OffloadSettings, offload
+from tightfit.levers.offload import HostStore, OffloadSettings, offload
 from tightfit.levers.recompute import Decision, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies, matching_modules
 
@@ -24,26 +24,30 @@ class RandomThirds(Policy):
 
 def thirds(seed: int, joined: bool, model: nn.Module) -> Applied:
     """A third of the operators of a block kept, a third recomputed, a third offloaded; in segments or not."""
-    shelf = HostShelf(OffloadSettings(smallest_bytes=1))
+    offload_store = HostStore(OffloadSettings(smallest_bytes=1))
     paths = matching_modules(model, "layers.*")
     policy = RandomThirds(seed=seed, offloads_inputs=not joined)
-    return apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf, joined=paths[:-1] if joined else ())
+    return apply_policies(
+        model, dict.fromkeys(paths, policy), offload_store=offload_store, joined=paths[:-1] if joined else ()
+    )
 
 
 def nothing_fits(model: nn.Module) -> Applied:
     """Every lease is refused: all values stay where they are."""
-    shelf = HostShelf(OffloadSettings(smallest_bytes=1))
-    shelf.kept_bytes = 1  # it has been said
-    shelf.open("cpu").store.budget_bytes = 0
+    offload_store = HostStore(OffloadSettings(smallest_bytes=1))
+    offload_store.kept_bytes = 1  # it has been said
+    offload_store.open("cpu").store.budget_bytes = 0
     policy = RandomThirds(seed=3, offloads_inputs=True)
-    return apply_policies(model, dict.fromkeys(matching_modules(model, "layers.*"), policy), shelf=shelf)
+    return apply_policies(
+        model, dict.fromkeys(matching_modules(model, "layers.*"), policy), offload_store=offload_store
+    )
 
 
 def whole_and_parts(model: nn.Module) -> Applied:
     """Blocks and, inside each, its children: one watched region within another."""
     inner = [path for path, _ in model.named_modules() if path.startswith("layers.") and path.count(".") == 2]
-    shelf = HostShelf(OffloadSettings(smallest_bytes=1))
-    parts = apply_policies(model, {path: RandomThirds(seed=4) for path in inner}, shelf=shelf)
+    offload_store = HostStore(OffloadSettings(smallest_bytes=1))
+    parts = apply_policies(model, {path: RandomThirds(seed=4) for path in inner}, offload_store=offload_store)
     return Applied([parts, offload(model, "layers.*", smallest=1)])
 
 

@@ -5,17 +5,17 @@ import pytest
 
 from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from tightfit.errors import InputError
-from tightfit.planner.records import CurvePoint, Footing
+from tightfit.planner.records import CurvePoint, StepFigures
 from tightfit.report.picture import COLOURS, PHASE_TINTS, curve_picture, memory_picture
 from tightfit.tracing.record import Category, Phase
 
 MIB = 2**20
 
 
-def footing(activations: tuple[int, ...], phases: tuple[str, ...]) -> Footing:
+def step_figures(activations: tuple[int, ...], phases: tuple[str, ...]) -> StepFigures:
     timeline = {str(category): tuple(MIB for _ in activations) for category in Category}
     timeline["activations"] = tuple(size * MIB for size in activations)
-    return Footing(
+    return StepFigures(
         peak_bytes=(max(activations) + len(timeline) - 1) * MIB,
         step_seconds=1.0,
         by_category={},
@@ -29,8 +29,8 @@ def footing(activations: tuple[int, ...], phases: tuple[str, ...]) -> Footing:
     )
 
 
-PLAIN = footing((1, 5, 9, 5, 1), ("forward", "forward", "backward", "backward", "optimizer"))
-PLANNED = footing((1, 2, 4, 2, 1), ("forward", "forward", "recompute", "backward", "optimizer"))
+PLAIN = step_figures((1, 5, 9, 5, 1), ("forward", "forward", "backward", "backward", "optimizer"))
+PLANNED = step_figures((1, 2, 4, 2, 1), ("forward", "forward", "recompute", "backward", "optimizer"))
 
 
 def size_of(png: bytes) -> tuple[int, int]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.tracing.hollow import is_hollow
 from tightfit.tracing.host import on_host
 from tightfit.tracing.shapes import KNOWN_LIMIT
+from tightfit.tracing.unbacked import is_unbacked
 
 
 def test_large_weights_come_as_shapes_and_what_is_small_or_integer_with_its_content():
@@ -14,14 +14,14 @@ def test_large_weights_come_as_shapes_and_what_is_small_or_integer_with_its_cont
     small, index = torch.randn(8), torch.arange(KNOWN_LIMIT + 1)
     own = [t.data_ptr() for t in (weight, small, index)]
     with on_host([weight, small, index, weight], kind="cpu"):
-        assert is_hollow(weight)
+        assert is_unbacked(weight)
         assert weight.stride() == (1, 300)
-        assert not is_hollow(small)
+        assert not is_unbacked(small)
         assert index[-1] == KNOWN_LIMIT
         assert not {t.data_ptr() for t in (weight, small, index)} & set(own)
         small.fill_(7)
     assert [t.data_ptr() for t in (weight, small, index)] == own
-    assert not is_hollow(weight)
+    assert not is_unbacked(weight)
     assert not (small == 7).any()
 
 

@@ -15,7 +15,7 @@ from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError
 
 if TYPE_CHECKING:
-    from tightfit.monitoring.watch import Watch
+    from tightfit.monitoring.watch import Monitor
 
 # Everything behind SCRIPT is the script's own, options too.
 SCRIPT_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -64,7 +64,7 @@ def check_writable(target: Path) -> None:
         raise OutputError(f"{target}: the folder {folder} is not there or cannot be written: name another --output")
 
 
-def write_record(watch: "Watch", target: Path) -> None:
+def write_record(watch: "Monitor", target: Path) -> None:
     """The JSON, and the picture where matplotlib is installed."""
     try:
         watch.to_json(target)

@@ -27,7 +27,7 @@ from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.fresh_memory import fresh_memory
 from tightfit.devices.machine import device_name
 from tightfit.devices.own_time import own_time
-from tightfit.devices.quiet import Watch
+from tightfit.devices.quiet import LoadObserver
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
@@ -47,7 +47,7 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
     buffers = Buffers.on(torch.device(kind))
-    watch = Watch(_probe(kind, buffers), torch.get_num_threads())
+    watch = LoadObserver(_probe(kind, buffers), torch.get_num_threads())
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         own = _figures_of_cpu() if kind == "cpu" else _figures_of_cuda()  # first: the allocator has nothing to reuse
         watch.sample()

@@ -41,7 +41,7 @@ class Observation:
 
 
 @dataclass
-class Watch:
+class LoadObserver:
     """Watches the machine from its making until `observe`; `sample` is called now and then in between."""
 
     probe: Call

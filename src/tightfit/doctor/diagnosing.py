@@ -13,14 +13,14 @@ from tightfit.errors import InputError
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.snapshot import Snapshot, snapshot_of
 from tightfit.monitoring.record import Record
-from tightfit.monitoring.watch import Watch
+from tightfit.monitoring.watch import Monitor
 from tightfit.monitoring.where import place_of_error
 from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
-from tightfit.planner.footing import footing
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.planner.request import Optimizer
+from tightfit.planner.step_figures import step_figures
 from tightfit.step import Batch, Loss, Precision
 from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes
@@ -45,7 +45,7 @@ def diagnose(
     """Why memory ran out, or where it goes: phase, module and category of the peak, and what helps.
 
     The subject is an exception (an out-of-memory error of CUDA, the CPU or MPS), a `StepTrace`, an `Estimate`, a
-    `Plan`, a `Watch` or its `Record`, or what `torch.cuda.memory._snapshot()` returns. With `model` and `batch` (and
+    `Plan`, a `Monitor` or its `Record`, or what `torch.cuda.memory._snapshot()` returns. With `model` and `batch` (and
     the other arguments of `tightfit.estimate`) the step is run dry, as it is and with each remedy, so that remedies
     come with the bytes they save and the seconds they cost. Raises `InputError` where the subject is none of these.
 
@@ -74,10 +74,10 @@ def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
         return replace(found, advice=(*found.advice, *known, ASK_PYTHON))
     request = asked.without_levers().request()
     priced = priced_remedies(request, found.limit_bytes)
-    expected = symptoms.of_step(found.subject, footing(priced.plain))
+    expected = symptoms.of_step(found.subject, step_figures(priced.plain))
     if not found.by_category:
         found = replace(found, by_category=expected.by_category, holders=expected.holders, category=expected.category)
-    predicted = isinstance(error_or_trace, Plan | Estimate | Footing | StepTrace)
+    predicted = isinstance(error_or_trace, Plan | Estimate | StepFigures | StepTrace)
     compared = () if predicted else (_compared(found, expected, request.device.name),)
     return replace(
         found,
@@ -100,7 +100,7 @@ def symptoms_of(subject: Any) -> Diagnosis:
     )
 
 
-symptoms_of.register(Footing, partial(symptoms.of_step, "an estimate"))
+symptoms_of.register(StepFigures, partial(symptoms.of_step, "an estimate"))
 symptoms_of.register(Plan, symptoms.of_plan)
 symptoms_of.register(Record, symptoms.of_record)
 symptoms_of.register(Snapshot, symptoms.of_snapshot)
@@ -109,11 +109,11 @@ symptoms_of.register(symptoms.LoggedFailure, symptoms.of_log)
 
 @symptoms_of.register
 def _(subject: Estimate) -> Diagnosis:
-    return symptoms.of_step("an estimate", subject.footing)
+    return symptoms.of_step("an estimate", subject.step_figures)
 
 
 @symptoms_of.register
-def _(subject: Watch) -> Diagnosis:
+def _(subject: Monitor) -> Diagnosis:
     return symptoms.of_record(subject.record())
 
 
@@ -121,7 +121,7 @@ def _(subject: Watch) -> Diagnosis:
 def _(subject: StepTrace) -> Diagnosis:
     if not subject.operators:
         raise InputError("the trace is empty: no operator ran in it")
-    return symptoms.of_step("a traced step", footing(subject))
+    return symptoms.of_step("a traced step", step_figures(subject))
 
 
 @symptoms_of.register

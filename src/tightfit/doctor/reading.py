@@ -12,7 +12,7 @@ from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.snapshot import is_pickle, is_snapshot, read_snapshot, snapshot_of
 from tightfit.monitoring.record import KIND, Record
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 
 WANTED = (
     "wanted a record of tightfit profile, a CUDA memory snapshot, a plan or an estimate as JSON, or a log with an "
@@ -58,8 +58,8 @@ def _of_json(raw: Mapping[str, Any], name: str) -> Any:
         if "planned" in raw:
             return Plan.from_dict(raw)
         if "timeline" in raw:
-            known = {field.name for field in fields(Footing)}
-            return Footing.from_dict({key: value for key, value in raw.items() if key in known})
+            known = {field.name for field in fields(StepFigures)}
+            return StepFigures.from_dict({key: value for key, value in raw.items() if key in known})
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise InputError(f"{name}: is damaged, or of another version ({type(error).__name__}: {error})") from error
     raise InputError(f"{name}: is JSON of another kind: {WANTED}")

@@ -11,7 +11,7 @@ from tightfit.memory.snapshot import Snapshot
 from tightfit.monitoring.record import Record
 from tightfit.monitoring.where import Place
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.report.words import short
 from tightfit.units import format_bytes
 
@@ -32,26 +32,26 @@ class LoggedFailure:
         return cls(name, out_of_memory, tuple(frames_in_log(text)))
 
 
-def of_step(subject: str, footing: Footing, by_module: Mapping[str, int] | None = None) -> Diagnosis:
+def of_step(subject: str, step_figures: StepFigures, by_module: Mapping[str, int] | None = None) -> Diagnosis:
     """Of a step whose peak is known in every operator."""
-    category = max(footing.by_category, key=footing.by_category.__getitem__)
-    size = footing.by_category[category]
-    module = footing.peak_module
+    category = max(step_figures.by_category, key=step_figures.by_category.__getitem__)
+    size = step_figures.by_category[category]
+    module = step_figures.peak_module
     findings = (
-        f"The peak of {format_bytes(footing.peak_bytes)} stands in {footing.peak_phase}, {module or 'top level'}, "
-        f"{short(footing.peak_operator)}.",
-        f"Most of it is {category}: {format_bytes(size)}, {size / footing.peak_bytes:.0%}.",
+        f"The peak of {format_bytes(step_figures.peak_bytes)} stands in {step_figures.peak_phase}, "
+        f"{module or 'top level'}, {short(step_figures.peak_operator)}.",
+        f"Most of it is {category}: {format_bytes(size)}, {size / step_figures.peak_bytes:.0%}.",
     )
-    holders = by_module if by_module else {_group(g.name, g.count, g.category): g.bytes for g in footing.top}
+    holders = by_module if by_module else {_group(g.name, g.count, g.category): g.bytes for g in step_figures.top}
     return Diagnosis(
         subject=subject,
         findings=findings,
-        phase=footing.peak_phase,
+        phase=step_figures.peak_phase,
         module=module,
-        operator=footing.peak_operator,
+        operator=step_figures.peak_operator,
         category=category,
-        peak_bytes=footing.peak_bytes,
-        by_category=footing.by_category,
+        peak_bytes=step_figures.peak_bytes,
+        by_category=step_figures.by_category,
         holders=_largest(holders),
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.in_force import note, take_off_earlier
-from tightfit.integrations.planning import GuestStep, Wish, own_peak, plan_for_all
+from tightfit.integrations.planning import GuestStep, PlanSettings, own_peak, plan_for_all
 from tightfit.planner.apply import AppliedPlan
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 
@@ -51,11 +51,11 @@ def apply_budget(
         accumulated=accelerator.gradient_accumulation_steps,
         grad_clip=grad_clip,
     )
-    wish = Wish(budget, levers, blocks).without_micro_batches()
+    plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
     taken = take_over(model)
     try:
         own = own_peak(step, [batch], taken)
-        plan = plan_for_all(step, [batch], wish)
+        plan = plan_for_all(step, [batch], plan_settings)
         applied = plan.apply(model)
     except BaseException:
         if taken is not None:

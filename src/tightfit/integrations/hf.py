@@ -24,7 +24,7 @@ from tightfit.integrations.batches import checked_length, first_samples
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.guests import missing
 from tightfit.integrations.in_force import PlanInForce, note, take_off_earlier
-from tightfit.integrations.planning import GuestStep, Wish, figures, own_peak, plan_for_all
+from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
@@ -71,7 +71,7 @@ class MemoryBudget(TrainerCallback):
         verify: bool = False,
         recover: bool = False,
     ):
-        self.wish = Wish(budget, levers, blocks)
+        self.plan_settings = PlanSettings(budget, levers, blocks)
         self.max_length = checked_length(max_length)
         self.verifies = verify
         self.recovers = recover
@@ -150,19 +150,19 @@ class MemoryBudget(TrainerCallback):
         batches = trainer_batches(trainer, loader, self.max_length)
         step = trainer_step(trainer, model, batches[-1])
         self.own_peak_bytes = own_peak(step, batches, taken)
-        splits = MicroBatches.name in allowed_levers(self.wish.levers)
+        splits = MicroBatches.name in allowed_levers(self.plan_settings.levers)
         try:
             self.weighing = self._measured(trainer, step, batches[-1]) if splits else None
         except LeverError as error:
-            if not isinstance(self.wish.levers, str | None):
+            if not isinstance(self.plan_settings.levers, str | None):
                 raise LeverError(f"micro_batch: {type(trainer).__name__} cannot split its batches: {error}") from error
             logger.info("micro_batch is left out: %s", error)
             splits = False
         if self.weighing is not None:
             step = replace(step, loss=TrainerLoss(trainer, step.loss.items, self.weighing))
-        wish = self.wish if splits else self.wish.without_micro_batches()
-        plan = plan_for_all(step, batches, wish)
-        self._plan_within = lambda bound: plan_for_all(step, batches, replace(wish, budget=bound))
+        settings = self.plan_settings if splits else self.plan_settings.without_micro_batches()
+        plan = plan_for_all(step, batches, settings)
+        self._plan_within = lambda bound: plan_for_all(step, batches, replace(settings, budget=bound))
         if self.verifies:
             prove(step, batches[0], plan)
         return plan

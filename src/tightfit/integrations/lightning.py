@@ -35,16 +35,16 @@ from tightfit.integrations.lightning_step import (
     step_traits,
     watch_closures,
 )
-from tightfit.integrations.planning import GuestStep, Wish, figures, own_peak, plan_for_all
+from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
 from tightfit.memory.counters import read_counters
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.footing import fingerprint
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.step_figures import fingerprint
 from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch
 
@@ -108,7 +108,7 @@ class MemoryBudget(Callback):
         max_length: int | None = None,
         recover: bool = False,
     ):
-        self.wish = Wish(budget, levers, blocks).without_micro_batches()
+        self.plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
         self.recovers = recover
         self.max_length = checked_length(max_length)
         self.plan: Plan | None = None
@@ -189,22 +189,22 @@ class MemoryBudget(Callback):
         if self._extents.are_of_another(traits):
             return False
         if self._applied is None:
-            if plan.budget_bytes != step.budget_bytes(self.wish.budget, plan.plain):
+            if plan.budget_bytes != step.budget_bytes(self.plan_settings.budget, plan.plain):
                 return False
             self._apply(step.model, plan)
-        return step.footing(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
+        return step.step_figures(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
 
     def _plan_anew(self, step: GuestStep, leaves: Batch, traits: Hashable) -> Plan:
         """A plan in the place of the one in force, if there is one: within the same bytes, but where the step is
         another one.
         """
         plan = None if self._applied is None or self._extents.are_of_another(traits) else self.plan
-        wish = self.wish if plan is None else replace(self.wish, budget=plan.budget_bytes)
+        plan_settings = self.plan_settings if plan is None else replace(self.plan_settings, budget=plan.budget_bytes)
         self._take_off()
         taken = take_over(step.model)
         try:
             self.own_peak_bytes = own_peak(step, [leaves], taken)
-            made = self._plan_for_all(step, leaves, wish)
+            made = self._plan_for_all(step, leaves, plan_settings)
         finally:
             if taken is not None:
                 taken.remove()
@@ -212,15 +212,15 @@ class MemoryBudget(Callback):
         self.plan = made
         return made
 
-    def _plan_for_all(self, step: GuestStep, leaves: Batch, wish: Wish) -> Plan:
+    def _plan_for_all(self, step: GuestStep, leaves: Batch, plan_settings: PlanSettings) -> Plan:
         """A plan for this batch and those like the ones before, but where the module skips such a one for its values:
         then those are checked when they come again.
         """
         try:
-            return plan_for_all(step, self._extents.batches(leaves), wish)
+            return plan_for_all(step, self._extents.batches(leaves), plan_settings)
         except SkippedBatch:
             self._extents = Extents()
-            return plan_for_all(step, [leaves], wish)
+            return plan_for_all(step, [leaves], plan_settings)
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)
@@ -242,9 +242,9 @@ class MemoryBudget(Callback):
             batch, index = self._batch
             flat = flattened(batch)
             step = lightning_step(trainer, pl_module, flat, index)
-            wish = replace(self.wish, budget=bound_bytes)
+            settings = replace(self.plan_settings, budget=bound_bytes)
             with muted(pl_module):
-                self.plan = self._in_force.replace(lambda: self._plan_for_all(step, self._longest(flat), wish))
+                self.plan = self._in_force.replace(lambda: self._plan_for_all(step, self._longest(flat), settings))
             return self.plan
 
         optimizer = trainer.optimizers[0]

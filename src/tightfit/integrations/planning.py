@@ -18,7 +18,7 @@ from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import Batch, Loss, Precision
 from tightfit.units import check_budget, format_bytes, parse_budget
@@ -29,7 +29,7 @@ TIGHTENINGS = 4  # how often a plan that does not hold for another batch is made
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanSettings:
     """What the user asks for: a budget as `tightfit.plan` takes it, levers and blocks likewise.
 
     Raises `BudgetError` for what is no budget.
@@ -42,7 +42,7 @@ class Wish:
     def __post_init__(self) -> None:
         check_budget(self.budget)
 
-    def without_micro_batches(self) -> "Wish":
+    def without_micro_batches(self) -> "PlanSettings":
         """For those who cannot split the batch: the guest's own loop runs it."""
         return replace(self, levers=sorted(allowed_levers(self.levers) - {MicroBatches.name}))
 
@@ -84,32 +84,34 @@ class GuestStep:
         """The batches of one update in one, with as many labels in each as any of their shape can have."""
         return self.whole(all_labels_counted(batch))
 
-    def footing(self, batch: Batch, micro_batches: int) -> Footing:
+    def step_figures(self, batch: Batch, micro_batches: int) -> StepFigures:
         """The step as it stands, levers and all, in figures; all its batches are like this one, at their fullest."""
-        return estimate_asked(self.asked(batch, micro_batches)).footing
+        return estimate_asked(self.asked(batch, micro_batches)).step_figures
 
-    def budget_bytes(self, budget: int | str, plain: Footing) -> int:
+    def budget_bytes(self, budget: int | str, plain: StepFigures) -> int:
         """Raises `BudgetError` for one that cannot be read."""
         device_bytes = lookup(self.device).memory_bytes
         return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
 
 
-def plan_for_all(step: GuestStep, batches: Sequence[Batch], wish: Wish) -> Plan:
+def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
     """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
 
     A batch that is shorter may still take more, where its padding makes the model build a mask. Where no plan for the
     largest fits all, those for the others are tried. What the plan predicts is of the batch that takes most under it.
     """
-    plain = [(step.footing(batch, step.accumulated), batch) for batch in batches]
+    plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
     largest, ordered = plain[0][0], [batch for _, batch in plain]
-    budget = step.budget_bytes(wish.budget, largest)
-    wish = replace(wish, budget=budget)
-    first = plan_one(step, ordered[0], wish)
+    budget = step.budget_bytes(plan_settings.budget, largest)
+    plan_settings = replace(plan_settings, budget=budget)
+    first = plan_one(step, ordered[0], plan_settings)
     for index, batch in enumerate(ordered):
         others = ordered[:index] + ordered[index + 1 :]
         with suppress(CannotFit):
-            plan = tightened(step, first if index == 0 else plan_one(step, batch, wish), batch, others, wish)
+            plan = tightened(
+                step, first if index == 0 else plan_one(step, batch, plan_settings), batch, others, plan_settings
+            )
             if plan is not None:
                 return replace(plan, budget_bytes=budget, plain=largest)
     peak = worst_as_planned(step, first, ordered[1:]).peak_bytes
@@ -126,13 +128,15 @@ def own_peak(step: GuestStep, batches: Sequence[Batch], taken: TakenOver | None)
         return None
     try:
         with taken.given_back():
-            return max(step.footing(batch, step.accumulated).peak_bytes for batch in batches)
+            return max(step.step_figures(batch, step.accumulated).peak_bytes for batch in batches)
     except TraceError as error:
         logger.info("the peak of the own gradient checkpointing is not known: %s", error)
         return None
 
 
-def tightened(step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch], wish: Wish) -> Plan | None:
+def tightened(
+    step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch], plan_settings: PlanSettings
+) -> Plan | None:
     """The plan for one batch, made anew within less until it fits the others; its figures are of whichever takes most.
     None where nothing does.
     """
@@ -143,27 +147,27 @@ def tightened(step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch]
             return replace(plan, planned=planned)
         bound -= planned.peak_bytes + UNSEEN_BYTES - budget
         try:
-            plan = plan_one(step, batch, replace(wish, budget=bound))
+            plan = plan_one(step, batch, replace(plan_settings, budget=bound))
         except CannotFit:
             return None
     return None
 
 
-def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> Footing:
+def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> StepFigures:
     """The step under the plan with whichever takes most: the batch that was planned for, or one of the others."""
     if not others:
         return plan.planned
     with plan.apply(step.model):
-        footings = [step.footing(batch, plan.micro_batches) for batch in others]
-    return max(plan.planned, *footings, key=lambda footing: footing.peak_bytes)
+        step_figures = [step.step_figures(batch, plan.micro_batches) for batch in others]
+    return max(plan.planned, *step_figures, key=lambda step_figures: step_figures.peak_bytes)
 
 
-def plan_one(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
+def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
     """The plan for one batch. Micro-batches split each accumulated batch alike."""
     try:
-        plan = _fastest(step, batch, wish)
+        plan = _fastest(step, batch, plan_settings)
     except CannotFit as error:
-        if wish.blocks is not None or find_blocks(step.model):
+        if plan_settings.blocks is not None or find_blocks(step.model):
             raise
         raise CannotFit(
             f"{error}; {type(step.model).__name__} has no repeated block to recompute: name modules with blocks=",
@@ -173,9 +177,9 @@ def plan_one(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
     return replace(plan, precision=step.precision, optimizer=optimizer)
 
 
-def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
+def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
     """A plan that the guest can run: as many micro-batches as divide each of the accumulated batches."""
-    levers = allowed_levers(wish.levers)
+    levers = allowed_levers(plan_settings.levers)
     counts = [step.accumulated]
     if MicroBatches.name in levers and step.accumulated > 1:
         size = batch_size(batch)
@@ -184,8 +188,8 @@ def _fastest(step: GuestStep, batch: Batch, wish: Wish) -> Plan:
     plans, misfits = [], []
     for count in counts:
         try:
-            asked = replace(step.asked(batch, count), levers=sorted(levers), blocks=wish.blocks)
-            plans.append(plan_asked(asked, wish.budget))
+            asked = replace(step.asked(batch, count), levers=sorted(levers), blocks=plan_settings.blocks)
+            plans.append(plan_asked(asked, plan_settings.budget))
         except CannotFit as error:
             misfits.append(error)
     if not plans:

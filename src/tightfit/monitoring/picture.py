@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.monitoring.recorded import RecordedTraining, Sample
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.report.picture import INSTALL_HINT, PHASE_TINTS, stack_categories
 from tightfit.units import format_bytes
 
@@ -37,23 +37,24 @@ def record_picture(record: RecordedTraining) -> bytes:
     return image.getvalue()
 
 
-def _draw_step(axis: "Axes", record: RecordedTraining, footing: Footing) -> None:
-    unit, divisor = _unit(footing.peak_bytes)
-    stack_categories(axis, footing, divisor)
-    levels = [sum(sizes) for sizes in zip(*footing.timeline.values(), strict=True)]
+def _draw_step(axis: "Axes", record: RecordedTraining, step_figures: StepFigures) -> None:
+    unit, divisor = _unit(step_figures.peak_bytes)
+    stack_categories(axis, step_figures, divisor)
+    levels = [sum(sizes) for sizes in zip(*step_figures.timeline.values(), strict=True)]
     at = levels.index(max(levels))
     last = max(len(levels) - 1, 1)
     axis.annotate(
-        f"peak {format_bytes(footing.peak_bytes)} in {footing.peak_phase}, {footing.peak_module or 'top level'}",
-        (at, footing.peak_bytes / divisor),
+        f"peak {format_bytes(step_figures.peak_bytes)} in {step_figures.peak_phase}, "
+        f"{step_figures.peak_module or 'top level'}",
+        (at, step_figures.peak_bytes / divisor),
         xytext=(0, 6),
         textcoords="offset points",
         ha="left" if at < last / 3 else "right" if at > 2 * last / 3 else "center",
         va="bottom",
     )
-    _shade(axis, footing.timeline_phases)
+    _shade(axis, step_figures.timeline_phases)
     axis.set_xlim(0, last)
-    axis.set_ylim(0, HEADROOM * footing.peak_bytes / divisor)
+    axis.set_ylim(0, HEADROOM * step_figures.peak_bytes / divisor)
     axis.set_xticks([])
     axis.set_ylabel(f"in use ({unit})")
     ended = "" if record.complete else ", which did not end"

@@ -10,7 +10,7 @@ from tightfit.errors import InputError
 from tightfit.memory.failure import OutOfMemory
 from tightfit.memory.pool import PoolStatistics
 from tightfit.monitoring.recorded import Failure, RecordedTraining, Sample
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 
 FORMAT = 2
 KIND = "tightfit memory record"
@@ -44,7 +44,7 @@ class Record(RecordedTraining):
             raise ValueError(f"kind {raw.get('kind')!r}, format {raw.get('format')!r}, wanted {KIND!r}, {FORMAT}")
         fields = {name: raw[name] for name in cls.__dataclass_fields__}
         fields |= {
-            "traced": None if raw["traced"] is None else Footing.from_dict(raw["traced"]),
+            "traced": None if raw["traced"] is None else StepFigures.from_dict(raw["traced"]),
             "samples": tuple(Sample(**sample) for sample in raw["samples"]),
             "pools": {name: PoolStatistics(**pool) for name, pool in raw["pools"].items()},
             "failure": None if raw["failure"] is None else _failure(raw["failure"]),

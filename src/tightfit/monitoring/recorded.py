@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tightfit.memory.failure import OutOfMemory
 from tightfit.memory.pool import PoolStatistics
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RecordedTraining:
     step_seconds: float | None
     traced_step: int
     complete: bool
-    traced: Footing | None
+    traced: StepFigures | None
     model: str
     parameters: int
     optimizer: str | None

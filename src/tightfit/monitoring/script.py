@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tightfit.errors import InputError
-from tightfit.monitoring.watch import TRACED_STEP, Watch
+from tightfit.monitoring.watch import TRACED_STEP, Monitor
 from tightfit.runtime.activity import now
 
 
@@ -24,7 +24,7 @@ from tightfit.runtime.activity import now
 class ScriptRun:
     """What a script left: the watch, and the exception that ended it (`SystemExit` too), if one did."""
 
-    watch: Watch
+    watch: Monitor
     error: BaseException | None
 
 
@@ -45,7 +45,7 @@ def profile_script(
     """
     if not script.is_file():
         raise InputError(f"{script}: no such script")
-    watch = Watch(traced_step=traced_step)
+    watch = Monitor(traced_step=traced_step)
     error: BaseException | None = None
     with _as_main(script, arguments), Discovery(watch, prepare):
         try:
@@ -79,7 +79,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 class Discovery:
     """Finds the model and the optimizers of a running script by PyTorch's global hooks, and hands them to a watch."""
 
-    def __init__(self, watch: Watch, prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None):
+    def __init__(self, watch: Monitor, prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None):
         self.watch = watch
         self.prepare = prepare
         self.depth = 0  # of module calls

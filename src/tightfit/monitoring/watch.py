@@ -22,7 +22,7 @@ from tightfit.monitoring.recorded import Failure, Sample
 from tightfit.monitoring.sampler import Sampler
 from tightfit.monitoring.stage import Stage
 from tightfit.monitoring.where import Place, place_of_error
-from tightfit.planner.footing import footing
+from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_sharded
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import compiled_code_off, is_innermost
@@ -35,8 +35,8 @@ TRACED_STEP = 2  # the first one has no optimizer states before its end
 
 def monitor(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, traced_step: int | None = TRACED_STEP
-) -> "Watch":
-    """Watch the memory of a training loop; a context manager, whose result tells what was seen.
+) -> "Monitor":
+    """Monitor the memory of a training loop; a context manager, whose result tells what was seen.
 
     Steps up to `traced_step` are watched operator by operator (those steps are slower, and not otherwise changed);
     after that the counters of the system and of CUDA's allocator are read where phases change. None traces no step.
@@ -62,14 +62,14 @@ def monitor(
         raise InputError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
     if traced_step is not None and traced_step < 1:
         raise InputError(f"traced_step {traced_step} is not a step: count from 1, or give None")
-    watch = Watch(traced_step=traced_step, has_optimizer=optimizer is not None)
+    watch = Monitor(traced_step=traced_step, has_optimizer=optimizer is not None)
     watch.add_model(model)
     if optimizer is not None:
         watch.add_optimizer(optimizer)
     return watch
 
 
-class Watch:
+class Monitor:
     """Mutable while the training runs; afterwards what it saw.
 
     The figures are those of `Record`, which `record()` returns; `trace` is the traced step as a `StepTrace`.
@@ -100,7 +100,7 @@ class Watch:
     # What is watched
 
     def add_model(self, model: nn.Module) -> None:
-        """Watch a model; the paths of a second one begin with its class's name."""
+        """Monitor a model; the paths of a second one begin with its class's name."""
         prefix = f"{type(model).__name__}." if self._models else ""
         while prefix in self._models:
             prefix = f"{prefix[:-1]}'."
@@ -357,7 +357,7 @@ class Watch:
         return Failure(type(error).__name__, message, *place, out_of_memory)
 
     def _make_record(self) -> Record:
-        traced = None if self.trace is None else footing(self.trace)
+        traced = None if self.trace is None else step_figures(self.trace)
         if self.trace is not None and traced is not None:
             by_category, by_module = dict(traced.by_category), bytes_by_module(self.trace)
         else:

@@ -13,7 +13,6 @@ from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, make_estimate, told
-from tightfit.planner.footing import dtypes_of, fingerprint, footing
 from tightfit.planner.levers import CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
@@ -21,6 +20,7 @@ from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
+from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
 from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, Precision
 from tightfit.tracing.copies import AWAY
@@ -193,8 +193,8 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
     request = search.request
     return Plan(
         budget_bytes=search.budget_bytes,
-        planned=footing(candidate.trace),
-        plain=footing(search.plain),
+        planned=step_figures(candidate.trace),
+        plain=step_figures(search.plain),
         choices=block_choices(search.paths, candidate),
         levers=levers_of(request, candidate),
         rejected=tuple(search.rejected),

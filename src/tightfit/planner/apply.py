@@ -8,14 +8,14 @@ from torch import nn
 from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.levers.offload import HostShelf
+from tightfit.levers.offload import HostStore
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.planner.footing import fingerprint
 from tightfit.planner.levers import Lever, Offload
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
+from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 
@@ -77,8 +77,8 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
         )
     policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
     offload = plan.lever(Offload)
-    shelf = None if offload is None else offload.shelf()
-    return AppliedPlan(plan, model, apply_levers(model, policies, plan.levers, joined_paths(plan), shelf))
+    offload_store = None if offload is None else offload.offload_store()
+    return AppliedPlan(plan, model, apply_levers(model, policies, plan.levers, joined_paths(plan), offload_store))
 
 
 def joined_paths(plan: PlanRecord) -> list[str]:
@@ -90,12 +90,12 @@ def apply_levers(
     policies: Mapping[str, Policy],
     levers: Sequence[Lever],
     joined: Sequence[str] = (),
-    shelf: HostShelf | None = None,
+    offload_store: HostStore | None = None,
 ) -> list[Removable]:
     """Put the levers of a plan, or of a candidate for one, on a model. Returns their handles; where one cannot be put
     on, the others are taken off again.
     """
-    handles: list[Removable] = [apply_policies(model, policies, joined=joined, shelf=shelf)]
+    handles: list[Removable] = [apply_policies(model, policies, joined=joined, offload_store=offload_store)]
     try:
         for lever in levers:
             handle = lever.apply(model)

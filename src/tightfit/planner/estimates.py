@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tightfit.planner.footing import dtypes_of, footing
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
+from tightfit.planner.step_figures import dtypes_of, step_figures
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 
 
@@ -16,7 +16,7 @@ class Estimate(EstimateRecord):
 
     def to_dict(self) -> dict[str, Any]:
         figures = asdict(self)
-        return {**{k: v for k, v in figures.items() if k != "footing"}, **figures["footing"]}
+        return {**{k: v for k, v in figures.items() if k != "step_figures"}, **figures["step_figures"]}
 
     def to_json(self, path: str | Path) -> None:
         """Write the estimate to a file."""
@@ -34,7 +34,7 @@ class Estimate(EstimateRecord):
         """Draw the memory of the step. Raises `InputError` where matplotlib is not installed."""
         from tightfit.report.picture import memory_picture
 
-        Path(path).write_bytes(memory_picture(self.footing, None))
+        Path(path).write_bytes(memory_picture(self.step_figures, None))
 
     def __str__(self) -> str:
         from tightfit.report.plan_tables import describe_estimate
@@ -48,7 +48,7 @@ def make_estimate(request: Request) -> Estimate:
     trace = tracer.whole(request.plain, {})
     routed = tracer.routed_peaks(trace, request.plain, {})
     return Estimate(
-        footing=footing(trace),
+        step_figures=step_figures(trace),
         parameters=sum(p.numel() for p in request.model.parameters()),
         precision=request.settings.precision,
         optimizer=request.optimizer_name,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.planner.levers import Combination, Lever, find
 from tightfit.planner.levers.base import L
-from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, Footing, Rejected
+from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, Rejected, StepFigures
 
 if TYPE_CHECKING:
     from tightfit.step import Precision
@@ -32,7 +32,7 @@ class CurveRecord:
 class EstimateRecord:
     """The predicted memory and time of one training step with no lever applied. Bytes are ints."""
 
-    footing: Footing
+    step_figures: StepFigures
     parameters: int
     precision: str
     optimizer: str
@@ -47,31 +47,31 @@ class EstimateRecord:
     @property
     def peak_bytes(self) -> int:
         """Bytes in use at the peak; on CUDA what `torch.cuda.max_memory_allocated` tells."""
-        return self.footing.peak_bytes
+        return self.step_figures.peak_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
         """On CUDA what `torch.cuda.max_memory_reserved` tells, None on a CPU."""
-        return self.footing.reserved_bytes
+        return self.step_figures.reserved_bytes
 
     @property
     def step_seconds(self) -> float:
-        return self.footing.step_seconds
+        return self.step_figures.step_seconds
 
     @property
     def by_category(self) -> Mapping[str, int]:
         """Bytes at the peak: parameters, gradients, optimizer states, activations, inputs, workspace."""
-        return self.footing.by_category
+        return self.step_figures.by_category
 
     @property
     def peak_phase(self) -> str:
         """Forward, recompute, backward or optimizer."""
-        return self.footing.peak_phase
+        return self.step_figures.peak_phase
 
     @property
     def peak_module(self) -> str:
         """Path of the module that is running at the peak; empty at the top level."""
-        return self.footing.peak_module
+        return self.step_figures.peak_module
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class PlanRecord:
     """
 
     budget_bytes: int
-    planned: Footing
-    plain: Footing
+    planned: StepFigures
+    plain: StepFigures
     choices: tuple[BlockChoice, ...]
     levers: tuple[Lever, ...]
     rejected: tuple[Rejected, ...]

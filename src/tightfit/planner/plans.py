@@ -10,7 +10,7 @@ from tightfit.errors import InputError
 from tightfit.planner.curves import Curve
 from tightfit.planner.levers import lever_from_dict
 from tightfit.planner.outcome import PlanRecord
-from tightfit.planner.records import BlockChoice, DeviceRoom, Footing, Rejected
+from tightfit.planner.records import BlockChoice, DeviceRoom, Rejected, StepFigures
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,8 +105,8 @@ class Plan(PlanRecord):
             for c in raw["choices"]
         )
         fields |= {
-            "planned": Footing.from_dict(raw["planned"]),
-            "plain": Footing.from_dict(raw["plain"]),
+            "planned": StepFigures.from_dict(raw["planned"]),
+            "plain": StepFigures.from_dict(raw["plain"]),
             "choices": choices,
             "levers": tuple(lever_from_dict(lever) for lever in raw["levers"]),
             "room": None if raw["room"] is None else DeviceRoom(**raw["room"]),

@@ -69,7 +69,7 @@ class TensorGroup:
 
 
 @dataclass(frozen=True)
-class Footing:
+class StepFigures:
     """A step in figures: the plain one, or the planned one.
 
     `timeline` holds bytes by category at evenly spaced operators, and the other timelines the phase, the operator and

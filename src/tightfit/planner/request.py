@@ -14,7 +14,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DeviceError, LeverError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
-from tightfit.levers.offload import HostShelf, OffloadSettings
+from tightfit.levers.offload import HostStore, OffloadSettings
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
 from tightfit.optim.by_name import OptimizerFactory
@@ -187,8 +187,8 @@ class Tracer:
     def applied(
         self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool = False
     ) -> Iterator[None]:
-        shelf = HostShelf(self.request.offload, compared) if "offload" in self.request.levers else None
-        with Applied(apply_levers(self.request.model, policies, combination.levers, joined, shelf)):
+        offload_store = HostStore(self.request.offload, compared) if "offload" in self.request.levers else None
+        with Applied(apply_levers(self.request.model, policies, combination.levers, joined, offload_store)):
             yield
 
 

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.planner.records import BlockChoice, CurvePoint, Footing, Rejected
+from tightfit.planner.records import BlockChoice, CurvePoint, Rejected, StepFigures
 from tightfit.report import tables
 from tightfit.report.picture import BUDGET_COLOUR, COLOURS, CURVE_COLOUR, INSTALL_HINT
 from tightfit.report.words import short
@@ -30,9 +30,9 @@ class Page:
     title: str
     lead: Sequence[str]
     facts: Sequence[tuple[str, str, str]]  # name, figure, remark
-    plain: Footing
+    plain: StepFigures
     plain_name: str
-    planned: Footing | None = None
+    planned: StepFigures | None = None
     planned_name: str = ""
     budget_bytes: int | None = None
     measured_peak_bytes: int | None = None
@@ -89,13 +89,13 @@ def data(page: Page) -> dict[str, Any]:
     }
 
 
-def _step(footing: Footing) -> dict[str, Any]:
+def _step(step_figures: StepFigures) -> dict[str, Any]:
     return {
-        "peak": footing.peak_bytes,
-        "timeline": {category: list(levels) for category, levels in footing.timeline.items()},
-        "phases": footing.timeline_phases,
-        "operators": [short(name) for name in footing.timeline_operators],
-        "modules": footing.timeline_modules,
+        "peak": step_figures.peak_bytes,
+        "timeline": {category: list(levels) for category, levels in step_figures.timeline.items()},
+        "phases": step_figures.timeline_phases,
+        "operators": [short(name) for name in step_figures.timeline_operators],
+        "modules": step_figures.timeline_modules,
         "measured": None,
     }
 
@@ -144,7 +144,7 @@ def _timelines(page: Page) -> str:
     )
     shown = [page.plain, *([] if page.planned is None else [page.planned])]
     held = {category: COLOURS[category] for category in COLOURS if any(any(f.timeline[category]) for f in shown)}
-    if any("recompute" in footing.timeline_phases for footing in shown):
+    if any("recompute" in step_figures.timeline_phases for step_figures in shown):
         held["recomputing (behind)"] = RECOMPUTE_TINT
     return _section("Memory over a step", f'{_legend(held, page.budget_bytes)}\n<div class="charts">\n{charts}\n</div>')
 

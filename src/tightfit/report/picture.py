@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.planner.records import CurvePoint, Footing
+from tightfit.planner.records import CurvePoint, StepFigures
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ LEAST_LABELLED = 0.06  # share of the panel's width that a phase needs for its n
 
 
 def memory_picture(
-    plain: Footing,
-    planned: Footing | None,
+    plain: StepFigures,
+    planned: StepFigures | None,
     *,
     budget_bytes: int | None = None,
     measured_peak_bytes: int | None = None,
@@ -58,9 +58,9 @@ def memory_picture(
         steps.append((f"Planned{ran}{_shown(micro_batches)}", planned))
     axes = upper.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     unit, divisor = _unit(plain.peak_bytes)
-    for axis, (name, footing) in zip(axes, steps, strict=True):
+    for axis, (name, step_figures) in zip(axes, steps, strict=True):
         measured = measured_peak_bytes if axis is axes[-1] else None
-        _draw_step(axis, name, footing, divisor, budget_bytes, measured)
+        _draw_step(axis, name, step_figures, divisor, budget_bytes, measured)
     highest = max(size for size in (plain.peak_bytes, budget_bytes, measured_peak_bytes) if size)
     axes[0].set_ylim(0, HEADROOM * highest / divisor)
     axes[0].set_ylabel(f"memory in use ({unit})")
@@ -137,43 +137,48 @@ def _new_figure(height: float) -> Any:
 
 
 def _draw_step(
-    axis: "Axes", name: str, footing: Footing, divisor: int, budget_bytes: int | None, measured_bytes: int | None
+    axis: "Axes",
+    name: str,
+    step_figures: StepFigures,
+    divisor: int,
+    budget_bytes: int | None,
+    measured_bytes: int | None,
 ) -> None:
     """One panel: phases behind, categories stacked, the budget across, the peaks marked."""
-    stack_categories(axis, footing, divisor)
+    stack_categories(axis, step_figures, divisor)
     if budget_bytes is not None:
         axis.axhline(budget_bytes / divisor, color=BUDGET_COLOUR, linestyle="--", linewidth=2, label="budget")
-    _mark_peak(axis, footing, divisor, measured_bytes)
-    _shade_phases(axis, footing.timeline_phases)
-    axis.set_xlim(0, len(footing.timeline_phases) - 1)
+    _mark_peak(axis, step_figures, divisor, measured_bytes)
+    _shade_phases(axis, step_figures.timeline_phases)
+    axis.set_xlim(0, len(step_figures.timeline_phases) - 1)
     axis.set_xticks([])
     axis.set_xlabel("operators of one step, in the order in which they run")
     axis.set_title(name)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def stack_categories(axis: "Axes", footing: Footing, divisor: int) -> None:
-    """The timeline of a footing, its categories one upon the other, those that are nowhere left out."""
-    shown = [category for category in COLOURS if any(footing.timeline.get(category, ()))]
+def stack_categories(axis: "Axes", step_figures: StepFigures, divisor: int) -> None:
+    """The timeline of a step, its categories one upon the other, those that are nowhere left out."""
+    shown = [category for category in COLOURS if any(step_figures.timeline.get(category, ()))]
     axis.stackplot(
-        range(len(footing.timeline_phases)),
-        [[size / divisor for size in footing.timeline[category]] for category in shown],
+        range(len(step_figures.timeline_phases)),
+        [[size / divisor for size in step_figures.timeline[category]] for category in shown],
         labels=shown,
         colors=[COLOURS[category] for category in shown],
         step="mid",
     )
 
 
-def _mark_peak(axis: "Axes", footing: Footing, divisor: int, measured_bytes: int | None) -> None:
-    levels = [sum(sizes) for sizes in zip(*footing.timeline.values(), strict=True)]
+def _mark_peak(axis: "Axes", step_figures: StepFigures, divisor: int, measured_bytes: int | None) -> None:
+    levels = [sum(sizes) for sizes in zip(*step_figures.timeline.values(), strict=True)]
     at = levels.index(max(levels))
     if measured_bytes is not None:
         axis.plot(
             [at], [measured_bytes / divisor], "o", color=MEASURED_COLOUR, markersize=8, label="measured peak", zorder=5
         )
     axis.annotate(
-        f"peak {format_bytes(footing.peak_bytes)}\nin {footing.peak_phase}",
-        (at, footing.peak_bytes / divisor),
+        f"peak {format_bytes(step_figures.peak_bytes)}\nin {step_figures.peak_phase}",
+        (at, step_figures.peak_bytes / divisor),
         xytext=(0, 8),
         textcoords="offset points",
         ha="center",
@@ -208,7 +213,9 @@ def _shown(micro_batches: int) -> str:
     return ", 2 micro-batches" if micro_batches == 2 else f", the last 2 of {micro_batches} micro-batches"
 
 
-def _title(plain: Footing, planned: Footing | None, budget_bytes: int | None, measured_bytes: int | None) -> str:
+def _title(
+    plain: StepFigures, planned: StepFigures | None, budget_bytes: int | None, measured_bytes: int | None
+) -> str:
     parts = [f"plain {format_bytes(plain.peak_bytes)}"]
     if planned is not None:
         share = planned.peak_bytes / plain.peak_bytes

@@ -1,7 +1,7 @@
 """Plans and estimates as pages for the browser."""
 
 from tightfit.planner.outcome import EstimateRecord, PlanRecord
-from tightfit.planner.records import Footing
+from tightfit.planner.records import StepFigures
 from tightfit.report.page import Page, render
 from tightfit.report.plan_tables import device_footprint, summary
 from tightfit.report.words import arithmetic, where, without_folders
@@ -11,19 +11,19 @@ from tightfit.version import VERSION
 
 def estimate_page(estimate: EstimateRecord) -> str:
     """What the plain step takes. Raises `InputError` where plotly is not installed."""
-    footing = estimate.footing
+    step_figures = estimate.step_figures
     computed = arithmetic(estimate.weights, estimate.precision)
-    share = f"{footing.peak_bytes / estimate.device_bytes:.1%} of {estimate.device}"
+    share = f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of {estimate.device}"
     return render(
         Page(
-            title=f"One training step takes {format_bytes(footing.peak_bytes)}",
-            lead=[*device_footprint(estimate), f"The peak stands in {where(footing)}."],
+            title=f"One training step takes {format_bytes(step_figures.peak_bytes)}",
+            lead=[*device_footprint(estimate), f"The peak stands in {where(step_figures)}."],
             facts=[
-                ("peak", format_bytes(footing.peak_bytes), share),
-                ("step", format_seconds(footing.step_seconds), "predicted"),
+                ("peak", format_bytes(step_figures.peak_bytes), share),
+                ("step", format_seconds(step_figures.step_seconds), "predicted"),
                 ("parameters", f"{estimate.parameters / 1e6:.1f}M", computed),
             ],
-            plain=footing,
+            plain=step_figures,
             plain_name=f"As it stands: no lever, {estimate.optimizer}",
             notes=without_folders(estimate.assumptions),
             setting=f"{computed}, {estimate.optimizer}, {estimate.device}; {_version()}",
@@ -71,8 +71,8 @@ def plan_page(plan: PlanRecord, *, measured_peak_bytes: int | None = None, plain
 
 
 def run_page(
-    plain: Footing,
-    planned: Footing | None,
+    plain: StepFigures,
+    planned: StepFigures | None,
     *,
     measured_peak_bytes: int,
     plain_micro_batches: int,

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from tightfit.devices.known import find
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
-from tightfit.planner.records import BlockChoice, CurvePoint, Footing
+from tightfit.planner.records import BlockChoice, CurvePoint, StepFigures
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import alike, arithmetic, keeps, kept_bytes, where, without_folders
 from tightfit.units import format_bytes, format_seconds
@@ -17,19 +17,20 @@ from tightfit.units import format_bytes, format_seconds
 
 def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
     """Peak, what it is made of, where it stands, and the time."""
-    footing = estimate.footing
+    step_figures = estimate.step_figures
     return rendered(
         f"{estimate.parameters / 1e6:.1f}M parameters, {arithmetic(estimate.weights, estimate.precision)}, "
         f"{estimate.optimizer}, {estimate.device}{does_not_fit(estimate)}",
-        f"Peak {format_bytes(footing.peak_bytes)} ({footing.peak_bytes:,} bytes), "
-        f"{footing.peak_bytes / estimate.device_bytes:.1%} of the device; step {format_seconds(footing.step_seconds)}.",
+        f"Peak {format_bytes(step_figures.peak_bytes)} ({step_figures.peak_bytes:,} bytes), "
+        f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of the device; "
+        f"step {format_seconds(step_figures.step_seconds)}.",
         *device_footprint(estimate),
-        f"The peak stands in {where(footing)}.",
-        *worst_case(footing.peak_bytes, estimate.worst_peak_bytes),
+        f"The peak stands in {where(step_figures)}.",
+        *worst_case(step_figures.peak_bytes, estimate.worst_peak_bytes),
         "",
-        peak_table(footing),
+        peak_table(step_figures),
         "",
-        phase_table(footing),
+        phase_table(step_figures),
         *notes(estimate.assumptions),
         width=width,
     )
@@ -62,20 +63,20 @@ def worst_case(peak: int, worst: int | None) -> list[str]:
     return [f"It depends on the data: experts are assumed evenly used; with all tokens at the fewest, it is {more}."]
 
 
-def peak_table(footing: Footing) -> Table:
+def peak_table(step_figures: StepFigures) -> Table:
     """What the peak is made of."""
     table = table_of("at the peak", "bytes", "share")
-    for category, size in footing.by_category.items():
-        table.add_row(category, format_bytes(size), f"{size / footing.peak_bytes:.1%}")
+    for category, size in step_figures.by_category.items():
+        table.add_row(category, format_bytes(size), f"{size / step_figures.peak_bytes:.1%}")
     return table
 
 
-def phase_table(footing: Footing) -> Table:
+def phase_table(step_figures: StepFigures) -> Table:
     """Highest point and seconds of each phase that takes place."""
     table = table_of("phase", "highest", "time")
-    for phase, peak in footing.phase_peaks.items():
+    for phase, peak in step_figures.phase_peaks.items():
         if peak:
-            table.add_row(phase, format_bytes(peak), format_seconds(footing.seconds_by_phase[phase]))
+            table.add_row(phase, format_bytes(peak), format_seconds(step_figures.seconds_by_phase[phase]))
     return table
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from tightfit.planner.records import BlockChoice, CurvePoint, Footing, Rejected, TensorGroup
+from tightfit.planner.records import BlockChoice, CurvePoint, Rejected, StepFigures, TensorGroup
 from tightfit.report.words import alike, keeps, kept_bytes, short
 from tightfit.units import format_bytes, format_seconds
 
@@ -27,7 +27,7 @@ def table(columns: Sequence[str], rows: Iterable[Row], *, texts: int = 1, chosen
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
-def peak(plain: Footing, planned: Footing | None) -> str:
+def peak(plain: StepFigures, planned: StepFigures | None) -> str:
     """Bytes at the peak by category, and where the peak stands."""
     if planned is None:
         rows = [(name, format_bytes(size), share(size, plain.peak_bytes)) for name, size in plain.by_category.items()]
@@ -76,9 +76,9 @@ def blocks(choices: Sequence[BlockChoice]) -> str:
     return table(("blocks", "keep for backward", "kept", "recompute"), rows, texts=2)
 
 
-def largest(footing: Footing) -> str:
+def largest(step_figures: StepFigures) -> str:
     """The largest groups of tensors at the peak."""
-    return table(("tensors", "made by", "category", "shape", "count", "bytes"), map(_group, footing.top), texts=4)
+    return table(("tensors", "made by", "category", "shape", "count", "bytes"), map(_group, step_figures.top), texts=4)
 
 
 def _group(group: TensorGroup) -> Row:
@@ -88,7 +88,7 @@ def _group(group: TensorGroup) -> Row:
     return group.name or "top level", made_by, group.category, shape, count, format_bytes(group.bytes)
 
 
-def rejected(found: Sequence[Rejected], plain: Footing) -> str:
+def rejected(found: Sequence[Rejected], plain: StepFigures) -> str:
     """What was considered and not taken."""
     rows = [
         (

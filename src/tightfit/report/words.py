@@ -4,7 +4,7 @@ import re
 from collections.abc import Hashable, Sequence
 from itertools import chain, groupby
 
-from tightfit.planner.records import BlockChoice, Footing
+from tightfit.planner.records import BlockChoice, StepFigures
 from tightfit.units import format_bytes
 
 _FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
@@ -108,9 +108,9 @@ def arithmetic(weights: str, precision: str) -> str:
     return f"{weights} weights, {'no' if precision == 'fp32' else precision} autocast"
 
 
-def where(footing: Footing) -> str:
+def where(step_figures: StepFigures) -> str:
     """Phase, module and operator of the peak."""
-    return f"{footing.peak_phase}, {footing.peak_module or 'top level'}, {short(footing.peak_operator)}"
+    return f"{step_figures.peak_phase}, {step_figures.peak_module or 'top level'}, {short(step_figures.peak_operator)}"
 
 
 def without_folders(assumptions: Sequence[str]) -> list[str]:

@@ -27,8 +27,8 @@ class Activity(threading.local):
     host: int = 0  # depth of code that works in host memory, whatever the device
     playing_cuda: bool = False  # a dry run in which CPU tensors stand for those of a CUDA device
     offloading: int = 0  # depth of copies to or from the place where a lever puts values
-    # In a dry run: stands for the way of a tensor's storage out of the memory that is counted, and back (`Crossing` in
-    # levers/offload/transfers.py), on CUDA, where that is asked for, beside the computation.
+    # In a dry run: stands for the copy of a tensor's storage out of the counted memory and back (`HostTransfer` in
+    # levers/offload/transfers.py). On CUDA the copy may run beside the computation.
     dry_copy: Callable[[Any, bool], Any] | None = None
     # In a dry run: runs the compiled code of a block with kernels that compute nothing (`tracing/compiled_code.py`).
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None

@@ -14,9 +14,9 @@ import torch
 from tightfit.runtime.activity import now, offload
 from tightfit.runtime.operators import fresh_memory
 from tightfit.tracing.dry_run import DryRun
-from tightfit.tracing.hollow import is_hollow
 from tightfit.tracing.record import OperatorRecord
 from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.unbacked import is_unbacked
 
 AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
 
@@ -25,7 +25,7 @@ AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as o
 def copies_played(dry: DryRun) -> Iterator[None]:
     """Inside, a lever that copies a value away copies nothing large, and the trace shows what it would have taken."""
     clock = Clock(dry) if now.playing_cuda else None
-    now.dry_copy = lambda tensor, beside: PlayedCrossing(dry, tensor, clock if beside else None)
+    now.dry_copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ class Clock:
         return self._ends[way]
 
 
-class PlayedCrossing:
+class SimulatedTransfer:
     """A tensor's storage on its way out of the memory that is counted, and back, with what was known of it."""
 
     def __init__(self, dry: DryRun, tensor: torch.Tensor, clock: Clock | None):
@@ -76,7 +76,7 @@ class PlayedCrossing:
         with offload():
             memory = fresh_memory(self._nbytes, self._dtype, self._device)
         cell = self._dry.see(memory)
-        cell.known = self._content is not None and not is_hollow(memory)
+        cell.known = self._content is not None and not is_unbacked(memory)
         if self._content is not None and cell.known:
             ctypes.memmove(memory.untyped_storage().data_ptr(), self._content, self._nbytes)
         self._landed = self._move(BACK, after=self._sent)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_iter
 from tightfit.errors import TraceError
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.tracing.faults import faults
-from tightfit.tracing.hollow import is_hollow, set_hollow
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import ASKING
@@ -41,7 +40,8 @@ from tightfit.tracing.rules import (
     choice_bound,
     in_unreduced_memory,
 )
-from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_KNOWN, TensorShape, call_key, result_shapes
+from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, call_key, result_shapes
+from tightfit.tracing.unbacked import is_unbacked, set_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
 
 
@@ -96,7 +96,7 @@ class DryRun(Recording):
         """The cell of a tensor's storage; one that nobody announced holds real data."""
         cell = self.ledger.cell_of(tensor)
         if cell is None:
-            known = not is_hollow(tensor)
+            known = not is_unbacked(tensor)
             cell = self.ledger.track(tensor, known=known, operator=None, forward=self.phase is Phase.FORWARD)
             if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
                 self.meet(tensor)
@@ -106,7 +106,7 @@ class DryRun(Recording):
         """A parameter that is none of the model's: one of the loss', or of modules in a plain list."""
         self.strangers.append((stranger, stranger.grad))
         if stranger.grad is not None:
-            self.ledger.announce(stranger.grad, Category.GRADIENT, known=not is_hollow(stranger.grad))
+            self.ledger.announce(stranger.grad, Category.GRADIENT, known=not is_unbacked(stranger.grad))
 
     def forget_imports(self) -> None:
         """Free what an import within the step left behind: cycles of frames and exceptions, which hold the frames that
@@ -131,7 +131,7 @@ class DryRun(Recording):
         if traits.is_random and not inputs:
             return False
         return all(
-            shape.bytes <= LARGEST_KNOWN
+            not shape.is_vast
             if not (shape.dtype.is_floating_point or shape.dtype.is_complex)
             else shape.numel <= KNOWN_LIMIT
             for shape in shapes_in(self.shapes(func, args, kwargs, key))
@@ -145,7 +145,7 @@ class DryRun(Recording):
             shapes = self.shapes(func, args, kwargs, key)
         except TraceError:
             return False  # only the operator itself knows
-        return any(shape.bytes > LARGEST_KNOWN for shape in shapes_in(shapes))
+        return any(shape.is_vast for shape in shapes_in(shapes))
 
     def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run the operator for real, keeping what it overwrites of memory that is not ours."""
@@ -181,12 +181,12 @@ class DryRun(Recording):
             returns = len(func._schema.returns)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets[:returns])
         shapes = self.shapes(func, args, kwargs, key)
-        out = hollow_tensors(shapes)
+        out = unbacked_tensors(shapes)
         if func in CHOOSING:
             out = self.choose(func, args, out)
         if func in REDUCED_IN_PLACE:
             out = in_unreduced_memory(out, args[0], args[1])
-            set_hollow(out)
+            set_unbacked(out)
         return out
 
     def without_masks(self, args: tuple) -> tuple:
@@ -199,8 +199,8 @@ class DryRun(Recording):
                 return [index]
             if not self.see(index).known:
                 self.questions.note("where a computed mask is true", "everywhere", moves_peak=True)
-                if index.numel() * index.dim() * 8 > LARGEST_KNOWN:
-                    return [TensorShape((index.numel(),), (index.dim(),), torch.int64).hollow()] * index.dim()
+                if index.numel() * index.dim() * 8 > LARGEST_INTEGERS:
+                    return [TensorShape((index.numel(),), (index.dim(),), torch.int64).unbacked()] * index.dim()
                 index = torch.ones(index.shape, dtype=torch.bool)
             return list(index.nonzero().unbind(1))
 
@@ -240,7 +240,7 @@ class DryRun(Recording):
         """The results of a choice, with the assumed indexes for those that nobody knows."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype != torch.int64 or tensor.nbytes > LARGEST_KNOWN:
+            if tensor.dtype != torch.int64 or TensorShape.of(tensor).is_vast:
                 return tensor
             indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return indexes.copy_(assumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
@@ -268,12 +268,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def hollow_tensors(shapes: Any) -> Any:
+def unbacked_tensors(shapes: Any) -> Any:
     """An operator's results, with an untouched tensor for each shape among them."""
     if isinstance(shapes, TensorShape):
-        return shapes.hollow()
+        return shapes.unbacked()
     if isinstance(shapes, list | tuple):
-        return type(shapes)(map(hollow_tensors, shapes))
+        return type(shapes)(map(unbacked_tensors, shapes))
     return shapes
 
 

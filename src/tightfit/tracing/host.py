@@ -27,4 +27,4 @@ def on_host(tensors: Iterable[Tensor], kind: str = "cuda") -> Iterator[None]:
 def _stand_in(data: Tensor) -> Tensor:
     if not data.is_floating_point() or data.numel() <= KNOWN_LIMIT:
         return data.to("cpu", copy=True)
-    return TensorShape.of(data).hollow()
+    return TensorShape.of(data).unbacked()

@@ -1,7 +1,7 @@
 """In a dry run: reading a tensor's numbers behind the dispatcher's back (numpy, DLPack, a list, its text).
 
 What is read of an unknown tensor is the documented answer (`tracing/questions.py`) where that is small. Where it is
-large it is refused by line: behind a hollow tensor there is no memory.
+large it is refused by line: behind an unbacked tensor there is no memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ import torch
 from tightfit.errors import TraceError
 from tightfit.runtime.internals import no_modes, text_of_tensors_by
 from tightfit.tracing.dry_run import DryRun, answers_itself
-from tightfit.tracing.hollow import is_hollow
 from tightfit.tracing.questions import UNKNOWN_FLOAT, calling_line
 from tightfit.tracing.shapes import KNOWN_LIMIT
+from tightfit.tracing.unbacked import is_unbacked
 
 _READERS = ("numpy", "tolist", "__array__", "__dlpack__")
 
@@ -58,9 +58,9 @@ def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[...
 
 def _is_unknown(dry: DryRun, tensor: torch.Tensor) -> bool:
     cell = dry.ledger.cell_of(tensor)
-    return is_hollow(tensor) if cell is None else not cell.known
+    return is_unbacked(tensor) if cell is None else not cell.known
 
 
 def _text(tensor: torch.Tensor) -> str | None:
-    """What is written in the place of a hollow tensor's numbers."""
-    return "..." if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_hollow(tensor) else None
+    """What is written in the place of an unbacked tensor's numbers."""
+    return "..." if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_unbacked(tensor) else None

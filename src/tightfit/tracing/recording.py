@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, flat, instances, is_index, written_arguments
-from tightfit.tracing.hollow import is_hollow
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
 from tightfit.tracing.record import OperatorRecord, Phase
 from tightfit.tracing.rules import ADDED_IN_PLACE
 from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
 
 OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], float]
@@ -117,7 +117,9 @@ class Recording(TorchDispatchMode):
         forward = self.phase is Phase.FORWARD or now.recomputing > 0
         for tensor in instances(torch.Tensor, (out,)):
             if self.ledger.cell_of(tensor) is None:
-                cell = self.ledger.track(tensor, known=known or not is_hollow(tensor), operator=index, forward=forward)
+                cell = self.ledger.track(
+                    tensor, known=known or not is_unbacked(tensor), operator=index, forward=forward
+                )
                 made.append(cell.value)
         return tuple(made)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tightfit.ops import flex
-from tightfit.tracing.hollow import hollow_tensor
+from tightfit.tracing.unbacked import unbacked_tensor
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.T
     if result.dim():
         return result
     count = torch.broadcast_shapes(left.shape, right.shape).numel()
-    return hollow_tensor((count,), (1,), result.dtype).as_strided((), ())
+    return unbacked_tensor((count,), (1,), result.dtype).as_strided((), ())
 
 
 class Routing(enum.Enum):

@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.tracing.hollow import hollow_tensor
 from tightfit.tracing.rules import SHAPE_RULES
+from tightfit.tracing.unbacked import unbacked_tensor
 
 # What is computed for real if its inputs are known: floating-point tensors up to so many elements, ...
 KNOWN_LIMIT = 1 << 16
-# ... integers and truth values up to so many bytes, such as the mask of 11,000 x 11,000 tokens
+# ... what integers give up to so many bytes, such as the mask of 11,000 x 11,000 tokens, ...
 LARGEST_KNOWN = 1 << 27
+# ... and integers up to so many, such as a router's one-hot choice of 8 of 128 experts for 32,768 tokens: a choice that
+# is not known is assumed to send every token to every expert.
+LARGEST_INTEGERS = 1 << 28
 
 
 class TensorShape(NamedTuple):
@@ -35,6 +38,12 @@ class TensorShape(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     @property
+    def is_vast(self) -> bool:
+        """Whether a result of this shape is not computed, although its inputs are known integers."""
+        is_number = not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool)
+        return self.bytes > (LARGEST_INTEGERS if is_number else LARGEST_KNOWN)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether `Tensor.contiguous` gives the tensor itself; else it copies."""
         expected = 1
@@ -44,9 +53,9 @@ class TensorShape(NamedTuple):
             expected *= size
         return True
 
-    def hollow(self) -> torch.Tensor:
+    def unbacked(self) -> torch.Tensor:
         """A tensor of this shape on the CPU whose memory is not there, marked so."""
-        return hollow_tensor(self.shape, self.stride, self.dtype)
+        return unbacked_tensor(self.shape, self.stride, self.dtype)
 
 
 def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:

@@ -21,7 +21,6 @@ from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
-from tightfit.tracing.hollow import is_hollow
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -32,6 +31,7 @@ from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorC
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
 
 
@@ -86,7 +86,7 @@ def stand_in(dry: DryRun, model: nn.Module, names: Iterable[str]) -> None:
     """Give parameters a gradient that is there before the step begins."""
     for name in names:
         parameter = model.get_parameter(name)
-        parameter.grad = TensorShape.of(parameter).hollow()
+        parameter.grad = TensorShape.of(parameter).unbacked()
         dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False, name=name)
 
 
@@ -179,14 +179,14 @@ def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], pl
     """Enter what is there before the step; `plain` are the tensors that modules hold as attributes."""
     for name, parameter in model.named_parameters():
         for held in memory_of(parameter):
-            known = not parameter.requires_grad and not is_hollow(held)
+            known = not parameter.requires_grad and not is_unbacked(held)
             ledger.announce(held, Category.PARAMETER, known=known, name=name)
     for name, tensor in model.named_buffers():
-        ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor), name=name)
+        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor), name=name)
     for tensor in plain:
-        ledger.announce(tensor, Category.PARAMETER, known=not is_hollow(tensor))
+        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor))
     for tensor in batch:
-        ledger.announce(tensor, Category.INPUT, known=not is_hollow(tensor))
+        ledger.announce(tensor, Category.INPUT, known=not is_unbacked(tensor))
 
 
 def plain_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -20,14 +20,12 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.recovery.catching import Failure, caught, insist
-from tightfit.recovery.step_state import StepState
 from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
 from tightfit.recovery.update import UpdateGuard, carry_out
-from tightfit.runtime.internals import forget_unscaled
 from tightfit.step import Loss
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce, fit_within, plain_peak_bytes
-from tightfit.training.loop import StepFigures, StepOutcome, Stepper, StepUnderWay
+from tightfit.training.loop import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.units import format_bytes
 
@@ -77,7 +75,6 @@ class RecoveringStepper(Stepper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._state = StepState(self.model)
         self._pace = Pace(self.max_slowdown)
         self._failed = 0  # the last step that ran out of memory
         self._reported_bytes = 0
@@ -94,7 +91,7 @@ class RecoveringStepper(Stepper):
         insist(step.end, self.device)
         return insist(step.outcome, self.device)
 
-    def observe(self, batch: Mapping[str, Any], step: StepFigures) -> None:
+    def observe(self, batch: Mapping[str, Any], step: StepMeasured) -> None:
         """Hold what was measured of a step against what was predicted, and correct the plan where it is off."""
         if self._failed == step.number:  # the figures are of several attempts
             return
@@ -118,17 +115,10 @@ class RecoveringStepper(Stepper):
             if guard is not None:
                 guard.check()
                 guard.forget_unused_states()
-            self._undo()
+            insist(self.undo, self.device)
             tried.append(self.levers.fitted)
             self._tighten(failure, batch, number, tried)
             self._state.put_back_random()
-
-    def _undo(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        if self.scaler is not None:
-            forget_unscaled(self.scaler)
-        insist(self._state.put_back, self.device)
 
     def _tighten(self, failure: Failure, batch: Mapping[str, Any], number: int, tried: list[Fit]) -> None:
         """Put the next tighter plan in force. Raises `CannotFit` where there is none."""
@@ -201,7 +191,7 @@ class RecoveringStepper(Stepper):
             f"{format_bytes(found.planned.peak_bytes)}, {found.words()}"
         )
 
-    def _watch_pace(self, batch: Mapping[str, Any], step: StepFigures) -> None:
+    def _watch_pace(self, batch: Mapping[str, Any], step: StepMeasured) -> None:
         if not self._pace.is_slow(step.seconds, self.levers.fitted.plain.step_seconds):
             return
         timed = TimedStep(self, self._state, self.levers, self.planner.plain_peak_bytes)

@@ -6,7 +6,7 @@ from torch import nn
 
 from tightfit.errors import BudgetError, LeverError
 from tightfit.levers.handle import Applied
-from tightfit.levers.offload.shelf import DISK, HOST, SMALLEST_BYTES, HostShelf, OffloadSettings
+from tightfit.levers.offload.store import DISK, HOST, SMALLEST_BYTES, HostStore, OffloadSettings
 from tightfit.levers.recompute.lever import apply_policies, matching_modules
 from tightfit.levers.recompute.policy import OFFLOAD_ALL, Decision, Policy
 from tightfit.memory.pool import PoolStatistics
@@ -18,14 +18,14 @@ INPUTS_ONLY = Policy(default=Decision.RECOMPUTE, offloads_inputs=True)
 class AppliedOffload(Applied):
     """Offload in force on a model; `undo()` restores the model exactly."""
 
-    def __init__(self, applied: Applied, shelf: HostShelf, tier: str):
+    def __init__(self, applied: Applied, offload_store: HostStore, tier: str):
         super().__init__([applied])
-        self.shelf, self.tier = shelf, tier
+        self.offload_store, self.tier = offload_store, tier
 
     @property
     def statistics(self) -> PoolStatistics:
         """Hits, misses and bytes of the pool of buffers."""
-        return self.shelf.statistics(self.tier)
+        return self.offload_store.statistics(self.tier)
 
 
 def offload(
@@ -63,10 +63,14 @@ def offload(
     """
     paths = matching_modules(model, pattern)
     tier = tier_of(model)
-    shelf = HostShelf(OffloadSettings(folder, positive_bytes(budget), positive_bytes(smallest) or SMALLEST_BYTES))
-    shelf.open(tier)  # a folder or a budget that is wrong is an error now
+    offload_store = HostStore(
+        OffloadSettings(folder, positive_bytes(budget), positive_bytes(smallest) or SMALLEST_BYTES)
+    )
+    offload_store.open(tier)  # a folder or a budget that is wrong is an error now
     policy = INPUTS_ONLY if recompute else OFFLOAD_ALL
-    return AppliedOffload(apply_policies(model, dict.fromkeys(paths, policy), shelf=shelf), shelf, tier)
+    return AppliedOffload(
+        apply_policies(model, dict.fromkeys(paths, policy), offload_store=offload_store), offload_store, tier
+    )
 
 
 def positive_bytes(size: int | str | None) -> int | None:

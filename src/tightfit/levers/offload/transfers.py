@@ -26,7 +26,7 @@ from tightfit.runtime.streams import CudaStreams
 OUT, IN = "out", "in"
 
 
-class Crossing(Protocol):
+class HostTransfer(Protocol):
     """One value's way to the host and back. The way out begins when it is made."""
 
     def left(self) -> None:
@@ -50,7 +50,7 @@ class Lanes:
         self.out, self.back = streams.new(), streams.new()
 
 
-class CudaCrossing:
+class CudaTransfer:
     """A storage's bytes, to a pinned buffer and back."""
 
     def __init__(self, lanes: Lanes, buffer: PinnedBuffer, tensor: torch.Tensor):
@@ -100,7 +100,7 @@ class _Departure(NamedTuple):
     """A value whose memory on the device is held until its copy has left."""
 
     tensor: torch.Tensor
-    crossing: Crossing
+    transfer: HostTransfer
     call: int
 
     @property
@@ -111,27 +111,27 @@ class _Departure(NamedTuple):
 class HostCopy:
     """A value on the host. `content`: its memory on the device again, where the way back has begun."""
 
-    __slots__ = ("__weakref__", "content", "crossing", "lease", "number", "transfers")
+    __slots__ = ("__weakref__", "content", "lease", "number", "transfer", "transfers")
 
-    def __init__(self, transfers: "Transfers", number: int, crossing: Crossing, lease: Lease):
-        self.transfers, self.number, self.crossing, self.lease = transfers, number, crossing, lease
+    def __init__(self, transfers: "Transfers", number: int, transfer: HostTransfer, lease: Lease):
+        self.transfers, self.number, self.transfer, self.lease = transfers, number, transfer, lease
         self.content: torch.Tensor | None = None
 
     def fetch(self) -> torch.Tensor:
         return self.transfers.fetch(self)
 
     def settle(self) -> None:
-        self.crossing.left()
+        self.transfer.left()
 
     def __del__(self) -> None:
         if self.content is not None:
-            self.crossing.arrived()  # its memory goes back to the computation: not before the copy into it is done
+            self.transfer.arrived()  # its memory goes back to the computation: not before the copy into it is done
 
 
 class Transfers:
     """Mutable: the values of one device that are on the host or on their way. Threads may take turns.
 
-    `overtaken`: see `HostShelf`.
+    `overtaken`: see `HostStore`.
     """
 
     def __init__(self, *, overtaken: bool = False) -> None:
@@ -158,18 +158,18 @@ class Transfers:
                 self._leaving.clear()
             for departure in self._leaving:
                 if departure.call == self._call and is_shared(departure.tensor):
-                    departure.crossing.left()
+                    departure.transfer.left()
 
-    def send(self, tensor: torch.Tensor, crossing: Crossing, lease: Lease) -> HostCopy:
+    def send(self, tensor: torch.Tensor, transfer: HostTransfer, lease: Lease) -> HostCopy:
         """The value is on its way out; `tensor` is nobody else's tensor, over its memory."""
         with self._lock:
-            self._leaving.append(_Departure(tensor, crossing, self._call))
+            self._leaving.append(_Departure(tensor, transfer, self._call))
             self._of_call += self._leaving[-1].nbytes
             self.window_bytes = max(self.window_bytes, self._of_call)
             while sum(departure.nbytes for departure in self._leaving) > self.window_bytes:
                 self._let_go()
             self._sent += 1
-            copy = HostCopy(self, self._sent, crossing, lease)
+            copy = HostCopy(self, self._sent, transfer, lease)
             self._there[copy.number] = weakref.ref(copy, lambda _, number=copy.number: self._gone(number))
             return copy
 
@@ -177,11 +177,11 @@ class Transfers:
         """The value in memory of its own, for what is computed from here on; the next ones are on their way."""
         with self._lock:
             self._drain()
-            content = copy.content if copy.content is not None else copy.crossing.bring()
+            content = copy.content if copy.content is not None else copy.transfer.bring()
             copy.content = None
             self._there.pop(copy.number, None)
             self._look_ahead(copy.number)
-            copy.crossing.arrived()
+            copy.transfer.arrived()
             return content
 
     def _look_ahead(self, number: int) -> None:
@@ -196,7 +196,7 @@ class Transfers:
             if room < 0:
                 break
             if copy.content is None:
-                copy.content = copy.crossing.bring()
+                copy.content = copy.transfer.bring()
 
     def _drain(self) -> None:
         while self._leaving:
@@ -204,7 +204,7 @@ class Transfers:
 
     def _let_go(self) -> None:
         departure = self._leaving.popleft()
-        departure.crossing.left()  # before its memory is anybody else's
+        departure.transfer.left()  # before its memory is anybody else's
 
     def _gone(self, number: int) -> None:
         self._there.pop(number, None)

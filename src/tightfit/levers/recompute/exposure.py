@@ -27,7 +27,7 @@ from tightfit.levers.recompute.values import (
 TAKES_ANOTHER_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
-class ExposureWatch(TorchFunctionMode):
+class ExposureObserver(TorchFunctionMode):
     """Stands around one call of one block (a region)."""
 
     def __init__(self, region: str):

@@ -11,7 +11,7 @@ from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.rule import Rule, every_block
-from tightfit.levers.recompute.values import Shelf
+from tightfit.levers.recompute.values import OffloadStore
 from tightfit.names.exclusions import SEGMENTS_AND_REENTRANT
 from tightfit.runtime.internals import ignore_hooks_around_selective_checkpoints
 from tightfit.runtime.module_paths import module_at, named_modules
@@ -57,15 +57,21 @@ def apply_rule(model: nn.Module, rule: Rule) -> Applied:
 
 
 def apply_policies(
-    model: nn.Module, policies: Mapping[str, Policy], *, joined: Iterable[str] = (), shelf: Shelf | None = None
+    model: nn.Module,
+    policies: Mapping[str, Policy],
+    *,
+    joined: Iterable[str] = (),
+    offload_store: OffloadStore | None = None,
 ) -> Applied:
     """Give each named block its policy. Blocks in `joined` do not hold their output for the block that follows. The
-    `shelf` takes what policies offload.
+    `offload_store` takes what policies offload.
     """
     joined = set(joined)
     ignore_hooks_around_selective_checkpoints()
     return install(
-        RecordedForward(module_at(model, path), path, policy, shelf=shelf, holds_output=path not in joined)
+        RecordedForward(
+            module_at(model, path), path, policy, offload_store=offload_store, holds_output=path not in joined
+        )
         for path, policy in policies.items()
     )
 

@@ -18,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from tightfit.errors import RecomputeError
-from tightfit.levers.recompute.exposure import ExposureWatch
+from tightfit.levers.recompute.exposure import ExposureObserver
 from tightfit.levers.recompute.generators import GeneratorState, generator_of
 from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy
 from tightfit.levers.recompute.saved import pack, unpack
 from tightfit.levers.recompute.values import (
     Geometry,
+    OffloadStore,
     Operation,
     Product,
+    RecordingScope,
     Reference,
-    Shelf,
-    Watch,
     existing_root,
     forget_root,
     has_plain_storage,
@@ -55,14 +55,16 @@ from tightfit.runtime.operators import (
 class Recorder(TorchDispatchMode):
     """The observer of one call of one block (a region)."""
 
-    def __init__(self, region: str, policy: Policy, *, shelf: Shelf | None = None, sees_exposures: bool = True):
+    def __init__(
+        self, region: str, policy: Policy, *, offload_store: OffloadStore | None = None, sees_exposures: bool = True
+    ):
         super().__init__()
         self.region = region
         self.policy = policy
-        self.shelf = shelf
+        self.offload_store = offload_store
         self.counts: dict[str, int] = {}
-        self.watch = Watch()
-        self.exposures = ExposureWatch(region) if sees_exposures else nullcontext()
+        self.scope = RecordingScope()
+        self.exposures = ExposureObserver(region) if sees_exposures else nullcontext()
         self.observers = ExitStack()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -74,16 +76,16 @@ class Recorder(TorchDispatchMode):
         """Put the observers around what runs until `observers` is left. To be called inside of it, so that all of them
         come off again whatever is raised meanwhile: one that stayed behind would see what follows this block.
         """
-        if self.shelf is not None:
-            self.shelf.begin()
-            self.observers.callback(self.shelf.end)
+        if self.offload_store is not None:
+            self.offload_store.begin()
+            self.observers.callback(self.offload_store.end)
         self.observers.enter_context(self)
         self.observers.enter_context(self.exposures)
         self.observers.enter_context(self.hooks)
         self.observers.callback(self._close)
 
     def _close(self) -> None:
-        self.watch.is_open = False
+        self.scope.is_open = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -119,15 +121,15 @@ class Recorder(TorchDispatchMode):
         for target in targets:
             preserve(target)
         results = func(*args, **kwargs)
-        shelf = self.shelf if decision is Decision.OFFLOAD and not traits.is_foreign else None
+        offload_store = self.offload_store if decision is Decision.OFFLOAD and not traits.is_foreign else None
         if any(is_index(result) for result in flat(results)):
-            operation = shelf = None  # routing and sorting decisions are always kept
+            operation = offload_store = None  # routing and sorting decisions are always kept
         if targets:
-            note_writes(operation, targets, self.watch, shelf)
+            note_writes(operation, targets, self.scope, offload_store)
         if operation is not None and not traits.returns_written:
-            note_results(operation, traits, results, targets, self.watch)
-        if shelf is not None and not traits.returns_written:
-            note_offloaded(shelf, (args, kwargs), results, self.watch)
+            note_results(operation, traits, results, targets, self.scope)
+        if offload_store is not None and not traits.returns_written:
+            note_offloaded(offload_store, (args, kwargs), results, self.scope)
         return results
 
 
@@ -179,7 +181,7 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
 
 def preserve(target: torch.Tensor) -> None:
     """The storage of `target` is about to be written: those who hold its content as a root get a copy, and a copy
-    that is under way to a shelf is completed first.
+    that is under way to an offload store is completed first.
     """
     if not has_plain_storage(target):
         return
@@ -194,22 +196,25 @@ def preserve(target: torch.Tensor) -> None:
 
 
 def note_writes(
-    operation: Operation | None, targets: Sequence[torch.Tensor], watch: Watch, shelf: Shelf | None = None
+    operation: Operation | None,
+    targets: Sequence[torch.Tensor],
+    scope: RecordingScope,
+    offload_store: OffloadStore | None = None,
 ) -> None:
     """Each written storage that held a product now holds another one, or memory that is kept."""
     plain = [target.untyped_storage() for target in targets if has_plain_storage(target)]
     for index, storage in enumerate(plain):
         if product_of(storage) is None:
             continue  # memory that is not ours to free
-        is_worth_it = shelf is not None and storage.nbytes() >= shelf.smallest_bytes
-        after = Product(operation, watch, shelf=shelf) if is_worth_it or operation is not None else None
+        is_worth_it = offload_store is not None and storage.nbytes() >= offload_store.smallest_bytes
+        after = Product(operation, scope, offload_store=offload_store) if is_worth_it or operation is not None else None
         set_product(storage, after)
         if operation is not None and after is not None:
             operation.becomes.append((index, weakref.ref(after)))
 
 
 def note_results(
-    operation: Operation, traits: Traits, results: Any, targets: Sequence[torch.Tensor], watch: Watch
+    operation: Operation, traits: Traits, results: Any, targets: Sequence[torch.Tensor], scope: RecordingScope
 ) -> None:
     """Each fresh storage among the results holds a product of this operation."""
     arguments = {id(reference.value) for reference in operation.references}
@@ -223,34 +228,35 @@ def note_results(
         if id(product) in arguments or id(root) in arguments or storage._cdata in written:
             continue  # an argument came back
         if product is None:
-            product = Product(operation, watch, blank=traits.is_uninitialised)
+            product = Product(operation, scope, blank=traits.is_uninitialised)
             set_product(storage, product)
         operation.outputs.append((position, weakref.ref(product)))
 
 
-def note_offloaded(shelf: Shelf, arguments: Any, results: Any, watch: Watch) -> None:
-    """Each fresh storage among the results that is worth it holds a product that the shelf will take."""
+def note_offloaded(offload_store: OffloadStore, arguments: Any, results: Any, scope: RecordingScope) -> None:
+    """Each fresh storage among the results that is worth it holds a product that the offload store will take."""
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments) if has_plain_storage(tensor)}
     for result in flat(results):
         if not isinstance(result, torch.Tensor) or not has_plain_storage(result):
             continue
         storage = result.untyped_storage()
         is_fresh = product_of(storage) is None and existing_root(storage) is None and storage._cdata not in given
-        if is_fresh and storage.nbytes() >= shelf.smallest_bytes:
-            set_product(storage, Product(None, watch, shelf=shelf))
+        if is_fresh and storage.nbytes() >= offload_store.smallest_bytes:
+            set_product(storage, Product(None, scope, offload_store=offload_store))
 
 
-def enter(inputs: Any, watch: Watch, shelf: Shelf) -> None:
-    """What the block is given of what the model computed goes to the shelf where the block would hold it. Masks,
-    positions and the model's own inputs stay: others hold them anyway.
+def enter(inputs: Any, scope: RecordingScope, offload_store: OffloadStore) -> None:
+    """Offload the block's inputs that the model computed, where the block would hold them.
+
+    Masks, positions and the model's own inputs stay: others hold them anyway.
     """
     for tensor in tensors_in(inputs):
         if tensor.grad_fn is None or not has_plain_storage(tensor):
             continue
         storage = tensor.untyped_storage()
         is_ours = product_of(storage) is None and not is_exposed(storage) and not is_aliased(storage)
-        if is_ours and storage.nbytes() >= shelf.smallest_bytes:
-            set_product(storage, Product(None, watch, shelf=shelf))
+        if is_ours and storage.nbytes() >= offload_store.smallest_bytes:
+            set_product(storage, Product(None, scope, offload_store=offload_store))
 
 
 def leave(outputs: Any, *, held: bool) -> None:

@@ -14,7 +14,7 @@ from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder, enter, leave
-from tightfit.levers.recompute.values import Shelf
+from tightfit.levers.recompute.values import OffloadStore
 from tightfit.runtime.internals import transforms_are_active, without_dynamo
 from tightfit.runtime.module_paths import plain_tensors_of
 
@@ -88,16 +88,22 @@ class RecordedForward(FrugalForward):
     """Runs a block so that each operator's output is kept or recomputed as the policy says.
 
     `holds_output` says whether the block's results are held for the next one (yes, unless both belong to one
-    segment). What the policy offloads goes to the `shelf`.
+    segment). What the policy offloads goes to the `offload_store`.
     """
 
     def __init__(
-        self, module: nn.Module, path: str, policy: Policy, *, shelf: Shelf | None = None, holds_output: bool = True
+        self,
+        module: nn.Module,
+        path: str,
+        policy: Policy,
+        *,
+        offload_store: OffloadStore | None = None,
+        holds_output: bool = True,
     ):
         super().__init__(module, path)
-        assert shelf is not None or not policy.offloads, f"{path} has no shelf to offload to"
+        assert offload_store is not None or not policy.offloads, f"{path} has no offload_store to offload to"
         self.policy = policy
-        self.shelf = shelf
+        self.offload_store = offload_store
         self.holds_output = holds_output
         self.sees_exposures = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
@@ -105,11 +111,13 @@ class RecordedForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
-        recorder = Recorder(self.path, self.policy, shelf=self.shelf, sees_exposures=self.sees_exposures)
+        recorder = Recorder(
+            self.path, self.policy, offload_store=self.offload_store, sees_exposures=self.sees_exposures
+        )
         with recorder.observers, self._named():
             recorder.start()
-            if self.policy.offloads_inputs and self.shelf is not None:
-                enter((args, kwargs), recorder.watch, self.shelf)
+            if self.policy.offloads_inputs and self.offload_store is not None:
+                enter((args, kwargs), recorder.scope, self.offload_store)
             outputs = self.original(*args, **kwargs)
             leave(outputs, held=self.holds_output)
         return outputs

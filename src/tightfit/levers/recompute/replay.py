@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from tightfit.levers.recompute.values import Operation, Parcel, Product, Reference, whole_storage
+from tightfit.levers.recompute.values import Fetch, Operation, Product, Reference, whole_storage
 from tightfit.runtime.activity import recomputation
 from tightfit.runtime.internals import NoAutocast
 
@@ -26,9 +26,9 @@ def materialise(product: Product) -> None:
             rerun(pending.popleft())
 
 
-def needed_operations(product: Product) -> deque[Operation | Parcel]:
-    """The operations to run, and the parcels to bring back, oldest first."""
-    found: dict[int, Operation | Parcel] = {}
+def needed_operations(product: Product) -> deque[Operation | Fetch]:
+    """The operations to run, and the fetches to bring back, oldest first."""
+    found: dict[int, Operation | Fetch] = {}
     waiting = [product.producer]
     while waiting:
         operation = waiting.pop()
@@ -42,9 +42,9 @@ def needed_operations(product: Product) -> deque[Operation | Parcel]:
     return deque(found[sequence] for sequence in sorted(found))
 
 
-def rerun(operation: Operation | Parcel) -> None:
+def rerun(operation: Operation | Fetch) -> None:
     """Run one operation on recomputed arguments and fill the products that are still wanted."""
-    if isinstance(operation, Parcel):
+    if isinstance(operation, Fetch):
         operation.deliver()
         return
     private = [private_base(reference) for reference in operation.written]

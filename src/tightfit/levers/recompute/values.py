@@ -119,7 +119,7 @@ class Root:
         return self._tensor
 
 
-class Watch:
+class RecordingScope:
     """Whether the recorder that saw a value being made still sees every write."""
 
     __slots__ = ("is_open",)
@@ -140,7 +140,7 @@ class Copy(Protocol):
         ...
 
 
-class Shelf(Protocol):
+class OffloadStore(Protocol):
     """Where offloaded values lie."""
 
     @property
@@ -164,16 +164,34 @@ class Shelf(Protocol):
 class Product:
     """A value that an operator makes: nothing is held until it is computed again, or the block is left with it.
 
-    With a `shelf` it is to be offloaded: its bytes are copied away when the first who will want it in backward shows
-    up, which never happens for most values.
+    With an `offload_store` the value is to be offloaded. Its bytes are copied when the first operator appears that will
+    need the value in backward. For most values no such operator appears.
     """
 
-    __slots__ = ("__weakref__", "blank", "content", "left_as", "lent", "producer", "root", "shelf", "shown", "watch")
+    __slots__ = (
+        "__weakref__",
+        "blank",
+        "content",
+        "left_as",
+        "lent",
+        "offload_store",
+        "producer",
+        "root",
+        "scope",
+        "shown",
+    )
 
-    def __init__(self, producer: "Operation | None", watch: Watch, *, blank: bool = False, shelf: Shelf | None = None):
-        self.producer: Operation | Parcel | None = producer
-        self.shelf = shelf
-        self.watch = watch
+    def __init__(
+        self,
+        producer: "Operation | None",
+        scope: RecordingScope,
+        *,
+        blank: bool = False,
+        offload_store: OffloadStore | None = None,
+    ):
+        self.producer: Operation | Fetch | None = producer
+        self.offload_store = offload_store
+        self.scope = scope
         self.blank = blank  # made by an operator that returns unwritten memory
         self.content: torch.Tensor | None = None  # recomputed, in memory of our own
         self.root: Root | None = None  # held after all: the block returned it
@@ -187,26 +205,26 @@ class Product:
 
     def is_in_storage(self) -> bool:
         """Whether the storage that was given this product still has this content, for all that can be known."""
-        if self.watch.is_open:
+        if self.scope.is_open:
             return True
         left = [(reference(), version) for reference, version in self.left_as]
         return bool(left) and all(t is not None and t._version == version for t, version in left)
 
     def secure(self, tensor: torch.Tensor) -> None:
         """Backward will want this value, which the storage of `tensor` holds now."""
-        if self.shelf is None:
+        if self.offload_store is None:
             return
-        copy = self.shelf.put(tensor)
+        copy = self.offload_store.put(tensor)
         if copy is None:
             set_product(tensor.untyped_storage(), None)  # it would hold itself
             self.hold(root_of(tensor))
         else:
-            self.producer = Parcel(self, copy)
-        self.shelf = None
+            self.producer = Fetch(self, copy)
+        self.offload_store = None
 
     def settle(self) -> None:
         """The memory that held this value is about to be written: a copy under way is completed first."""
-        if isinstance(self.producer, Parcel):
+        if isinstance(self.producer, Fetch):
             self.producer.copy.settle()
 
     def fill(self, content: torch.Tensor) -> None:
@@ -299,7 +317,7 @@ class Operation:
         return flat(self.operator(*args, **dict(zip(self.kwargs, values, strict=True))))
 
 
-class Parcel:
+class Fetch:
     """A value's bytes somewhere else: in a replay it stands for the operator that makes them, and reads nothing."""
 
     __slots__ = ("copy", "product", "references", "sequence")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tightfit.devices.spec import DeviceSpec
-    from tightfit.levers.offload import HostShelf
+    from tightfit.levers.offload import HostStore
     from tightfit.levers.recompute import Policy
     from tightfit.planner.records import BlockChoice
 
@@ -77,16 +77,17 @@ class Offload(Lever):
         return INPUTS_ONLY if Recompute.name in allowed else OFFLOAD_ALL
 
     def apply(self, model: "nn.Module") -> None:
-        """The choices inside blocks are put on together, with this lever's shelf."""
+        """The choices inside blocks are put on together, with this lever's offload_store."""
 
-    def shelf(self) -> "HostShelf":
-        """A shelf on which there is room for the plan. Raises `LeverError` where there is less, `OutputError` where the
-        folder cannot be used.
+    def offload_store(self) -> "HostStore":
+        """An offload store that has room for the plan.
+
+        Raises `LeverError` where there is less room, `OutputError` where the folder cannot be used.
         """
-        from tightfit.levers.offload.shelf import OffloadSettings, shelf_with_room
+        from tightfit.levers.offload.store import OffloadSettings, store_with_room
 
         settings = OffloadSettings(self.folder, self.budget_bytes, self.smallest_bytes)
-        return shelf_with_room(settings, self.bytes, on_host=self.host)
+        return store_with_room(settings, self.bytes, on_host=self.host)
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         count = sum(choice.action == "offload" for choice in choices)

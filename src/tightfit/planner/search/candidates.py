@@ -1,4 +1,4 @@
-"""What a search compares: candidates, traced as applied; prospects, priced; and their levers in words."""
+"""What a search compares: candidates, traced as applied; baselines, priced; and their levers in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Prospect:
+class Baseline:
     """A combination as it stands with nothing recomputed, and its blocks with their prices; None without blocks."""
 
     combination: Combination

@@ -12,7 +12,6 @@ from tightfit.names.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.planner.api import as_plan
 from tightfit.planner.arguments import check_levers
 from tightfit.planner.asked import Asked
-from tightfit.planner.footing import fingerprint
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.request import lacking
@@ -20,6 +19,7 @@ from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bo
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
 from tightfit.planner.search.search import Search
+from tightfit.planner.step_figures import fingerprint
 from tightfit.runtime.activity import aside
 from tightfit.step import Batch
 from tightfit.tracing.record import StepTrace
@@ -127,28 +127,28 @@ def maximise(
     top = _highest(multiple_of, at_most)
     limit = parse_budget(budget, device_bytes=device.memory_bytes)
     room = limit if is_share_of(budget, "%") else device.memory_bytes
-    ladder = _Ladder(case, budget, limit, room, multiple_of, how, what, notice or _say_nothing)
-    guess = ladder.guess(top)
+    size_search = _SizeSearch(case, budget, limit, room, multiple_of, how, what, notice or _say_nothing)
+    guess = size_search.guess(top)
     if at_most is None and guess == top:
         raise InputError(f"any {what} fits: nothing grows with it; if that is so, bound it by at_most")
-    found = certain_bound(ladder.fits, guess, top)
+    found = certain_bound(size_search.fits, guess, top)
     if not found:
-        least = ladder.failures[1]
+        least = size_search.failures[1]
         raise CannotFit(f"not even {what} {multiple_of} fits: {least}", least.least_bytes)
-    above = ladder.failures.get(found + 1)
+    above = size_search.failures.get(found + 1)
     return Largest(
         what=what,
         value=found * multiple_of,
         multiple_of=multiple_of,
-        plan=ladder.plans[found],
+        plan=size_search.plans[found],
         above=None if above is None else TooLarge((found + 1) * multiple_of, above.least_bytes, above.taken_bytes),
-        tried=tuple(ladder.tried),
-        planned=tuple(number * multiple_of for number in (*ladder.plans, *ladder.failures)),
+        tried=tuple(size_search.tried),
+        planned=tuple(number * multiple_of for number in (*size_search.plans, *size_search.failures)),
     )
 
 
 @dataclass
-class _Ladder:
+class _SizeSearch:
     """Mutable: the questions asked so far, by the number of the multiple; from the cheap ones to the certain ones."""
 
     case: Case

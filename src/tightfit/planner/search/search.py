@@ -23,8 +23,8 @@ from tightfit.planner.records import DeviceRoom, Rejected
 from tightfit.planner.request import Request, Tracer, lacking, optimizer_peak
 from tightfit.planner.search.candidates import (
     UNSEEN_BYTES,
+    Baseline,
     Candidate,
-    Prospect,
     accumulation_seconds,
     describe_levers,
     loop_seconds,
@@ -46,7 +46,7 @@ class Search:
     best: Candidate | None = None
     least: Candidate | None = None
     rejected: list[Rejected] = field(default_factory=list)
-    priced: dict[Combination, Prospect] = field(default_factory=dict)
+    priced: dict[Combination, Baseline] = field(default_factory=dict)
     routing_matters: bool = False
     wholes: dict[Applied, StepTrace] = field(default_factory=dict)
     lower_bound: float = math.inf  # seconds: of the choices that were not proved, none can make a faster step
@@ -184,17 +184,17 @@ class Search:
                 if self.best is not None:
                     return
 
-    def prospects(self) -> list[Prospect]:
+    def baselines(self) -> list[Baseline]:
         """All combinations, priced."""
-        return [self.prospect(combination) for combination in self.combinations()]
+        return [self.baseline(combination) for combination in self.combinations()]
 
-    def prospect(self, combination: Combination, part: StepTrace | None = None) -> Prospect:
+    def baseline(self, combination: Combination, part: StepTrace | None = None) -> Baseline:
         """A combination, priced; once. `part` is its trace with nothing recomputed, where that is there."""
         if combination not in self.priced:
             self.priced[combination] = self.price(combination, part or self.part(combination))
         return self.priced[combination]
 
-    def price(self, combination: Combination, part: StepTrace) -> Prospect:
+    def price(self, combination: Combination, part: StepTrace) -> Baseline:
         first = [part]
 
         def trace(policies: Mapping[str, Policy]) -> StepTrace:
@@ -209,7 +209,7 @@ class Search:
             "beside": self.request.device.kind == "cuda",
         }
         priced = price(self.request.model, self.paths, trace, **how) if self.paths and inside else None
-        return Prospect(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
+        return Baseline(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 
     def part(self, combination: Combination) -> StepTrace:
         """A combination with nothing recomputed, its blocks watched."""
@@ -228,7 +228,7 @@ class Search:
             reason = "slower than the plan even without recomputation"
             self.rejected.append(Rejected(str(combination), reason, peak, lower_bound))
             return
-        priced = self.prospect(combination, part).priced
+        priced = self.baseline(combination, part).priced
         if priced is None:
             self.consider(self.trace_applied(combination, {}), str(combination))
             return

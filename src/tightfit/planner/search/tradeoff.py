@@ -18,11 +18,11 @@ from tightfit.planner.curves import Curve, frontier
 from tightfit.planner.levers import ChunkedLoss, Combination, Lever, Role, lever_types
 from tightfit.planner.records import CurvePoint
 from tightfit.planner.request import optimizer_peak
-from tightfit.planner.search.candidates import Prospect, describe_levers
+from tightfit.planner.search.candidates import Baseline, describe_levers
 from tightfit.planner.search.search import Search
 
 POINTS = 8  # budgets between the plain peak and the least, for each of which a choice is solved and traced
-Choice = tuple[Prospect, Solution]
+Choice = tuple[Baseline, Solution]
 
 
 class Tradeoff:
@@ -41,17 +41,17 @@ class Tradeoff:
         if self.search.best is not None:
             best = self.search.best
             self.points.append(CurvePoint(self.search.in_words(best), best.peak_bytes, best.seconds))
-        self.descend(self.search.prospects(), count)
+        self.descend(self.search.baselines(), count)
         return Curve(frontier(self.points), recipes)
 
     # The frontier
 
-    def descend(self, prospects: Sequence[Prospect], count: int) -> None:
+    def descend(self, baselines: Sequence[Baseline], count: int) -> None:
         """Trace the best choice at each of `count` budgets from the plain peak down to the least."""
-        solvable = [prospect for prospect in prospects if prospect.priced is not None]
-        for prospect in prospects:
-            levers = describe_levers(prospect.combination, {}, len(self.search.paths))
-            self.points.append(CurvePoint(levers, prospect.peak_bytes, prospect.seconds))
+        solvable = [baseline for baseline in baselines if baseline.priced is not None]
+        for baseline in baselines:
+            levers = describe_levers(baseline.combination, {}, len(self.search.paths))
+            self.points.append(CurvePoint(levers, baseline.peak_bytes, baseline.seconds))
         for kind in self.search.of_role(Role.WHOLE_BLOCKS):
             for combination in self.search.combinations():
                 self.take_whole_blocks(combination, kind)
@@ -66,32 +66,32 @@ class Tradeoff:
         self.trace(*lowest)
         self.join(lowest[0])
 
-    def best(self, prospects: Sequence[Prospect], budget: int) -> Choice | None:
+    def best(self, baselines: Sequence[Baseline], budget: int) -> Choice | None:
         """The fastest choice within a budget over all combinations, by the prices."""
         found: Choice | None = None
-        for prospect in sorted(prospects, key=lambda p: p.seconds):
-            if found is not None and prospect.seconds >= _seconds(found):
+        for baseline in sorted(baselines, key=lambda p: p.seconds):
+            if found is not None and baseline.seconds >= _seconds(found):
                 break
-            solution = solve(prospect.chain, budget)
-            if solution is not None and (found is None or prospect.seconds + solution.seconds < _seconds(found)):
-                found = (prospect, solution)
+            solution = solve(baseline.chain, budget)
+            if solution is not None and (found is None or baseline.seconds + solution.seconds < _seconds(found)):
+                found = (baseline, solution)
         return found
 
-    def trace(self, prospect: Prospect, solution: Solution) -> None:
+    def trace(self, baseline: Baseline, solution: Solution) -> None:
         """Put a choice on the model and run it dry, unless that was done."""
-        key = (prospect.combination, solution.choice)
+        key = (baseline.combination, solution.choice)
         if key in self.traced:
             return
         self.traced.add(key)
-        assert prospect.priced is not None, "a solution is that of a priced prospect"
-        self.apply(prospect.combination, prospect.priced.policies(solution.choice))
+        assert baseline.priced is not None, "a solution is that of a priced baseline"
+        self.apply(baseline.combination, baseline.priced.policies(solution.choice))
 
-    def join(self, prospect: Prospect) -> None:
+    def join(self, baseline: Baseline) -> None:
         """Blocks joined to a few segments, whose outputs are recomputed too."""
         paths = self.search.paths
         for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
             rule = every_block(paths, segments=segments)
-            self.apply(prospect.combination, rule.policies, rule.joined)
+            self.apply(baseline.combination, rule.policies, rule.joined)
 
     def take_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
         """Each setting of a lever that takes whole blocks; nothing where that is not possible."""
@@ -163,5 +163,5 @@ class Tradeoff:
 
 
 def _seconds(choice: Choice) -> float:
-    prospect, solution = choice
-    return prospect.seconds + solution.seconds
+    baseline, solution = choice
+    return baseline.seconds + solution.seconds

@@ -15,10 +15,10 @@ import torch
 from tightfit.tracing.faults import FIRST_ADDRESS, LAST_ADDRESS, faults
 
 _ALIGNMENT = 64  # of fresh memory: `gAlignment` in c10/core/alignment.h
-_HOLLOW = "_tightfit_hollow"
+_UNBACKED = "_tightfit_unbacked"
 
 
-def hollow_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def unbacked_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU of this shape and stride whose memory nobody may touch, marked so.
 
     Where faults cannot be reported in one line (not Linux), it is untouched memory of the allocator.
@@ -26,10 +26,10 @@ def hollow_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     nbytes = spanned_bytes(shape, stride, dtype)
     if nbytes == 0 or not (faults.watched or faults.watch()):
         tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        set_hollow(tensor)
+        set_unbacked(tensor)
         return tensor
     memory = torch.frombuffer(_bytes(nbytes).from_address(_addresses.fresh(nbytes)), dtype=dtype)
-    set_hollow(memory)
+    set_unbacked(memory)
     tensor = memory.as_strided(shape, stride)
     return tensor.detach() if tensor._is_view() else tensor  # what autograd sees of it is no view of anything
 
@@ -41,14 +41,14 @@ def spanned_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
 
 
-def set_hollow(tensor: torch.Tensor) -> None:
+def set_unbacked(tensor: torch.Tensor) -> None:
     """Mark the memory under a tensor as never written."""
-    tensor.untyped_storage().__dict__[_HOLLOW] = True
+    tensor.untyped_storage().__dict__[_UNBACKED] = True
 
 
-def is_hollow(tensor: torch.Tensor) -> bool:
+def is_unbacked(tensor: torch.Tensor) -> bool:
     """Whether the memory under a tensor was made by a dry run and holds nothing."""
-    return tensor.untyped_storage().__dict__.get(_HOLLOW, False)
+    return tensor.untyped_storage().__dict__.get(_UNBACKED, False)
 
 
 @functools.lru_cache(1 << 12)

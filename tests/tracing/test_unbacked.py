@@ -16,9 +16,9 @@ from tightfit.errors import TraceError
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.tracing.faults import faults
-from tightfit.tracing.hollow import hollow_tensor, is_hollow
+from tightfit.tracing.unbacked import is_unbacked, unbacked_tensor
 
-pytestmark = pytest.mark.skipif(not faults.watch(), reason="elsewhere hollow tensors are untouched memory")
+pytestmark = pytest.mark.skipif(not faults.watch(), reason="elsewhere unbacked tensors are untouched memory")
 GIB = 2**30
 
 
@@ -29,15 +29,15 @@ def ended(program, *arguments):
 
 
 def test_a_tensor_larger_than_any_machine_is_made():
-    tensor = hollow_tensor((2**20, 2**20, 128), (2**27, 128, 1), torch.float32)
+    tensor = unbacked_tensor((2**20, 2**20, 128), (2**27, 128, 1), torch.float32)
     assert tensor.untyped_storage().nbytes() == tensor.nbytes == 2**49
     assert tensor.shape == (2**20, 2**20, 128)
-    assert is_hollow(tensor[3].t())
+    assert is_unbacked(tensor[3].t())
     assert not tensor._is_view()
 
 
 def test_no_two_of_them_share_an_address():
-    made = [hollow_tensor((100,), (1,), torch.float32) for _ in range(3)]
+    made = [unbacked_tensor((100,), (1,), torch.float32) for _ in range(3)]
     starts = sorted(tensor.data_ptr() for tensor in made)
     assert all(after - before >= 400 for before, after in itertools.pairwise(starts))
 
@@ -105,7 +105,7 @@ def peak_with(read, rows=1024):
 
 @pytest.mark.parametrize("read", [lambda y: y.numpy(), lambda y: y.tolist(), lambda y: y.__array__()])
 def test_reading_a_large_unknown_tensor_behind_the_dispatcher_is_refused_by_line(read):
-    with pytest.raises(TraceError, match=r"test_hollow\.py:\d+: Tensor\.\w+ of a tensor of \(1024, 512\)"):
+    with pytest.raises(TraceError, match=r"test_unbacked\.py:\d+: Tensor\.\w+ of a tensor of \(1024, 512\)"):
         peak_with(read)
 
 
@@ -128,7 +128,7 @@ def test_masks_larger_than_what_is_computed_take_no_memory():
     def mask(y):
         places = torch.arange(2**17)
         causal = places[:, None] >= places[None, :]
-        seen.append((causal.shape, is_hollow(causal), bool((places >= 0).all())))
+        seen.append((causal.shape, is_unbacked(causal), bool((places >= 0).all())))
 
     peak_with(mask)
     assert seen[-1] == ((2**17, 2**17), True, True)
@@ -215,3 +215,25 @@ def test_models_built_dry_and_real_are_estimated_alike():
     batch, asked = TokenBatch(2, 64, 500), {"device": round_device()}
     dry = estimate(build_dry(lambda: Decoder(config)), batch, **asked)
     assert dry.peak_bytes == estimate(Decoder(config), batch, **asked).peak_bytes
+
+
+def test_a_routers_choice_for_32768_tokens_stays_known():
+    """Unknown, each of the 128 experts would be assumed to take every token."""
+    choice = torch.arange(32_768 * 8).view(32_768, 8) * 7919 % 128
+    taken = []
+
+    class Router(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, choice):
+            mask = torch.nn.functional.one_hot(choice, 128).permute(2, 1, 0)
+            for expert in (0, 127):
+                place, token = torch.where(mask[expert])
+                taken.append((len(place), len(token)))
+            return self.scale.sum()
+
+    estimate(Router(), (choice,), loss=lambda model, batch: model(*batch), device=round_device())
+    held = [int((choice == expert).sum()) for expert in (0, 127)]
+    assert taken[:2] == [(count, count) for count in held]

@@ -1,4 +1,4 @@
-"""What a footing tells of the peak: which tensors are there, and where in the step each point of the timeline lies."""
+"""What a step tells of the peak: which tensors are there, and where in the step each point of the timeline lies."""
 
 import json
 from pathlib import Path
@@ -9,43 +9,43 @@ from torch import nn
 
 from round_device import round_device
 from tightfit import Plan, estimate, plan
-from tightfit.planner.footing import dtypes_of
+from tightfit.planner.step_figures import dtypes_of
 from tiny import VOCABULARY, decoder, token_batch
 
 
 @pytest.fixture(scope="module")
-def footing():
-    return estimate(decoder(), token_batch(8)).footing
+def step_figures():
+    return estimate(decoder(), token_batch(8)).step_figures
 
 
-def test_the_largest_tensors_at_the_peak_are_the_logits_and_named_so(footing):
-    largest = footing.top[0]
+def test_the_largest_tensors_at_the_peak_are_the_logits_and_named_so(step_figures):
+    largest = step_figures.top[0]
     assert (largest.shape, largest.dtype, largest.bytes) == ((8 * 96, VOCABULARY), "float32", 4 * 8 * 96 * VOCABULARY)
-    assert footing.top == tuple(sorted(footing.top, key=lambda group: -group.bytes))
+    assert step_figures.top == tuple(sorted(step_figures.top, key=lambda group: -group.bytes))
 
 
-def test_parameters_and_optimizer_states_go_by_their_names(footing):
-    named = {group.name: group for group in footing.top}
+def test_parameters_and_optimizer_states_go_by_their_names(step_figures):
+    named = {group.name: group for group in step_figures.top}
     for name in ("embedding.weight", "embedding.weight exp_avg", "embedding.weight exp_avg_sq"):
         assert named[name].bytes == 4 * VOCABULARY * 64
         assert named[name].operator == ""
     assert named["embedding.weight exp_avg"].category == "optimizer states"
 
 
-def test_what_differs_only_in_the_blocks_number_is_one_group(footing):
-    up = next(group for group in footing.top if group.name == "layers.*.mlp.up_proj")
+def test_what_differs_only_in_the_blocks_number_is_one_group(step_figures):
+    up = next(group for group in step_figures.top if group.name == "layers.*.mlp.up_proj")
     assert (up.count, up.operator) == (3, "aten.mm.default")
 
 
-def test_no_more_bytes_are_named_than_there_are(footing):
-    for category, size in footing.by_category.items():
-        assert sum(group.bytes for group in footing.top if group.category == category) <= size
+def test_no_more_bytes_are_named_than_there_are(step_figures):
+    for category, size in step_figures.by_category.items():
+        assert sum(group.bytes for group in step_figures.top if group.category == category) <= size
 
 
-def test_every_point_of_the_timeline_has_its_operator_and_module(footing):
-    count = len(footing.timeline_phases)
-    assert len(footing.timeline_operators) == len(footing.timeline_modules) == count
-    assert "layers.1.mlp.up_proj" in footing.timeline_modules
+def test_every_point_of_the_timeline_has_its_operator_and_module(step_figures):
+    count = len(step_figures.timeline_phases)
+    assert len(step_figures.timeline_operators) == len(step_figures.timeline_modules) == count
+    assert "layers.1.mlp.up_proj" in step_figures.timeline_modules
 
 
 def test_a_kept_output_knows_the_module_that_makes_it():

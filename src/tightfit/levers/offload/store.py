@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import LeverError
-from tightfit.levers.offload.transfers import Crossing, CudaCrossing, Lanes, Transfers
+from tightfit.levers.offload.transfers import CudaTransfer, HostTransfer, Lanes, Transfers
 from tightfit.levers.recompute.values import Copy
 from tightfit.memory.disk import DiskStore
 from tightfit.memory.pinned import PinnedStore, host_budget
@@ -45,7 +45,7 @@ class OffloadSettings:
 
 
 class OffloadFallback(RuntimeWarning):
-    """There was no room for a value on the shelf: it stays in memory."""
+    """There was no room for a value in the offload store: it stays in memory."""
 
 
 class DiskCopy:
@@ -70,16 +70,16 @@ class DiskCopy:
 
 
 class DryCopy:
-    """In a dry run: room on the shelf, and what the trace makes of the rest."""
+    """In a dry run: room in the offload store, and what the trace makes of the rest."""
 
-    __slots__ = ("crossing", "lease")
+    __slots__ = ("lease", "transfer")
 
-    def __init__(self, lease: Lease, crossing: Crossing):
+    def __init__(self, lease: Lease, transfer: HostTransfer):
         self.lease = lease
-        self.crossing = crossing
+        self.transfer = transfer
 
     def fetch(self) -> torch.Tensor:
-        return self.crossing.bring()
+        return self.transfer.bring()
 
     def settle(self) -> None:
         """Nothing was copied."""
@@ -87,7 +87,7 @@ class DryCopy:
 
 @dataclass
 class Accounts:
-    """A store that only counts: the shelf of a dry run."""
+    """A store that only counts: the offload store of a dry run."""
 
     budget_bytes: int
     used_bytes: int = 0
@@ -103,7 +103,7 @@ class Accounts:
 
 
 @dataclass
-class HostShelf:
+class HostStore:
     """Mutable: the pools of one lever, made when they are first needed. A copy or a pickle has pools of its own.
 
     `overtaken`, in dry runs that compare blocks: what a block offloads has left when the block ends, as it has when
@@ -168,12 +168,12 @@ class HostShelf:
         if tier == DISK:
             return DiskCopy(lease, pool.store, tensor)
         if now.dry_copy is None:
-            crossing: Crossing = CudaCrossing(self.lanes_of(tensor.device), lease.buffer, tensor)
+            transfer: HostTransfer = CudaTransfer(self.lanes_of(tensor.device), lease.buffer, tensor)
         else:
-            crossing = now.dry_copy(tensor, not self.overtaken)
+            transfer = now.dry_copy(tensor, not self.overtaken)
         if tier == DRY_DISK:
-            return DryCopy(lease, crossing)
-        return self._transfers_of(tier, tensor.device).send(counting_alias(tensor), crossing, lease)
+            return DryCopy(lease, transfer)
+        return self._transfers_of(tier, tensor.device).send(counting_alias(tensor), transfer, lease)
 
     def _transfers_of(self, tier: str, device: torch.device) -> Transfers:
         return self._transfers.setdefault((tier, device), Transfers(overtaken=self.overtaken))
@@ -208,16 +208,17 @@ class HostShelf:
         self.__post_init__()
 
 
-def shelf_with_room(settings: OffloadSettings, needed_bytes: int, *, on_host: bool) -> HostShelf:
-    """A shelf that can take `needed_bytes` at once, in host memory or in a file. Raises `LeverError` where there is
-    less room, `OutputError` where the folder cannot be used.
+def store_with_room(settings: OffloadSettings, needed_bytes: int, *, on_host: bool) -> HostStore:
+    """An offload store that can take `needed_bytes` at once, in host memory or in a file.
+
+    Raises `LeverError` where there is less room, `OutputError` where the folder cannot be used.
     """
-    shelf = HostShelf(settings)
-    store = shelf.open(HOST if on_host else DISK).store
+    offload_store = HostStore(settings)
+    store = offload_store.open(HOST if on_host else DISK).store
     if store.budget_bytes < needed_bytes:
         where, other = ("host memory", "budget") if on_host else (f"{store.folder}", "folder or budget")
         raise LeverError(
             f"offload: the plan needs {format_bytes(needed_bytes)} in {where}, and may take "
             f"{format_bytes(store.budget_bytes)}: free space there, or plan again with another {other}"
         )
-    return shelf
+    return offload_store

@@ -6,7 +6,7 @@ import zlib
 
 from torch import nn
 
-from tightfit.planner.records import Footing, TensorGroup
+from tightfit.planner.records import StepFigures, TensorGroup
 from tightfit.tracing.record import Category, StepTrace, StorageRecord
 
 TIMELINE_POINTS = 600
@@ -16,14 +16,14 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^. ])")  # a part of a path that is only 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
-def footing(trace: StepTrace) -> Footing:
+def step_figures(trace: StepTrace) -> StepFigures:
     """The figures of a traced step. The timeline is thinned to some hundred points, of which one is the peak
     itself.
     """
     picked = _picked(trace)
     timeline = {str(c): tuple(levels[i] for i in picked) for c, levels in trace.timeline().items()}
     at_peak = trace.peak_operator
-    return Footing(
+    return StepFigures(
         peak_bytes=trace.peak_bytes,
         reserved_bytes=trace.reserved_bytes,
         step_seconds=trace.step_seconds,
