@@ -132,6 +132,7 @@ class StepUnderWay:
         self._loss: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
         self._scale: float | None = None
+        self._is_scaled = False  # the scaler has the scale of the next step
 
     def compute_gradients(self) -> None:
         """Those of the batch in its micro-batches, clipped."""
@@ -160,9 +161,10 @@ class StepUnderWay:
             del optimizer.step
 
     def end(self) -> None:
-        """The scale of the next step, and no gradients."""
-        if self._stepper.scaler is not None:
+        """The scale of the next step, and no gradients. Can be called again where it failed."""
+        if self._stepper.scaler is not None and not self._is_scaled:
             self._stepper.scaler.update()
+            self._is_scaled = True
         let_go(self._stepper.optimizer, self._stepper.settings)
 
     def outcome(self) -> StepOutcome:
