@@ -135,16 +135,30 @@ def update(
     """Clip, step and let go of the gradients, or set them to zero. Returns their norm before clipping, if it was asked
     for.
     """
-    norm = None
     with (observer or NoObserver()).phase("optimizer"):
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if settings.grad_clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        norm = clip(model, optimizer, settings, scaler)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
-        optimizer.zero_grad(set_to_none=not settings.keep_gradients)
+        let_go(optimizer, settings)
     return norm
+
+
+def clip(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: StepSettings, scaler: torch.amp.GradScaler | None
+) -> torch.Tensor | None:
+    """What is done to gradients between backward and the optimizer: without the scale, and clipped. Returns their norm
+    before clipping, if it was asked for.
+    """
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if settings.grad_clip is None:
+        return None
+    return nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+
+
+def let_go(optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
+    """What is done to gradients after the optimizer."""
+    optimizer.zero_grad(set_to_none=not settings.keep_gradients)

@@ -285,6 +285,12 @@ class MemoryConfig(Section):
     On CUDA the peak is predicted as if nothing were compiled."""
     verify: bool = False
     """Before training, verify that the plan changes no gradient."""
+    recover: bool = True
+    """If a step runs out of memory, undo it and run it again on the same samples and random numbers with a tighter
+    plan. Batch and schedule stay unchanged. false: the training ends with the error."""
+    max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 0.5
+    """Largest measured slowdown of the planned step against the plain one: 0.5 is 50% more time. Beyond it, a looser
+    plan takes over if it fits the budget, computes the same bits and is measured faster; null: off."""
 
     @model_validator(mode="after")
     def _one_hand_on_recompute(self) -> Self:
@@ -304,6 +310,20 @@ class OutputConfig(Section):
     """The run's folder, relative to the working folder."""
     overwrite: bool = False
     """Replace the files of an earlier run in the folder."""
+
+
+class CheckpointConfig(Section):
+    """The state that a training leaves in `output.folder`/checkpoints, from which `tightfit train --resume` goes on."""
+
+    every_steps: Count | None = None
+    """Optimizer steps between two checkpoints; null: one is written only when a signal ends the training."""
+    keep_last: Count = 2
+    """Checkpoints that are kept, the newest ones."""
+    keep_best: CountOrZero = 0
+    """Checkpoints that are kept beside them: those of the lowest held-out loss, or of the lowest training loss where
+    nothing is held out. Above 0, the held-out loss is computed for each checkpoint."""
+    in_background: bool = False
+    """Copy the state and write it while the training goes on. A CPU's budget includes the copy."""
 
 
 def _model_kind(raw: Any) -> str:
@@ -326,6 +346,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     memory: MemoryConfig = MemoryConfig()
     output: OutputConfig = OutputConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _sequence_within_positions(self) -> Self:
@@ -358,4 +379,5 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training": field_names(TrainingConfig),
     "memory": field_names(MemoryConfig),
     "output": field_names(OutputConfig),
+    "checkpoint": field_names(CheckpointConfig),
 }

@@ -1,6 +1,7 @@
 """The reference decoder in a folder: its config and weights, as a training leaves them."""
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -59,8 +60,23 @@ def load_decoder(folder: Path, dtype: str = "auto") -> Decoder:
 def save_decoder(model: Decoder, folder: Path) -> None:
     """Write config and weights, tied ones once."""
     save_weights(model, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+    _sort_metadata(folder / WEIGHTS_FILE)
     config = {"model_type": MODEL_TYPE, **asdict(model.config)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give a safetensors file the same bytes for the same weights: its writer puts the metadata (the format, and the
+    names of tied weights) in an order that differs from process to process.
+    """
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same keys and values in another order"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def read_config(path: Path) -> dict[str, Any]:

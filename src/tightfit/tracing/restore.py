@@ -81,17 +81,38 @@ class Contents:
         for generator, state in self.generators:
             set_state(generator, state)
         for item, content in self.contents:
-            if isinstance(item, dict):
-                if not _same(item, content):
-                    item.clear()
-                    item.update(content)
-            elif isinstance(item, list | deque):
-                if len(item) != len(content) or any(a is not b for a, b in zip(item, content, strict=True)):
-                    item.clear()
-                    item.extend(content)
-            elif item != content:
-                item.clear()
-                item.update(content)
+            put_content_back(item, content)
+
+
+def content_changed(item: Any, content: Any) -> bool:
+    """Whether a container holds other things than a copy of it that was made before."""
+    if isinstance(item, dict):
+        return not _same(item, content)
+    if isinstance(item, list | deque):
+        return len(item) != len(content) or any(a is not b for a, b in zip(item, content, strict=True))
+    return item != content
+
+
+def put_content_back(item: Any, content: Any) -> None:
+    """Let a container hold again what a copy of it holds."""
+    if content_changed(item, content):
+        item.clear()
+        item.extend(content) if isinstance(item, list | deque) else item.update(content)
+
+
+def repeat_change(item: Any, before: Any, after: Any) -> None:
+    """Change a container as it was changed from `before` to `after`, two copies of it, whatever it holds now."""
+    if isinstance(item, dict):
+        for key in before.keys() - after.keys():
+            item.pop(key, None)
+        item.update({key: value for key, value in after.items() if key not in before or before[key] is not value})
+    elif isinstance(item, set):
+        item.difference_update(before - after)
+        item.update(after - before)
+    elif len(after) >= len(before) and all(a is b for a, b in zip(before, after, strict=False)):
+        item.extend(list(after)[len(before) :])
+    else:
+        put_content_back(item, after)
 
 
 def state_of(generator: Any) -> Any:

@@ -1,9 +1,12 @@
 """The steps of a training, one after another."""
 
+import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -11,16 +14,21 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import TrainingConfig
-from tightfit.errors import OutputError
+from tightfit.errors import OutputError, RecoveryError
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.step import Loss, StepSettings, forward_backward, update
-from tightfit.training.interrupt import Interrupt
+from tightfit.optim.in_backward import steps_in_backward
+from tightfit.recovery.step_state import StepState
+from tightfit.runtime.internals import forget_unscaled
+from tightfit.step import Loss, StepSettings, clip, forward_backward, let_go
+from tightfit.training.corrections import Corrections
+from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.objective import counted
 from tightfit.training.optimizer import set_learning_rate
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import StepMetrics
 from tightfit.training.schedule import learning_rate
+from tightfit.training.state import TrainingState
 from tightfit.training.storage import METRICS, RunFolder
 
 SETTLED = 2  # the step from which on all steps are alike: the first one makes the optimizer's states
@@ -34,56 +42,181 @@ class StepOutcome(NamedTuple):
     skipped: bool
 
 
+class _UntilWeightsMove:
+    """Told of each backward: with a step in backward, the last one of a batch updates the weights, and is finished."""
+
+    def __init__(self, interrupt: Interrupt, micro_batches: int):
+        self._interrupt, self._left = interrupt, micro_batches
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        if name == "backward":
+            self._left -= 1
+            if self._left == 0:
+                self._interrupt.finish()
+        return nullcontext()
+
+
 @dataclass
 class Stepper:
-    """Runs optimizer steps on one model. The model, the optimizer and the scaler are what moves."""
+    """Runs optimizer steps on one model. The model, the optimizer and the scaler are what moves.
+
+    A signal cuts a step before its update (`Cut`); an update that has begun is finished. `corrections` are what one
+    that recovers has learnt, for checkpoints.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Loss
     settings: StepSettings
     micro_batches: int
+    interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
+    corrections = Corrections()  # no field: those of a stepper that recovers are one
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type) if self.settings.precision == "fp16" else None
+        self._state = StepState(self.model)
+
+    @property
+    def state(self) -> TrainingState:
+        return TrainingState(self.model, self.optimizer, self.scaler)
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""
-        parts = as_parts(split_batch(batch, self.micro_batches), self.loss)
-        value = forward_backward(self.model, parts, self.loss, self.settings.precision, scaler=self.scaler)
-        scale = None if self.scaler is None else self.scaler.get_scale()
-        norm = update(self.model, self.optimizer, self.settings, scaler=self.scaler)
+        step = StepUnderWay(self, batch)
+        self._state.remember()
+        step.compute_gradients()
+        self._state.settle()
+        step.update()
+        step.end()
+        return step.outcome()
+
+    def undo(self) -> None:
+        """After a signal has cut a step in `compute_gradients`: everything as it was before the step. Can be called
+        again. Raises `RecoveryError` where the step has written what no step before it had written.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if self.scaler is not None:
+            forget_unscaled(self.scaler)
+        self._state.put_back()
+
+    def attempt(self, batch: Mapping[str, Any], number: int) -> StepOutcome:
+        """Step `number` of the training; a stepper that recovers from out of memory does so here."""
+        return self.step(batch)
+
+    def observe(self, batch: Mapping[str, Any], step: "StepMeasured") -> None:
+        """Told of each step that is done, with what was measured of it."""
+
+
+@dataclass(frozen=True)
+class StepMeasured:
+    """What was measured of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all
+    others if it `is_settled`.
+    """
+
+    number: int
+    seconds: float
+    peak_bytes: int | None
+    is_settled: bool
+
+
+class StepUnderWay:
+    """One optimizer step, stage by stage. Mutable: what the stages so far have found.
+
+    After out of memory, one that recovers goes on with the stage that failed (`RecoveringStepper`).
+    """
+
+    def __init__(self, stepper: Stepper, batch: Mapping[str, Any]):
+        self._stepper, self._batch = stepper, batch
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._scale: float | None = None
+        self._is_scaled = False  # the scaler has the scale of the next step
+
+    def compute_gradients(self) -> None:
+        """Those of the batch in its micro-batches, clipped."""
+        stepper = self._stepper
+        parts = as_parts(split_batch(self._batch, stepper.micro_batches), stepper.loss)
+        precision, scaler = stepper.settings.precision, stepper.scaler
+        in_backward = steps_in_backward(stepper.optimizer)
+        watched = _UntilWeightsMove(stepper.interrupt, len(parts)) if in_backward else None
+        self._loss = stepper.interrupt.cuttable(
+            lambda: forward_backward(stepper.model, parts, stepper.loss, precision, scaler=scaler, observer=watched)
+        )
+        self._scale = None if scaler is None else scaler.get_scale()
+        self._norm = clip(stepper.model, stepper.optimizer, stepper.settings, scaler)
+
+    def update(self, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> None:
+        """The optimizer's step; `run` is given it and calls it."""
+        optimizer, scaler = self._stepper.optimizer, self._stepper.scaler
+        if scaler is None:
+            run(optimizer.step)
+            return
+        step = optimizer.step
+        optimizer.step = lambda *arguments, **options: run(partial(step, *arguments, **options))
+        try:
+            scaler.step(optimizer)
+        finally:
+            del optimizer.step
+
+    def end(self) -> None:
+        """The scale of the next step, and no gradients. Can be called again where it failed."""
+        if self._stepper.scaler is not None and not self._is_scaled:
+            self._stepper.scaler.update()
+            self._is_scaled = True
+        let_go(self._stepper.optimizer, self._stepper.settings)
+
+    def outcome(self) -> StepOutcome:
+        """What the step leaves."""
+        assert self._loss is not None, "the gradients were computed"
+        scaler = self._stepper.scaler
         # The scaler lowers its scale after an overflow, and only then.
-        skipped = self.scaler is not None and scale is not None and self.scaler.get_scale() < scale
-        return StepOutcome(float(value), None if norm is None else float(norm), skipped)
+        skipped = scaler is not None and self._scale is not None and scaler.get_scale() < self._scale
+        return StepOutcome(float(self._loss), None if self._norm is None else float(self._norm), skipped)
 
 
 @dataclass
 class Record:
-    """Mutable: what the steps so far have shown."""
+    """Mutable: what the steps so far have shown, those before a resume included."""
 
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    settled_seconds: list[float] = field(default_factory=list)  # of steps that are alike and were not profiled
+    steps: int = 0
+    first_loss: float = math.nan
+    last_loss: float = math.nan
     tokens: int = 0
     skipped: int = 0
     measured_peak_bytes: int = 0
     unwritten: list[str] = field(default_factory=list)  # lines of metrics that have found no room yet
-
-    @property
-    def steps(self) -> int:
-        return len(self.losses)
+    position: Mapping[str, int] | None = None  # of the batches, after the last step
+    earlier_seconds: float | None = None  # the median step before a resume
+    seconds: list[float] = field(default_factory=list)
+    settled_seconds: list[float] = field(default_factory=list)  # of steps that are alike and were not profiled
+    is_whole: bool = True  # False: a step was cut that could not be undone
 
     @property
     def step_seconds(self) -> float | None:
         """Median of the settled steps that were not profiled."""
-        return statistics.median(self.settled_seconds) if self.settled_seconds else None
+        return statistics.median(self.settled_seconds) if self.settled_seconds else self.earlier_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        seconds = self.step_seconds or statistics.median(self.seconds)
+        seconds = self.step_seconds or statistics.median(self.seconds or [math.inf])
         return self.tokens / self.steps / seconds
+
+    def add(self, outcome: StepOutcome, tokens: int, seconds: float) -> None:
+        """A step that was made."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_loss = outcome.loss
+        self.last_loss = outcome.loss
+        self.tokens += tokens
+        self.skipped += outcome.skipped
+        self.seconds.append(seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a resumed training goes on with, as JSON."""
+        kept = ("steps", "first_loss", "last_loss", "tokens", "skipped", "measured_peak_bytes", "unwritten", "position")
+        return {**{name: getattr(self, name) for name in kept}, "earlier_seconds": self.step_seconds}
 
 
 def run_steps(
@@ -93,17 +226,49 @@ def run_steps(
     folder: RunFolder,
     reporter: Reporter,
     interrupt: Interrupt,
+    *,
+    record: Record | None = None,
+    save: Callable[[Record], object] = lambda record: None,
+    copied_bytes: Callable[[], int] = lambda: 0,
 ) -> Record:
-    """All steps, or those until the user interrupts; a step that has begun is finished."""
-    record = Record()
-    for step in range(1, training.max_steps + 1):
-        metrics = _one_step(step, stepper, counted(next(batches), stepper.device), training, record, reporter)
-        if step % training.log_every == 0 or step in (1, training.max_steps):
-            _log(metrics, record, folder, reporter)
-        reporter.on_step(metrics)
-        if interrupt.received:
-            break
+    """All steps after those in `record`, or those until a signal comes: it cuts a step, which is undone.
+
+    `save` is called after each step. `copied_bytes` are those of copies for saving in the background, which lie in a
+    CPU's memory during a step.
+    """
+    record = Record() if record is None else record
+    watch = _Watch(training, reporter, measured_steps(training.max_steps, begun=record.steps), copied_bytes)
+    stepper.interrupt = interrupt
+    with interrupt.heeded_in_backward(stepper.model):
+        while record.steps < training.max_steps and interrupt.received is None:
+            try:
+                metrics = _one_step(stepper, batches, record, watch)
+            except Cut:
+                record.is_whole = _undone(stepper)
+                break
+            if metrics.step % training.log_every == 0 or metrics.step in (1, training.max_steps):
+                _log(metrics, record, folder, reporter)
+            reporter.on_step(metrics)
+            save(record)
     return record
+
+
+def _undone(stepper: Stepper) -> bool:
+    """Undo a step that was cut; False where it wrote what cannot be put back."""
+    try:
+        stepper.undo()
+    except RecoveryError:
+        return False
+    return True
+
+
+class _Watch(NamedTuple):
+    """What a step needs to know besides the stepper."""
+
+    training: TrainingConfig
+    reporter: Reporter
+    measured: frozenset[int]
+    copied_bytes: Callable[[], int]
 
 
 def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Reporter) -> None:
@@ -118,37 +283,38 @@ def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Repo
         record.unwritten.clear()
 
 
-def measured_steps(max_steps: int) -> frozenset[int]:
-    """The steps whose peak is measured: the second and the last. The third step of three is left for the clock."""
-    settled = min(SETTLED, max_steps)
-    return frozenset({settled, max_steps} if max_steps > SETTLED + 1 else {settled})
+def measured_steps(max_steps: int, *, begun: int = 0) -> frozenset[int]:
+    """The steps whose peak is measured: the second that this process runs, and the last of all. The third step of three
+    is left for the clock.
+    """
+    settled = min(begun + SETTLED, max_steps)
+    return frozenset({settled, max_steps} if max_steps > settled + 1 else {settled})
 
 
-def _one_step(
-    step: int,
-    stepper: Stepper,
-    batch: dict[str, Any],
-    training: TrainingConfig,
-    record: Record,
-    reporter: Reporter,
-) -> StepMetrics:
-    rate = learning_rate(step, training)
+def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Record, watch: _Watch) -> StepMetrics:
+    step = record.steps + 1
+    rate = learning_rate(step, watch.training)
     set_learning_rate(stepper.optimizer, rate)
+    batch = counted(next(batches), stepper.device)
     begun = time.perf_counter()
-    if step in measured_steps(training.max_steps):
-        outcome = _measured(stepper, batch, record)
-        reporter.on_peak(record.measured_peak_bytes)
+    if step in watch.measured:
+        outcome, peak = _measured(step, stepper, batch)
     else:
-        outcome = stepper.step(batch)
-        _watch_cuda(step, stepper.device, record)
+        outcome = stepper.attempt(batch, step)
+        peak = _watch_cuda(len(record.seconds), stepper.device)
+    if peak is not None:
+        beside = 0 if stepper.device.type == "cuda" else watch.copied_bytes()
+        record.measured_peak_bytes = max(record.measured_peak_bytes, peak + beside)
+        watch.reporter.on_peak(record.measured_peak_bytes)
     seconds = time.perf_counter() - begun
     tokens = batch["input_ids"].numel()
-    if step > SETTLED and step not in measured_steps(training.max_steps):
+    is_settled = len(record.seconds) >= SETTLED and step not in watch.measured
+    stepper.observe(batch, StepMeasured(step, seconds, peak, is_settled))
+    if is_settled:
         record.settled_seconds.append(seconds)
-    record.seconds.append(seconds)
-    record.losses.append(outcome.loss)
-    record.tokens += tokens
-    record.skipped += outcome.skipped
+    record.add(outcome, tokens, seconds)
+    position = getattr(batches, "position", None)
+    record.position = None if position is None else asdict(position)
     return StepMetrics(
         step=step,
         loss=outcome.loss,
@@ -162,19 +328,17 @@ def _one_step(
     )
 
 
-def _measured(stepper: Stepper, batch: dict[str, Any], record: Record) -> StepOutcome:
-    """A step under the allocator's record."""
+def _measured(step: int, stepper: Stepper, batch: dict[str, Any]) -> tuple[StepOutcome, int]:
+    """A step under the allocator's record, and its peak."""
     outcomes: list[StepOutcome] = []
     resident = resident_tensors(stepper.model, stepper.optimizer, batch)
-    peak = measured_peak(lambda: outcomes.append(stepper.step(batch)), resident)
-    record.measured_peak_bytes = max(record.measured_peak_bytes, peak)
-    return outcomes[0]
+    peak = measured_peak(lambda: outcomes.append(stepper.attempt(batch, step)), resident)
+    return outcomes[0], peak
 
 
-def _watch_cuda(step: int, device: torch.device, record: Record) -> None:
-    """CUDA's allocator keeps its peak at no cost, so there every settled step counts."""
-    if device.type == "cuda" and step > SETTLED:
-        record.measured_peak_bytes = max(record.measured_peak_bytes, torch.cuda.max_memory_allocated(device))
+def _watch_cuda(earlier: int, device: torch.device) -> int | None:
+    """CUDA's allocator keeps its peak at no cost, so there every step counts that has as many earlier ones here."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" and earlier >= SETTLED else None
 
 
 def memory_now(device: torch.device) -> int:

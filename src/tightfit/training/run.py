@@ -1,21 +1,22 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
-import itertools
-import math
-import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tightfit.checkpoint.stored import Checkpoint
 from tightfit.config import Config, load_config, parse_config
+from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
-from tightfit.errors import VerificationFailed
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import CheckpointError, VerificationFailed
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import continue_ids, generate_text
@@ -23,38 +24,51 @@ from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
+from tightfit.training.context import Context
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
-from tightfit.training.fitting import Fit, fit
-from tightfit.training.interrupt import Interrupt
+from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
+from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
+from tightfit.training.outcome import result_of
+from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
-from tightfit.training.storage import RunFolder
-from tightfit.version import VERSION
+from tightfit.training.resume import Earlier, look_back
+from tightfit.training.saving import Saver
+from tightfit.training.state import seed_generators
+from tightfit.training.storage import METRICS, RunFolder
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 
 
 def train(
-    config: str | Path | Config, overrides: Sequence[str] = (), *, reporter: Reporter | None = None
+    config: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    reporter: Reporter | None = None,
+    resume: bool = False,
 ) -> TrainResult:
     """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
 
     The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
     memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
 
-    Ctrl-C ends it after the step that runs: what is done so far is written, then `KeyboardInterrupt` is raised. So do
-    SIGTERM and SIGHUP; afterwards they go to whom they would have gone, which is the end of the process unless it
-    handles them. Where the folder has no room left at the end, the run is written elsewhere, and `OutputError` says
-    where.
+    `resume` goes on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
+    without one it begins. The result of a finished run is returned as it stands, unless `training.max_steps` is larger
+    now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may differ from the run's configuration.
+
+    Ctrl-C ends it: the step that runs is undone, a checkpoint and the weights are written, then `KeyboardInterrupt` is
+    raised. So do SIGTERM, SIGHUP and SIGUSR1; afterwards they go to whom they would have gone, which is the end of the
+    process unless it handles them. A second one ends at once. Where the folder has no room left at the end, the run is
+    written elsewhere, and `OutputError` says where.
 
     Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
-    writing into too), `CannotFit` where no plan meets the budget, `VerificationFailed` where `memory.verify` finds a
-    difference.
+    writing into too, or one without an intact checkpoint where some stand), `CannotFit` where no plan meets the budget,
+    `VerificationFailed` where `memory.verify` finds a difference.
 
     Example:
         >>> import tempfile, tightfit
@@ -74,11 +88,14 @@ def train(
     settings = _resolved(config, overrides)
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()
     reporter = reporter or SilentReporter()
-    with folder.claimed(overwrite=settings.output.overwrite) as is_locked, _threads(settings.training.num_threads):
+    claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
+    with claimed as is_locked, _threads(settings.training.num_threads):
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
-        result = _run(settings, folder, reporter, interrupt)
+        earlier = look_back(settings, folder, reporter) if resume else Earlier()
+        result = earlier.finished or _Run(settings, folder, reporter, interrupt, earlier.checkpoint).run()
     interrupt.deliver()
+    assert result is not None, "a training without a result was ended by a signal, which is delivered"
     return result
 
 
@@ -88,38 +105,185 @@ def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
     return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
 
 
-def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Interrupt) -> TrainResult:
-    training = config.training
-    if config.memory.allocator is not None:
-        set_allocator(config.memory.allocator)  # before anything starts CUDA
-    device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
-    data = prepare_data(config.data, config.model, objective=training.objective, notice=reporter.on_note)
-    model = build_model(config.model, seed=training.seed)
-    check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
-    folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
-    reporter.on_note(_what_is_trained(model, data))
-    if (rounding := rounding_note(model, training.optimizer)) is not None:
-        reporter.on_note(rounding)
-    batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
-    first = next(batches)
-    fitted = fit(model, counted(first), CausalLMLoss(), config, device)
-    model.to(device.kind)
-    if fitted.plan is not None:
-        reporter.on_plan(fitted.plan)
-        if config.memory.verify:
-            _verify(model, counted(first, device.kind), fitted.plan, reporter)
-    files = RunFiles(config, data.tokenizer, model, fitted)
-    files.demand_room(folder)
-    files.write_beginning(folder)
-    with interrupt:
-        with fitted.apply(model):
-            record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter, interrupt)
-            validation = _validate(config, model, fitted, data, interrupt)
-        sample = "" if interrupt.received else sample_text(model, data, seed=training.seed)
-        is_cut = interrupt.received is not None
-        result = _result(config, folder, model, fitted, record, is_cut, validation, device.name, sample)
-        files.write_end(result, record.unwritten, folder, reporter)
-    return result
+@dataclass
+class _Run:
+    """One training in its folder, from a checkpoint on or from the start."""
+
+    config: Config
+    folder: RunFolder
+    reporter: Reporter
+    interrupt: Interrupt
+    checkpoint: Checkpoint | None
+
+    def run(self) -> TrainResult | None:
+        """All that is left to do. None where a signal came before the first step was made: then nothing is in the
+        folder that was not there before.
+        """
+        config, checkpoint = self.config, self.checkpoint
+        training = config.training
+        if config.memory.allocator is not None:
+            set_allocator(config.memory.allocator)  # before anything starts CUDA
+        device = lookup_present(None if training.device == "auto" else training.device, notice=self.reporter.on_note)
+        data = prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
+        context = Context.of(config, data, device)
+        record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
+        model = build_model(config.model, seed=training.seed)
+        check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
+        self.folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
+        self.reporter.on_note(_what_is_trained(model, data))
+        if (rounding := rounding_note(model, training.optimizer)) is not None:
+            self.reporter.on_note(rounding)
+        first = next(_batches(config, data))
+        stored = context.fitted(checkpoint, model)
+        fitted = stored or fit(model, counted(first), CausalLMLoss(), config, device)
+        model.to(device.kind)
+        if fitted.plan is not None:
+            self.reporter.on_plan(fitted.plan)
+            if config.memory.verify:
+                _verify(model, counted(first, device.kind), fitted.plan, self.reporter)
+        files = RunFiles(config, data.tokenizer, model, fitted)
+        files.demand_room(self.folder)
+        with self.interrupt:
+            files.write_beginning(self.folder, is_resumed=checkpoint is not None)
+            corrected = context.corrections(checkpoint, stored).corrected_plan()
+            in_force = fitted if corrected is None else fit_of(corrected, model, config, device)
+            with LeversInForce(in_force, model) as levers:
+                stepper = self._stepper(model, levers, device)
+                if checkpoint is None:
+                    seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
+                else:
+                    stepper.corrections = context.corrections(checkpoint, stored)
+                    self._restore(stepper, checkpoint, record)
+                saver = self._saver(stepper, levers, data, context, fitted, record)
+                self._steps(stepper, _batches(config, data, record.position), levers.fitted, record, saver)
+                if not record.steps:
+                    self.folder.clear()
+                    return None
+                fitted = levers.fitted  # out of memory may have put another one in force
+                validation = self._validation(model, fitted, data)
+            sample = self._sample(model, data)
+            saver.end(record, self.interrupt)
+            result = result_of(
+                config,
+                model,
+                fitted,
+                record,
+                is_cut=self.interrupt.received is not None,
+                validation=validation,
+                device=device.name,
+                sample=sample,
+                skipped_lines=data.skipped_lines,
+                resumed_from=None if checkpoint is None else checkpoint.step,
+            )
+            files.write_end(result, record.unwritten, self.folder, self.reporter)
+        return result
+
+    def _stepper(self, model: nn.Module, levers: LeversInForce, device: DeviceSpec) -> Stepper:
+        training, memory = self.config.training, self.config.memory
+        parts: dict[str, Any] = {
+            "model": model,
+            "optimizer": OptimizerRecipe(training)(model.parameters()),
+            "loss": CausalLMLoss(),
+            "settings": StepSettings(training.precision, training.grad_clip),
+            "micro_batches": levers.fitted.micro_batches,
+        }
+        if not memory.recover:
+            return Stepper(**parts)
+        planner = StepPlanner(model, CausalLMLoss(), self.config, device)
+        note, slowdown = self.reporter.on_note, memory.max_slowdown
+        return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
+
+    def _restore(self, stepper: Stepper, checkpoint: Checkpoint, record: Record) -> None:
+        """The state of a checkpoint, and metrics.jsonl as it was then."""
+        try:
+            stepper.state.restore(checkpoint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}") from error
+        lacking = self.folder.truncate(METRICS, checkpoint.record["metrics_bytes"])
+        if lacking:
+            where = self.folder.path / METRICS
+            self.reporter.on_note(f"{where}: lacks {lacking} bytes of the steps before the checkpoint")
+        # The last step of a run is logged whatever its number; it is not the last one of a longer run.
+        was_last = checkpoint.record["max_steps"] == record.steps < self.config.training.max_steps
+        if was_last and record.steps % self.config.training.log_every and record.steps != 1:
+            self.folder.drop_last_line(METRICS, f'"step": {record.steps},')
+
+    def _saver(
+        self,
+        stepper: Stepper,
+        levers: LeversInForce,
+        data: PreparedData,
+        context: Context,
+        fitted: Fit,
+        record: Record,
+    ) -> Saver:
+        return Saver(
+            stepper=stepper,
+            settings=self.config.checkpoint,
+            folder=self.folder,
+            reporter=self.reporter,
+            context=context.to_dict(fitted),
+            files=context.files(fitted),
+            max_steps=self.config.training.max_steps,
+            held_out_loss=lambda: self._validation(stepper.model, levers.fitted, data),
+            saved=record.steps or None,
+        )
+
+    def _steps(self, stepper: Stepper, batches: BatchStream, fitted: Fit, record: Record, saver: Saver) -> None:
+        training = self.config.training
+        saver.announce(fitted.state_bytes)
+        self.reporter.on_start(
+            Start(
+                max_steps=training.max_steps,
+                log_every=training.log_every,
+                predicted_peak_bytes=fitted.peak_bytes,
+                predicted_step_seconds=fitted.planned.step_seconds,
+                budget_bytes=fitted.whole_budget_bytes,
+            )
+        )
+        run_steps(
+            stepper,
+            batches,
+            training,
+            self.folder,
+            self.reporter,
+            self.interrupt,
+            record=record,
+            save=saver.after_step,
+            copied_bytes=lambda: saver.copied_bytes,
+        )
+
+    def _validation(self, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
+        """The held-out loss; None where a signal has come."""
+        training, interrupt = self.config.training, self.interrupt
+        device = next(model.parameters()).device
+        try:
+            with private_pool(device):  # its sizes are not those of a training step
+                return interrupt.cuttable(
+                    lambda: evaluation_loss(
+                        model,
+                        data.validation,
+                        CausalLMLoss(),
+                        micro_batch_size=training.batch_size // fitted.micro_batches,
+                        precision=training.precision,
+                        stop=lambda: interrupt.received is not None,
+                    )
+                )
+        except Cut:
+            return None
+
+    def _sample(self, model: nn.Module, data: PreparedData) -> str:
+        """A sample of the trained model; empty where a signal has come."""
+        try:
+            return self.interrupt.cuttable(lambda: sample_text(model, data, seed=self.config.training.seed))
+        except Cut:
+            return ""
+
+
+def _batches(config: Config, data: PreparedData, position: Mapping[str, int] | None = None) -> BatchStream:
+    """The training's batches from a position on."""
+    where = None if position is None else StreamPosition(**position)
+    return data.batches(config.training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle, position=where)
 
 
 def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
@@ -140,49 +304,6 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
     if not report.ok:
         raise VerificationFailed(f"memory.verify: {report}")
     reporter.on_note(str(report))
-
-
-def _steps(
-    config: Config,
-    model: nn.Module,
-    fitted: Fit,
-    batches: Iterator[dict[str, torch.Tensor]],
-    folder: RunFolder,
-    reporter: Reporter,
-    interrupt: Interrupt,
-) -> Record:
-    training = config.training
-    stepper = Stepper(
-        model=model,
-        optimizer=OptimizerRecipe(training)(model.parameters()),
-        loss=CausalLMLoss(),
-        settings=StepSettings(training.precision, training.grad_clip),
-        micro_batches=fitted.micro_batches,
-    )
-    reporter.on_start(
-        Start(
-            max_steps=training.max_steps,
-            log_every=training.log_every,
-            predicted_peak_bytes=fitted.planned.peak_bytes,
-            predicted_step_seconds=fitted.planned.step_seconds,
-            budget_bytes=fitted.budget_bytes,
-        )
-    )
-    torch.manual_seed(training.seed)  # dropout's numbers do not depend on what was planned or verified before
-    return run_steps(stepper, batches, training, folder, reporter, interrupt)
-
-
-def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData, interrupt: Interrupt) -> float | None:
-    device = next(model.parameters()).device
-    with private_pool(device):  # its sizes are not those of a training step
-        return evaluation_loss(
-            model,
-            data.validation,
-            CausalLMLoss(),
-            micro_batch_size=config.training.batch_size // fitted.micro_batches,
-            precision=config.training.precision,
-            stop=lambda: interrupt.received is not None,
-        )
 
 
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
@@ -216,50 +337,6 @@ def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, 
         seed=seed,
     )
     return tokenizer.decode(asked) + tokenizer.decode(answer)
-
-
-def _result(
-    config: Config,
-    folder: RunFolder,
-    model: nn.Module,
-    fitted: Fit,
-    record: Record,
-    is_cut: bool,
-    validation: float | None,
-    device: str,
-    sample: str,
-) -> TrainResult:
-    return TrainResult(
-        folder=str(folder.path),
-        plain_peak_bytes=fitted.plain.peak_bytes,
-        predicted_peak_bytes=fitted.planned.peak_bytes,
-        measured_peak_bytes=record.measured_peak_bytes,
-        budget_bytes=fitted.budget_bytes,
-        first_loss=record.losses[0],
-        last_loss=record.losses[-1],
-        validation_loss=validation,
-        perplexity=None if validation is None else _exponential(validation),
-        tokens_per_second=record.tokens_per_second,
-        predicted_step_seconds=fitted.planned.step_seconds,
-        measured_step_seconds=record.step_seconds,
-        steps=record.steps,
-        skipped_steps=record.skipped,
-        tokens=record.tokens,
-        interrupted=is_cut,
-        parameters=sum(p.numel() for p in model.parameters()),
-        precision=config.training.precision,
-        device=device,
-        versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},
-        sample=sample,
-    )
-
-
-def _exponential(loss: float) -> float:
-    """Infinite where it is beyond a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 @contextmanager
