@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ class Stepper:
     loss: Loss
     settings: StepSettings
     micro_batches: int
+    micro_batches_for: Callable[[int], int] | None = None  # by the tokens of a row, where it depends on them
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -50,13 +51,19 @@ class Stepper:
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""
-        parts = as_parts(split_batch(batch, self.micro_batches), self.loss)
+        parts = as_parts(split_batch(batch, self.count_for(batch)), self.loss)
         value = forward_backward(self.model, parts, self.loss, self.settings.precision, scaler=self.scaler)
         scale = None if self.scaler is None else self.scaler.get_scale()
         norm = update(self.model, self.optimizer, self.settings, scaler=self.scaler)
         # The scaler lowers its scale after an overflow, and only then.
         skipped = self.scaler is not None and scale is not None and self.scaler.get_scale() < scale
         return StepOutcome(float(value), None if norm is None else float(norm), skipped)
+
+    def count_for(self, batch: Mapping[str, Any]) -> int:
+        """The micro-batches of a batch."""
+        if self.micro_batches_for is None:
+            return self.micro_batches
+        return self.micro_batches_for(batch["input_ids"].shape[1])
 
 
 @dataclass

@@ -21,6 +21,7 @@ from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
+from tightfit.training.boundaries import demand_boundaries
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, fit
@@ -98,9 +99,12 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
     reporter.on_note(_what_is_trained(model, data))
     if (rounding := rounding_note(model, training.optimizer)) is not None:
         reporter.on_note(rounding)
+    if config.data.packing != "none":
+        demand_boundaries(model, vocabulary=data.tokenizer.vocab_size, longest=config.data.sequence_length)
     batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
     first = next(batches)
-    fitted = fit(model, counted(first), CausalLMLoss(), config, device)
+    longest, *shorter = [counted(batch) for batch in data.for_dry_runs(training.batch_size)]
+    fitted = fit(model, longest, CausalLMLoss(), config, device, shorter)
     model.to(device.kind)
     if fitted.plan is not None:
         reporter.on_plan(fitted.plan)
@@ -125,8 +129,8 @@ def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     which = "" if trained == count else f" ({trained:,} trained)"
     return (
-        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {len(data.training)} samples "
-        f"of {data.training.tokens.shape[1]} tokens to train on, {len(data.validation)} held out"
+        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {data.training} to train on, "
+        f"{len(data.validation)} held out"
     )
 
 
@@ -156,12 +160,13 @@ def _steps(
         loss=CausalLMLoss(),
         settings=StepSettings(training.precision, training.grad_clip),
         micro_batches=fitted.micro_batches,
+        micro_batches_for=fitted.micro_batches_for if fitted.buckets else None,
     )
     reporter.on_start(
         Start(
             max_steps=training.max_steps,
             log_every=training.log_every,
-            predicted_peak_bytes=fitted.planned.peak_bytes,
+            predicted_peak_bytes=fitted.predicted_peak_bytes,
             predicted_step_seconds=fitted.planned.step_seconds,
             budget_bytes=fitted.budget_bytes,
         )
@@ -189,7 +194,7 @@ def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     return generate_text(
         model,
         data.tokenizer,
-        data.tokenizer.decode(samples.tokens[0, :PROMPT_TOKENS].tolist()),
+        data.tokenizer.decode(samples.beginning(PROMPT_TOKENS)),
         max_new_tokens=SAMPLE_TOKENS,
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,
@@ -211,7 +216,7 @@ def _result(
     return TrainResult(
         folder=str(folder.path),
         plain_peak_bytes=fitted.plain.peak_bytes,
-        predicted_peak_bytes=fitted.planned.peak_bytes,
+        predicted_peak_bytes=fitted.predicted_peak_bytes,
         measured_peak_bytes=record.measured_peak_bytes,
         budget_bytes=fitted.budget_bytes,
         first_loss=record.losses[0],
