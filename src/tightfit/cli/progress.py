@@ -12,6 +12,7 @@ from tightfit.planner.plans import Plan
 from tightfit.report.plan_tables import summary
 from tightfit.report.terminal import rendered
 from tightfit.training import Start, StepMetrics, TrainResult
+from tightfit.units import brief_bytes
 
 # What the figures of memory are: of the process on a CPU, of the allocator on a card.
 LEGEND = {
@@ -110,11 +111,6 @@ class ProgressReporter:
         assert self._start is not None, "a training starts before its first step"
         peak = self._start.predicted_peak_bytes if self._peak_bytes is None else self._peak_bytes
         budget = self._start.budget_bytes
-        within = brief(peak) if budget is None else f"{brief(peak)} of {brief(budget)} budget"
+        within = brief_bytes(peak) if budget is None else f"{brief_bytes(peak)} of {brief_bytes(budget)} budget"
         now = "process" if self._start.device == "cpu" else "allocated"
-        return f"peak {within}", f"{now} {brief(metrics.memory_bytes)}"
-
-
-def brief(count: int) -> str:
-    """Bytes in as few characters as a bar has room for: `238M`, `21.4G`, in binary units."""
-    return f"{count / 2**30:.1f}G" if count >= 2**30 else f"{count / 2**20:.0f}M"
+        return f"peak {within}", f"{now} {brief_bytes(metrics.memory_bytes)}"
