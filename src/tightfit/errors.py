@@ -7,6 +7,7 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   ├── ModelError               a model that cannot be loaded, built or run
 │   ├── DeviceError              an unknown or absent device
 │   ├── BudgetError              a budget that cannot be read
+│   ├── CheckpointError          a checkpoint that is damaged, or of something else than what it is read into
 │   └── OutputError              a folder that cannot be written
 ├── LeverError                   a lever that cannot be applied here
 │   ├── RecomputeError           a block whose recompute would not be exact, by name
@@ -45,6 +46,10 @@ class DeviceError(InputError):
 
 class BudgetError(InputError):
     """A budget cannot be read, or is not one."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is damaged, or of something else than what it is read into."""
 
 
 class OutputError(InputError):

@@ -40,7 +40,7 @@ def loss_picture(curves: Sequence[LossCurve]) -> bytes:
         steps, losses = [step for step, _ in curve.losses], [loss for _, loss in curve.losses]
         if len(losses) >= SMOOTHED_FROM:
             axis.plot(steps, losses, color=colour, alpha=DIMMED, linewidth=1)
-            losses = running_mean(losses, len(losses) // WINDOWS)
+            losses = running_mean(losses, len(losses) // (2 * WINDOWS))
         axis.plot(steps, losses, style, color=colour, linewidth=2, label=curve.name)
         if curve.validation:
             places, values = zip(*curve.validation, strict=True)
@@ -57,9 +57,12 @@ def loss_picture(curves: Sequence[LossCurve]) -> bytes:
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and the `width` values before it, of fewer at the beginning."""
+    """The mean of each value and of up to `width` on both sides of it, as many on the one as on the other, so that a
+    falling curve is not shifted.
+    """
     means = []
-    for last in range(len(values)):
-        window = values[max(0, last - width) : last + 1]
+    for place in range(len(values)):
+        reach = min(width, place, len(values) - 1 - place)
+        window = values[place - reach : place + reach + 1]
         means.append(sum(window) / len(window))
     return means

@@ -1,18 +1,19 @@
 """The run's folder: the only file that writes what a training leaves on disk.
 
-A file is written under a temporary name and then renamed, so that a reader sees a whole file or none. Only
-metrics.jsonl grows, a whole line at a time.
+A file is written under a temporary name, synced, renamed, and its name synced: a reader sees a whole file or none,
+after a power cut too. Only metrics.jsonl grows, a whole line at a time.
 """
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torch import nn
 
+from tightfit.checkpoint.files import FILES, Files
 from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
@@ -45,8 +46,9 @@ _BLOCK = 512  # bytes in the unit of `st_blocks`, whatever the file system's own
 class RunFolder:
     """The folder of one run."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, files: Files = FILES):
         self.path = Path(path)
+        self._files = files
 
     @contextmanager
     def claimed(self, *, overwrite: bool) -> Iterator[bool]:
@@ -57,7 +59,7 @@ class RunFolder:
         """
         with ExitStack() as held:
             with self._writing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
+                self._files.make_folders(self.path)
                 is_locked = held.enter_context(locked(self.path))
             earlier = self._earlier()
             if earlier and not overwrite:
@@ -87,38 +89,49 @@ class RunFolder:
         """Remove the files of an earlier run, and nothing else."""
         for path in self._earlier():
             with self._writing(path):
-                path.unlink()
+                self._files.unlink(path)
         for part in (part for pattern in _PARTS for part in self.path.glob(pattern)):
             with self._writing(part):
-                shutil.rmtree(part) if part.is_dir() else part.unlink()
+                self._files.remove(part)
 
     def write(self, name: str, content: str | bytes) -> Path:
-        """A whole file, under its name only when it is complete. Raises `OutputError`."""
+        """A whole file, under its name only when it is complete and on its disk. Raises `OutputError`."""
         data = content.encode() if isinstance(content, str) else content
         target = self.path / name
         part = target.with_name(f".{name}.part")
         with self._writing(target):
             try:
-                with part.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, target)
-            finally:
-                part.unlink(missing_ok=True)
+                self._files.write_file(part, data)
+                self._files.rename(part, target)
+            except BaseException:
+                with suppress(OSError):  # the first error is the one to know; the next run removes what is left
+                    self._files.unlink(part)
+                raise
+            self._files.sync_folder(self.path)
         return target
 
     def append(self, name: str, lines: Sequence[str]) -> None:
-        """Lines at the end of a file: all of them or, where `OutputError` is raised, none."""
-        with self._writing(self.path / name), (self.path / name).open("ab", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size
-            left = memoryview("".join(f"{line}\n" for line in lines).encode())
+        """Lines at the end of a file: all of them or, where `OutputError` is raised, none.
+
+        A power cut may take them away: see `sync`.
+        """
+        with self._writing(self.path / name):
+            descriptor = self._files.append(self.path / name)
             try:
-                while left:
-                    left = left[file.write(left) :]
-            except OSError:
-                file.truncate(end)
-                raise
+                end = os.fstat(descriptor).st_size
+                try:
+                    self._files.write_all(descriptor, "".join(f"{line}\n" for line in lines).encode())
+                except OSError:
+                    self._files.truncate(descriptor, end)
+                    raise
+            finally:
+                self._files.close(descriptor)
+
+    def sync(self, name: str) -> None:
+        """Until all lines that were appended to a file are on its disk. Raises `OutputError`."""
+        with self._writing(self.path / name):
+            self._files.sync_file(self.path / name)
+            self._files.sync_folder(self.path)
 
     def lines(self, name: str) -> list[str]:
         """The lines of a file; none where it cannot be read."""
@@ -136,16 +149,24 @@ class RunFolder:
 
     def _write_files(self, write: Callable[[Path], None]) -> None:
         """What `write` puts in a folder, moved here when all of it is there."""
-        with self._writing(self.path), tempfile.TemporaryDirectory(dir=self.path, prefix=".part-") as part:
-            written = Path(part)
+        part = self.path / f".part-{secrets.token_hex(4)}"
+        with self._writing(self.path):
             try:
-                write(written)
-            except OutputError as error:  # by the folder that the user knows
-                raise OutputError(str(error).replace(part, str(self.path))) from error
-            for file in sorted(written.iterdir()):
-                file.chmod(_usual_mode(written))  # safetensors lets nobody but the owner read
-                _on_disk(file)
-                os.replace(file, self.path / file.name)
+                self._files.mkdir(part)
+                try:
+                    write(part)
+                except OutputError as error:  # by the folder that the user knows
+                    raise OutputError(str(error).replace(str(part), str(self.path))) from error
+                for file in sorted(part.iterdir()):
+                    file.chmod(_usual_mode(part))  # safetensors lets nobody but the owner read
+                    self._files.sync_file(file)
+                    self._files.rename(file, self.path / file.name)
+                self._files.sync_folder(self.path)
+                self._files.rmdir(part)
+            except BaseException:
+                with suppress(OSError):  # the first error is the one to know; the next run removes what is left
+                    self._files.remove(part)
+                raise
 
     def _earlier(self) -> list[Path]:
         named = [self.path / name for name in RUN_FILES]
@@ -158,12 +179,6 @@ class RunFolder:
         except OSError as error:
             todo = f"{'make room, or ' if error.errno in NO_ROOM else ''}choose another output.folder"
             raise OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}") from error
-
-
-def _on_disk(path: Path) -> None:
-    """Until the file is on its disk: some file systems say only then that there was no room for it."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _usual_mode(folder: Path) -> int:

@@ -1,0 +1,160 @@
+"""The manifest of a checkpoint: what belongs to it, with the size and the hash of everything, and the record.
+
+It is JSON that begins with the hash of the rest: `{"blake2b": "...", "content": {...}}`. The hash is over the bytes of
+the content as they stand in the file, so that reading and writing again cannot differ.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.checkpoint import record as records
+from tightfit.checkpoint import strict_json
+from tightfit.checkpoint.layout import TensorSpec, check_name, parse_spec, shown
+from tightfit.checkpoint.reading import digest_of
+
+MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
+FORMAT, VERSION = "tightfit checkpoint", 1
+MAX_STEP = 2**63
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no folder, nothing hidden, nothing to escape
+_TEXT = re.compile(rb'\{"blake2b": "([0-9a-f]{64})", "content": (.*)\}\n', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The size and the hash of some bytes: a file, or a part of one."""
+
+    nbytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class TensorsFile:
+    """The file of the tensors: its size, its first bytes, and what each tensor is.
+
+    The header says where a tensor's bytes are, and `parse_layout` that they and the first bytes are the whole file: the
+    hashes of all tensors and of `head` leave none out. `same_as` names tensors that share another's memory.
+    """
+
+    nbytes: int
+    head: Content
+    specs: Mapping[str, TensorSpec]
+    digests: Mapping[str, str]
+    same_as: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of. `record` is any JSON; `files` are further files by name."""
+
+    step: int
+    tensors: TensorsFile
+    files: Mapping[str, Content]
+    record: Mapping[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """Raises `ValueError` where the record is no JSON, or all of it too long to be read again."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "files": {name: {"bytes": file.nbytes, "blake2b": file.blake2b} for name, file in self.files.items()},
+            "tensors": {
+                "file": TENSORS,
+                "bytes": self.tensors.nbytes,
+                "head": {"bytes": self.tensors.head.nbytes, "blake2b": self.tensors.head.blake2b},
+                "entries": {
+                    name: {"dtype": spec.dtype, "shape": list(spec.shape), "blake2b": self.tensors.digests[name]}
+                    for name, spec in self.tensors.specs.items()
+                    if name not in self.tensors.same_as
+                },
+                "same_as": dict(self.tensors.same_as),
+            },
+            "record": records.encoded(self.record),
+        }
+        text = json.dumps(content, allow_nan=False).encode()
+        whole = b'{"blake2b": "%s", "content": %s}\n' % (digest_of(text).encode(), text)
+        if len(whole) > strict_json.MAX_BYTES:
+            raise ValueError(f"the record and the tensors' names take {len(whole):,} bytes, and {MANIFEST} may have "
+                             f"{strict_json.MAX_BYTES:,}")  # fmt: skip
+        return whole
+
+
+def check_file_name(name: Any) -> str:
+    """The name of a further file. Raises `ValueError`."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (MANIFEST, TENSORS):
+        raise ValueError(f"names a file {shown(name)}")
+    return name
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Raises `ValueError`, with the reason on one line, for anything that `to_bytes` cannot have written."""
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise ValueError("is no manifest, or not the whole of one")
+    if digest_of(found[2]) != found[1].decode():
+        raise ValueError("does not match its own hash")
+    content = strict_json.parse(found[2])
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError("is not the manifest of a checkpoint of tightfit")
+    if content.get("version") != VERSION or type(content["version"]) is not int:
+        raise ValueError(f"has the format {shown(content.get('version'))}, and this version reads {VERSION}")
+    _, _, step, files, tensors, record = _values(
+        content, "manifest", "format", "version", "step", "files", "tensors", "record"
+    )
+    return Manifest(
+        step=_count(step, "step"),
+        tensors=_tensors(tensors),
+        files={check_file_name(name): _content(entry) for name, entry in _mapping(files, "files").items()},
+        record=records.decoded(_mapping(record, "record")),
+    )
+
+
+def _tensors(section: Any) -> TensorsFile:
+    file, size, head, entries, same_as = _values(section, "tensors", "file", "bytes", "head", "entries", "same_as")
+    if file != TENSORS:
+        raise ValueError(f"names a file of tensors {shown(file)}")
+    specs, digests = {}, {}
+    for name, entry in _mapping(entries, "tensors").items():
+        dtype, shape, digest = _values(entry, "a tensor", "dtype", "shape", "blake2b")
+        specs[check_name(name)] = parse_spec(dtype, shape)
+        digests[name] = _digest(digest)
+    stored = dict(specs)
+    for name, other in _mapping(same_as, "same_as").items():
+        if name in stored or not isinstance(other, str) or other not in stored:
+            raise ValueError(f"has nothing that the tensor {shown(name)} is the same as")
+        specs[check_name(name)] = stored[other]
+    return TensorsFile(_count(size, "bytes"), _content(head), specs, digests, same_as)
+
+
+def _content(entry: Any) -> Content:
+    size, digest = _values(entry, "a file", "bytes", "blake2b")
+    return Content(_count(size, "bytes"), _digest(digest))
+
+
+def _values(section: Any, what: str, *keys: str) -> list[Any]:
+    """The values of a section that has these keys and no others."""
+    if not isinstance(section, dict) or set(section) != set(keys):
+        raise ValueError(f"has other keys than it should in {what}")
+    return [section[key] for key in keys]
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"has no object in {what}")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < MAX_STEP:
+        raise ValueError(f"has no whole number in {what}")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError("has a hash that is none")
+    return value
