@@ -15,11 +15,10 @@ from tightfit.training import Start, StepMetrics, TrainResult
 from tightfit.units import brief_bytes
 
 # What the figures of memory are: of the process on a CPU, of the allocator on a card.
+PEAK = "peak: the most memory that the tensors of a step take, which a budget limits"
 LEGEND = {
-    True: "peak: the most memory that a step's tensors take, as the budget counts it; process: all that this process has "
-    "resident, Python and libraries included",
-    False: "peak: the most memory that a step's tensors take, as the budget counts it; allocated: what tensors take "
-    "between steps",
+    "cpu": f"{PEAK}; process: all memory of this process, Python and libraries included",
+    "cuda": f"{PEAK}; allocated: what tensors take between two steps",
 }
 LINES = 15  # of a training whose output is no terminal, beside the first and the last
 BESIDE = 21  # columns that step, bar and remaining time take at least
@@ -76,7 +75,7 @@ class ProgressReporter:
     def on_start(self, start: Start) -> None:
         self._start = start
         self._bar.update(self._task, total=start.max_steps)
-        self.on_note(LEGEND[start.device == "cpu"])
+        self.on_note(LEGEND[start.device])
         self._show(self._bar.start)
 
     def on_peak(self, measured_peak_bytes: int) -> None:

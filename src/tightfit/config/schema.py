@@ -285,8 +285,8 @@ class OutputConfig(Section):
     overwrite: bool = False
     """Replace the files of an earlier run in the folder."""
     track: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], BeforeValidator(_as_tuple)] = ()
-    """Trackers that receive the figures of metrics.jsonl too, a list of `tensorboard` (event files in the run's folder),
-    `trackio` and `wandb` (offline in the run's folder where there is no key). None of them needs a network."""
+    """Trackers that receive the figures of metrics.jsonl too: a list of `tensorboard` (event files in the run's
+    folder), `trackio` and `wandb` (offline in the run's folder where there is no key). None of them needs a network."""
 
 
 def _model_kind(raw: Any) -> str:

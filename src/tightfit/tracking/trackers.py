@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.tracking.base import TrackedRun, Tracker, demand_packages, tracked_run
-from tightfit.tracking.tensorboard import TensorBoard
-from tightfit.tracking.trackio import Trackio
-from tightfit.tracking.wandb import Wandb
+from tightfit.tracking.tensorboard_files import TensorBoard
+from tightfit.tracking.trackio_project import Trackio
+from tightfit.tracking.wandb_run import Wandb
 
 KINDS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
 

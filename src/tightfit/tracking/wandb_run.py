@@ -1,5 +1,6 @@
 """Weights & Biases: online where there is a key, else offline in the run's folder, for `wandb sync`."""
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ class Wandb:
     """Writes to the project of `WANDB_PROJECT`. Asks for no key; `WANDB_MODE` decides where it is set."""
 
     def __init__(self, run: TrackedRun):
-        import wandb
+        wandb: Any = importlib.import_module("wandb")
 
         def begun(mode: str) -> Any:
             return wandb.init(
@@ -23,7 +24,7 @@ class Wandb:
                 resume="allow",
                 dir=str(run.folder),
                 config=dict(run.config),
-                mode=mode,  # pyright: ignore[reportArgumentType] - wandb checks it
+                mode=mode,
                 settings=wandb.Settings(
                     silent=True, console="off", disable_git=True, disable_code=True, init_timeout=CONNECTING_SECONDS
                 ),

@@ -1,6 +1,7 @@
 """Trackio: a database on this machine, for `trackio show`."""
 
 import contextlib
+import importlib
 import io
 import os
 from collections.abc import Mapping
@@ -10,15 +11,15 @@ from tightfit.tracking.base import PROJECT, TrackedRun
 
 
 class Trackio:
-    """Writes to the project of `TRACKIO_PROJECT` in Trackio's own folder (`TRACKIO_DIR`). Steps that a resumed run makes
-    again are there already, and are left out.
+    """Writes to the project of `TRACKIO_PROJECT` in Trackio's own folder (`TRACKIO_DIR`).
+
+    Steps that a resumed run makes again are in the project already, and are left out.
     """
 
     def __init__(self, run: TrackedRun):
         with _quiet():
-            import trackio
-
-            self._run: Any = trackio.init(
+            self._trackio: Any = importlib.import_module("trackio")
+            self._run = self._trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", PROJECT),
                 name=f"{run.name}-{run.identity}",
                 config=dict(run.config),
@@ -35,7 +36,7 @@ class Trackio:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         with _quiet():
-            self._run.finish()
+            self._trackio.finish()  # else it finishes the run again when the process ends
 
 
 def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
