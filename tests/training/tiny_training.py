@@ -21,6 +21,7 @@ def settings(folder: Path, **sections: dict[str, Any]) -> Config:
         "data": {"source": str(corpus), "sequence_length": 32, "vocab_size": 300, "validation_fraction": 0.1},
         "training": {"max_steps": 4, "batch_size": 8, "learning_rate": 1e-2, "device": "cpu"},
         "memory": {},
+        "checkpoint": {},
         "output": {"folder": str(folder / "run")},
     }
     return parse_config({name: {**values, **sections.get(name, {})} for name, values in defaults.items()})

@@ -74,7 +74,10 @@ class Layout:
 
 
 def lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Layout:
-    """The file of these tensors: always the same for the same ones, whatever their order."""
+    """The file of these tensors: always the same for the same ones, whatever their order.
+
+    Raises `ValueError` where they are too many to be read again.
+    """
     names = sorted(specs, key=lambda name: (-specs[name].element_bytes, name))
     header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
     end = 0
@@ -87,6 +90,10 @@ def lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Lay
         header[name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [offsets[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    try:
+        strict_json.check_bounds(text)
+    except ValueError as error:
+        raise ValueError(f"the header of the tensors {error}: they are too many") from None
     head = struct.pack("<Q", len(text)) + text
     return Layout(head, {name: Place(specs[name], len(head) + offsets[name]) for name in names})
 

@@ -18,6 +18,7 @@ from tightfit.checkpoint.reading import digest_of
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FORMAT, VERSION = "tightfit checkpoint", 1
 MAX_STEP = 2**63
+MAX_FILE_BYTES = 1 << 28  # of a further file, which is read into memory as a whole
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no folder, nothing hidden, nothing to escape
 _TEXT = re.compile(rb'\{"blake2b": "([0-9a-f]{64})", "content": (.*)\}\n', re.DOTALL)
@@ -77,9 +78,10 @@ class Manifest:
         }
         text = json.dumps(content, allow_nan=False).encode()
         whole = b'{"blake2b": "%s", "content": %s}\n' % (digest_of(text).encode(), text)
-        if len(whole) > strict_json.MAX_BYTES:
-            raise ValueError(f"the record and the tensors' names take {len(whole):,} bytes, and {MANIFEST} may have "
-                             f"{strict_json.MAX_BYTES:,}")  # fmt: skip
+        try:
+            strict_json.check_bounds(whole)
+        except ValueError as error:
+            raise ValueError(f"{MANIFEST} {error}: the record or the number of tensors is too large") from None
         return whole
 
 
@@ -88,6 +90,13 @@ def check_file_name(name: Any) -> str:
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (MANIFEST, TENSORS):
         raise ValueError(f"names a file {shown(name)}")
     return name
+
+
+def check_file_bytes(nbytes: int) -> int:
+    """The size of a further file. Raises `ValueError`."""
+    if nbytes > MAX_FILE_BYTES:
+        raise ValueError(f"has a file of {nbytes:,} bytes beside the tensors, more than {MAX_FILE_BYTES:,}")
+    return nbytes
 
 
 def parse_manifest(text: bytes) -> Manifest:
@@ -105,10 +114,13 @@ def parse_manifest(text: bytes) -> Manifest:
     _, _, step, files, tensors, record = _values(
         content, "manifest", "format", "version", "step", "files", "tensors", "record"
     )
+    contents = {check_file_name(name): _content(entry) for name, entry in _mapping(files, "files").items()}
+    for each in contents.values():
+        check_file_bytes(each.nbytes)
     return Manifest(
         step=_count(step, "step"),
         tensors=_tensors(tensors),
-        files={check_file_name(name): _content(entry) for name, entry in _mapping(files, "files").items()},
+        files=contents,
         record=records.decoded(_mapping(record, "record")),
     )
 

@@ -7,11 +7,13 @@ dollar. Tuples come back as lists.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 100  # Python's own reader and writer of JSON go some hundreds deep
 _LONG_BITS = 1024
+_HEX = re.compile("-?0x[0-9a-f]+")
 _FLOAT, _INT, _DICT = "$float", "$int", "$dict"
 
 
@@ -53,7 +55,7 @@ def decoded(value: Any, depth: int = 0) -> Any:
         return _items(content, depth)
     if key == _FLOAT and content in ("nan", "inf", "-inf"):
         return float(content)
-    if key == _INT and isinstance(content, str):
+    if key == _INT and isinstance(content, str) and _HEX.fullmatch(content):
         return int(content, 16)
     raise ValueError("has an unknown key that begins with a dollar")
 

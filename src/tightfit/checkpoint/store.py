@@ -15,7 +15,15 @@ from torch import Tensor
 from tightfit.checkpoint import find, reading
 from tightfit.checkpoint.files import FILES, Files
 from tightfit.checkpoint.find import Entry, Found
-from tightfit.checkpoint.manifest import MANIFEST, MAX_STEP, TENSORS, Content, Manifest, check_file_name
+from tightfit.checkpoint.manifest import (
+    MANIFEST,
+    MAX_STEP,
+    TENSORS,
+    Content,
+    Manifest,
+    check_file_bytes,
+    check_file_name,
+)
 from tightfit.checkpoint.names import PART, is_old, name_of, old_name, part_name, step_of
 from tightfit.checkpoint.tensors import write_tensors
 from tightfit.errors import OutputError
@@ -125,7 +133,7 @@ class Checkpoints:
         contents = {}
         for name, content in files.items():
             self._files.write_file(part / check_file_name(name), content)
-            contents[name] = Content(len(content), reading.digest_of(content))
+            contents[name] = Content(check_file_bytes(len(content)), reading.digest_of(content))
         written = write_tensors(self._files, part / TENSORS, tensors)
         self._files.write_file(part / MANIFEST, Manifest(step, written, contents, record).to_bytes())
         self._files.sync_folder(part)

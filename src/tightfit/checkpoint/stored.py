@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.checkpoint import reading, strict_json
-from tightfit.checkpoint.layout import LENGTH_BYTES, Layout, TensorSpec, header_bytes, parse_layout, shown
-from tightfit.checkpoint.manifest import MANIFEST, TENSORS, Manifest, parse_manifest
+from tightfit.checkpoint.layout import Layout, TensorSpec, shown
+from tightfit.checkpoint.manifest import MANIFEST, TENSORS, Content, Manifest, parse_manifest
 from tightfit.checkpoint.names import step_of
 from tightfit.checkpoint.parallel import workers
+from tightfit.checkpoint.tensor_file import demand_specs, read_layout, reading_errors
 from tightfit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -82,19 +83,11 @@ class Checkpoint:
         anything is read where a tensor is not in it or has another dtype or shape. Where bytes turn out to be damaged
         it raises that too, and the tensors are then to be given up: `verify` before, as `newest_intact` does.
         """
-        from tightfit.checkpoint.tensors import read_tensors, spec_of
+        from tightfit.checkpoint.tensors import read_tensors
 
+        demand_specs(self.path, self.specs, tensors)
         same_as = self.manifest.tensors.same_as
-        wanted = {}
-        for name, tensor in tensors.items():
-            if name not in self.specs:
-                raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: it is of another model or optimizer")
-            if (spec := spec_of(name, tensor)) != self.specs[name]:
-                raise CheckpointError(
-                    f"{self.path}: the tensor {shown(name)} is {self.specs[name]}, and is to be read into one that is "
-                    f"{spec}: it is of another model or optimizer"
-                )
-            wanted[name] = (same_as.get(name, name), tensor)
+        wanted = {name: (same_as.get(name, name), tensor) for name, tensor in tensors.items()}
         with self._of(TENSORS), reading.opened(self.path, TENSORS) as descriptor:
             _demand_size(descriptor, self.manifest.tensors.nbytes)
             read_tensors(descriptor, self._layout(descriptor), wanted, self.manifest.tensors.digests)
@@ -125,14 +118,9 @@ class Checkpoint:
     def _layout(self, descriptor: int) -> Layout:
         """Where the tensors are in their file; its first bytes are those that were written."""
         tensors = self.manifest.tensors
-        first = reading.read_bytes(descriptor, 0, min(LENGTH_BYTES, tensors.nbytes))
-        head_bytes = LENGTH_BYTES + header_bytes(first, tensors.nbytes)
-        if head_bytes != tensors.head.nbytes:
+        layout = read_layout(descriptor, tensors.nbytes)
+        if Content(len(layout.head), reading.digest_of(layout.head)) != tensors.head:
             raise ValueError("has a damaged header")
-        head = reading.read_bytes(descriptor, 0, head_bytes)
-        if reading.digest_of(head) != tensors.head.blake2b:
-            raise ValueError("has a damaged header")
-        layout = parse_layout(head, tensors.nbytes)
         stored = {name: spec for name, spec in tensors.specs.items() if name not in tensors.same_as}
         if {name: place.spec for name, place in layout.places.items()} != stored:
             raise ValueError(f"has other tensors than {MANIFEST} says")
@@ -151,19 +139,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if manifest.step != step_of(path.name):
             raise ValueError(f"is of step {manifest.step}, and the folder of another")
     return Checkpoint(path, manifest)
-
-
-@contextmanager
-def reading_errors(folder: Path, name: str) -> Iterator[None]:
-    """What goes wrong with a file inside, as `CheckpointError`s of one line."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: {name} is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {name} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {name} {error}") from error
 
 
 def _demand_size(descriptor: int, nbytes: int) -> None:

@@ -156,6 +156,11 @@ def _metadata(same_as: Mapping[str, str]) -> dict[str, str]:
     return {**same_as, "format": "pt"}
 
 
+def is_written_once(tensor: Tensor) -> bool:
+    """Whether no two elements are the same memory, as those of an expanded tensor are."""
+    return all(stride != 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def _is_staged(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
 

@@ -3,6 +3,7 @@
 from tightfit.config.load import dump_config, load_config, parse_config
 from tightfit.config.schema import (
     AdapterConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     MemoryConfig,
@@ -16,6 +17,7 @@ from tightfit.models.decoder_config import DecoderConfig
 
 __all__ = [
     "AdapterConfig",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "DecoderConfig",

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from tightfit.config.aliases import ALIASES
 from tightfit.config.schema import (
     AdapterConfig,
+    CheckpointConfig,
     DataConfig,
     MemoryConfig,
     OutputConfig,
@@ -24,8 +25,8 @@ from tightfit.models.decoder_config import PRESETS, DecoderConfig
 _INTRODUCTION = """\
 # Configuration
 
-A YAML file with the sections `model`, `data`, `training`, `memory` and `output`; every key has a default. On the
-command line, `key=value` overrides the file's value: `training.max_steps=20`, `memory.budget=0.5x`,
+A YAML file with the sections `model`, `data`, `training`, `memory`, `output` and `checkpoint`; every key has a
+default. On the command line, `key=value` overrides the file's value: `training.max_steps=20`, `memory.budget=0.5x`,
 `memory.recompute.blocks=layers.*`. Unknown keys and wrong types are errors. Paths are relative to the working folder.
 """
 
@@ -38,6 +39,7 @@ _PAGES = (
     ("memory", "", MemoryConfig, MemoryConfig.__doc__),
     ("memory.recompute", "", RecomputeConfig, RecomputeConfig.__doc__),
     ("output", "", OutputConfig, OutputConfig.__doc__),
+    ("checkpoint", "", CheckpointConfig, CheckpointConfig.__doc__),
 )
 
 

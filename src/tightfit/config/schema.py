@@ -289,6 +289,20 @@ class OutputConfig(Section):
     folder), `trackio` and `wandb` (offline in the run's folder where there is no key). None of them needs a network."""
 
 
+class CheckpointConfig(Section):
+    """The state that a training leaves in `output.folder`/checkpoints, from which `tightfit train --resume` goes on."""
+
+    every_steps: Count | None = None
+    """Optimizer steps between two checkpoints; null: one is written only when a signal ends the training."""
+    keep_last: Count = 2
+    """Checkpoints that are kept, the newest ones."""
+    keep_best: CountOrZero = 0
+    """Checkpoints that are kept beside them: those of the lowest held-out loss, or of the lowest training loss where
+    nothing is held out. Above 0, the held-out loss is computed for each checkpoint."""
+    in_background: bool = False
+    """Copy the state and write it while the training goes on. A CPU's budget includes the copy."""
+
+
 def _model_kind(raw: Any) -> str:
     """`model:` is a pretrained model where it has a path, else the reference decoder."""
     pretrained = isinstance(raw, PretrainedModel) or (isinstance(raw, dict) and "path" in raw)
@@ -309,6 +323,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     memory: MemoryConfig = MemoryConfig()
     output: OutputConfig = OutputConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _sequence_within_positions(self) -> Self:
@@ -341,4 +356,5 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training": field_names(TrainingConfig),
     "memory": field_names(MemoryConfig),
     "output": field_names(OutputConfig),
+    "checkpoint": field_names(CheckpointConfig),
 }

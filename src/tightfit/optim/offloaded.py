@@ -100,8 +100,24 @@ class OffloadedAdamW(FrugalOptimizer):
         """The weights' copies on the host that are no states: those of parameters that are not 16-bit."""
         return self._copies
 
+    @property
+    def host_weights_bytes(self) -> int:
+        """Bytes that `host_weights` take once all parameters have been updated."""
+        return sum(p.nbytes for p in self._offloaded if p.dtype not in _LOW)
+
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
         return HOST if parameter in self._offloaded else parameter.device
+
+    def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if key == MASTER and parameter in self._offloaded:
+            return self._link(parameter).empty_on_host(parameter, dtype)  # pinned where the device is CUDA
+        return super().empty_state(parameter, key, shape, dtype)
+
+    def states_were_read(self) -> None:
+        """The masters agree with the weights: what was read is no change by somebody else."""
+        for parameter, state in self.state.items():
+            if MASTER in state:
+                self._written[parameter] = _Version.of(parameter)
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)

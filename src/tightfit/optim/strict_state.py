@@ -5,7 +5,7 @@ look at shapes.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,16 @@ class StrictStateOptimizer(torch.optim.Optimizer):
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
         """Where a parameter's state of this name lies."""
         return parameter.device
+
+    def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a parameter's state of this name, where this optimizer keeps it."""
+        place = self.state_device(parameter, key)
+        if tuple(shape) == tuple(parameter.shape):  # with the strides that the optimizer gives it
+            return torch.empty_like(parameter, dtype=dtype, device=place, memory_format=torch.preserve_format)
+        return torch.empty(shape, dtype=dtype, device=place)
+
+    def states_were_read(self) -> None:
+        """Told after weights and states were read into their memory from a checkpoint."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over settings and states, whole or not at all.

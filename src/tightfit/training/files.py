@@ -39,9 +39,13 @@ class RunFiles:
         blocks = len(RUN_FILES) * folder.block_bytes()  # a file fills whole ones
         folder.demand_room(saved_bytes(self.model) + texts + self._metrics_bytes() + most_bytes(self.fitted) + blocks)
 
-    def write_beginning(self, folder: RunFolder) -> None:
-        """What is known before the first step; only now do the files of an earlier run go."""
-        folder.clear()
+    def write_beginning(self, folder: RunFolder, *, is_resumed: bool) -> None:
+        """What is known before the first step; only now do the files of an earlier run go.
+
+        Of a resumed run, those stay that the resumed training needs, so that a kill at any moment leaves it what it
+        goes on from.
+        """
+        folder.clear(keep=(CONFIG, METRICS) if is_resumed else (), checkpoints=not is_resumed)
         self._write_known(folder)
 
     def write_end(self, result: TrainResult, unwritten: Sequence[str], folder: RunFolder, reporter: Reporter) -> None:
@@ -59,8 +63,11 @@ class RunFiles:
         try:
             if unwritten:
                 folder.append(METRICS, unwritten)
+            if result.interrupted:  # whoever sent the signal may not wait for pictures
+                folder.write(RESULT, result.to_json())
             write_pictures(result, self.fitted, folder, reporter)
-            folder.write(RESULT, result.to_json())
+            if not result.interrupted:
+                folder.write(RESULT, result.to_json())
         finally:
             reporter.on_end(result)
 

@@ -9,9 +9,10 @@ from torch import nn
 
 from tightfit.config.schema import Config, RecomputeConfig
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import LeverError
+from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.recompute import recompute
+from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
@@ -19,7 +20,10 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss
+from tightfit.tracing.record import Category
 from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.state import random_bytes, weights
+from tightfit.units import format_bytes, parse_budget
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,18 @@ class Fit:
     plan: Plan | None = None
     recompute: RecomputeConfig | None = None
     compiles_blocks: bool = False
+    state_bytes: int = 0  # of a checkpoint's tensors
+    copy_bytes: int = 0  # of the copy that is written in the background, where it lies beside the step
 
     @property
     def budget_bytes(self) -> int | None:
-        return None if self.plan is None else self.plan.budget_bytes
+        """What the step and the copy may take together."""
+        return None if self.plan is None else self.plan.budget_bytes + self.copy_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the step as it will run, the copy included."""
+        return self.planned.peak_bytes + self.copy_bytes
 
     @property
     def has_levers(self) -> bool:
@@ -52,38 +64,91 @@ class Fit:
         return nullcontext() if self.recompute is None else recompute_by_hand(model, self.recompute)
 
 
-def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: str | DeviceSpec) -> Fit:
+def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
-    `device` is the one that it will run on, or its name; the model may lie elsewhere. Raises `CannotFit`, `LeverError`
-    and `TraceError`.
+    `device` is the one that it will run on; the model may lie elsewhere. Where checkpoints are written in the
+    background on a CPU, the plan is made for the budget less their copy. Raises `CannotFit`, `LeverError` and
+    `TraceError`.
     """
+    memory = config.memory
+    asked = _asked(model, batch, loss, config, device)
+    if memory.budget is not None and not _copies(config, device):
+        plan = plan_asked(asked, memory.budget)
+        return fit_of(plan, model, config, device)
+    plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
+    state = _state_bytes(model, config, plain)
+    copy = state if _copies(config, device) else 0
+    if memory.budget is not None:
+        plan = plan_asked(asked, _left_of(memory.budget, copy, plain.peak_bytes, device))
+        return fit_of(plan, model, config, device)
+    accumulated = asked.count
+    by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks, state, copy)
+    if memory.recompute is None and not memory.compile_blocks:
+        return by_hand
+    with by_hand.apply(model):
+        return replace(by_hand, planned=estimate_asked(asked).step_figures)
+
+
+def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> Fit:
+    """The step under a plan that was made for this configuration, now or before a resume."""
+    training = config.training
+    state = _state_bytes(model, config, plan.plain)
+    count = training.gradient_accumulation_steps
+    return Fit(
+        plan.plain,
+        plan.planned,
+        1 if count == "auto" else count,
+        plan.micro_batches,
+        replace(plan, optimizer=training.optimizer),  # by the name that the user knows
+        state_bytes=state,
+        copy_bytes=state if _copies(config, device) else 0,
+    )
+
+
+def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Asked:
     training, memory = config.training, config.memory
-    accumulated = training.gradient_accumulation_steps
-    asked = Asked(
+    return Asked(
         model=model,
         batch=batch,
         loss=loss,
         optimizer=OptimizerRecipe(training),
         precision=training.precision,
         device=device,
-        micro_batches=accumulated,
+        micro_batches=training.gradient_accumulation_steps,
         grad_clip=training.grad_clip,
         levers=memory.levers,
         offload_folder=memory.offload_folder,
         offload_budget=memory.offload_budget,
     )
-    if memory.budget is not None:
-        plan = plan_asked(asked, memory.budget)
-        plan = replace(plan, optimizer=training.optimizer)  # by the name that the user knows
-        return Fit(plan.plain, plan.planned, asked.count, plan.micro_batches, plan)
-    assert accumulated != "auto", "without a budget the configuration has a number"
-    plain = estimate_asked(asked).step_figures
-    by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks)
-    if memory.recompute is None and not memory.compile_blocks:
-        return by_hand
-    with by_hand.apply(model):
-        return replace(by_hand, planned=estimate_asked(asked).step_figures)
+
+
+def _copies(config: Config, device: DeviceSpec) -> bool:
+    """Whether a copy of the state lies in the memory that the budget bounds while a checkpoint is written."""
+    checkpoint = config.checkpoint
+    return checkpoint.in_background and checkpoint.every_steps is not None and device.kind == "cpu"
+
+
+def _state_bytes(model: nn.Module, config: Config, plain: StepFigures) -> int:
+    """Bytes of a checkpoint's tensors: trained weights, buffers, the optimizer's states, random states."""
+    states = plain.by_category[str(Category.OPTIMIZER_STATE)]
+    optimizer = OptimizerRecipe(config.training)(model.parameters())
+    if isinstance(optimizer, OffloadedAdamW):  # its copies of fp32 weights are no states: they are made again
+        states -= optimizer.host_weights_bytes
+    held = [tensor.nbytes for tensor in weights(model).values()]
+    return states + sum(held) + random_bytes()
+
+
+def _left_of(budget: int | str, copy: int, plain_peak: int, device: DeviceSpec) -> int:
+    """The budget's bytes less a copy. Raises `CannotFit` where the copy alone takes it all."""
+    whole = parse_budget(budget, device_bytes=device.memory_bytes, plain_peak_bytes=plain_peak)
+    if whole <= copy:
+        raise CannotFit(
+            f"{format_bytes(whole)} cannot fit: checkpoint.in_background copies {format_bytes(copy)} of weights and "
+            "optimizer states: set it to false",
+            copy,
+        )
+    return whole - copy
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

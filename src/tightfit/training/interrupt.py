@@ -1,24 +1,41 @@
-"""Signals that end a training: the step that runs is finished, and what is done so far is kept."""
+"""Signals that end a training: what runs is cut where it can be undone, and finished where it cannot."""
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-# Ctrl-C; the polite end that `kill`, schedulers and containers send; a terminal that is gone.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from torch import Tensor, nn
+
+# Ctrl-C; the polite end that `kill`, schedulers and containers send; a terminal that is gone; the warning that
+# schedulers can be asked for some time before the end (`sbatch --signal=USR1@60`).
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+T = TypeVar("T")
+
+
+class Cut(BaseException):
+    """Work that a signal has cut. Only the training that began the work sees it.
+
+    No `Exception`: neither a user's nor a library's `except Exception` may take it for an error of its own.
+    """
 
 
 class Interrupt:
     """While it is entered, the first signal that would end the process only sets `received`; a second one acts at once.
 
-    Weights that are half updated are of no use to anybody, so a step is never cut in two. A signal that is ignored
-    (`nohup`) stays ignored. Outside the main thread, where Python delivers no signals, it does nothing.
+    Work that can be undone (`cuttable`) is cut at the next line of Python: a step may take minutes, and whoever sends a
+    signal may kill after seconds. Everything else is finished: weights that are half updated are of no use to anybody.
+    A signal that is ignored (`nohup`) stays ignored. Outside the main thread, where Python delivers no signals, it does
+    nothing.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
+        self._may_cut = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -30,6 +47,44 @@ class Interrupt:
     def __exit__(self, *exception: Any) -> None:
         self._restore()
 
+    def cuttable(self, work: Callable[[], T]) -> T:
+        """What `work` returns. Raises `Cut` at any place in it where a signal arrives, or has arrived."""
+        try:
+            # A signal before this line does not cut, and one after `finally` does not either: `Cut` leaves this call.
+            self._may_cut = True
+            self.heed()
+            return work()
+        finally:
+            self._may_cut = False
+
+    def finish(self) -> None:
+        """From here on, what runs inside `cuttable` cannot be undone any more: a later signal waits for its end."""
+        self._may_cut = False
+
+    def heed(self) -> None:
+        """Raise `Cut` where a signal has arrived inside of `cuttable`: one that arrived while Python ignored exceptions
+        (in a finaliser) did not cut there.
+        """
+        if self._may_cut and self.received is not None:
+            raise Cut
+
+    @contextmanager
+    def heeded_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a backward on the CPU is cut at the next gradient of a parameter.
+
+        Autograd runs a plain backward without a line of Python, and Python delivers signals between two of its lines.
+        """
+
+        def ready(parameter: Tensor) -> None:
+            self.heed()
+
+        hooks = [p.register_post_accumulate_grad_hook(ready) for p in model.parameters() if p.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def deliver(self) -> None:
         """What was received, to whom it would have gone; Ctrl-C as `KeyboardInterrupt`, whoever handles it."""
         if self.received == signal.SIGINT:
@@ -40,6 +95,8 @@ class Interrupt:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         self._restore()
+        if self._may_cut:
+            raise Cut
 
     def _restore(self) -> None:
         while self._before:

@@ -1,9 +1,11 @@
 """The steps of a training, one after another."""
 
+import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import psutil
@@ -13,15 +15,18 @@ from torch import nn
 from tightfit.config.schema import TrainingConfig
 from tightfit.errors import OutputError
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.optim.in_backward import steps_in_backward
 from tightfit.step import Loss, StepSettings, forward_backward, update
-from tightfit.training.interrupt import Interrupt
+from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.objective import counted
 from tightfit.training.optimizer import set_learning_rate
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import StepMetrics
 from tightfit.training.schedule import learning_rate
+from tightfit.training.state import TrainingState
 from tightfit.training.storage import METRICS, RunFolder
+from tightfit.training.undo import StepUndo
 
 SETTLED = 2  # the step from which on all steps are alike: the first one makes the optimizer's states
 
@@ -34,24 +39,53 @@ class StepOutcome(NamedTuple):
     skipped: bool
 
 
+class _UntilWeightsMove:
+    """Told of each backward: with a step in backward, the last one of a batch updates the weights, and is finished."""
+
+    def __init__(self, interrupt: Interrupt, micro_batches: int):
+        self._interrupt, self._left = interrupt, micro_batches
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        if name == "backward":
+            self._left -= 1
+            if self._left == 0:
+                self._interrupt.finish()
+        return nullcontext()
+
+
 @dataclass
 class Stepper:
-    """Runs optimizer steps on one model. The model, the optimizer and the scaler are what moves."""
+    """Runs optimizer steps on one model. The model, the optimizer and the scaler are what moves.
+
+    A signal cuts a step before its update (`Cut`); an update that has begun is finished. `corrections` are what was
+    changed in the plan while it ran, as JSON, for checkpoints.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Loss
     settings: StepSettings
     micro_batches: int
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    corrections: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type) if self.settings.precision == "fp16" else None
 
+    @property
+    def state(self) -> TrainingState:
+        return TrainingState(self.model, self.optimizer, self.scaler)
+
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""
         parts = as_parts(split_batch(batch, self.micro_batches), self.loss)
-        value = forward_backward(self.model, parts, self.loss, self.settings.precision, scaler=self.scaler)
+        watched = _UntilWeightsMove(self.interrupt, len(parts)) if steps_in_backward(self.optimizer) else None
+        value = self.interrupt.cuttable(
+            lambda: forward_backward(
+                self.model, parts, self.loss, self.settings.precision, scaler=self.scaler, observer=watched
+            )
+        )
         scale = None if self.scaler is None else self.scaler.get_scale()
         norm = update(self.model, self.optimizer, self.settings, scaler=self.scaler)
         # The scaler lowers its scale after an overflow, and only then.
@@ -61,29 +95,45 @@ class Stepper:
 
 @dataclass
 class Record:
-    """Mutable: what the steps so far have shown."""
+    """Mutable: what the steps so far have shown, those before a resume included."""
 
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    settled_seconds: list[float] = field(default_factory=list)  # of steps that are alike and were not profiled
+    steps: int = 0
+    first_loss: float = math.nan
+    last_loss: float = math.nan
     tokens: int = 0
     skipped: int = 0
     measured_peak_bytes: int = 0
     unwritten: list[str] = field(default_factory=list)  # lines of metrics that have found no room yet
-
-    @property
-    def steps(self) -> int:
-        return len(self.losses)
+    position: Mapping[str, int] | None = None  # of the batches, after the last step
+    earlier_seconds: float | None = None  # the median step before a resume
+    seconds: list[float] = field(default_factory=list)
+    settled_seconds: list[float] = field(default_factory=list)  # of steps that are alike and were not profiled
+    is_whole: bool = True  # False: a step was cut that could not be undone
 
     @property
     def step_seconds(self) -> float | None:
         """Median of the settled steps that were not profiled."""
-        return statistics.median(self.settled_seconds) if self.settled_seconds else None
+        return statistics.median(self.settled_seconds) if self.settled_seconds else self.earlier_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        seconds = self.step_seconds or statistics.median(self.seconds)
+        seconds = self.step_seconds or statistics.median(self.seconds or [math.inf])
         return self.tokens / self.steps / seconds
+
+    def add(self, outcome: StepOutcome, tokens: int, seconds: float) -> None:
+        """A step that was made."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_loss = outcome.loss
+        self.last_loss = outcome.loss
+        self.tokens += tokens
+        self.skipped += outcome.skipped
+        self.seconds.append(seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a resumed training goes on with, as JSON."""
+        kept = ("steps", "first_loss", "last_loss", "tokens", "skipped", "measured_peak_bytes", "unwritten", "position")
+        return {**{name: getattr(self, name) for name in kept}, "earlier_seconds": self.step_seconds}
 
 
 def run_steps(
@@ -93,17 +143,42 @@ def run_steps(
     folder: RunFolder,
     reporter: Reporter,
     interrupt: Interrupt,
+    *,
+    record: Record | None = None,
+    save: Callable[[Record], object] = lambda record: None,
+    copies: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Record:
-    """All steps, or those until the user interrupts; a step that has begun is finished."""
-    record = Record()
-    for step in range(1, training.max_steps + 1):
-        metrics = _one_step(step, stepper, counted(next(batches), stepper.device), training, record, reporter)
-        if step % training.log_every == 0 or step in (1, training.max_steps):
-            _log(metrics, record, folder, reporter)
-        reporter.on_step(metrics)
-        if interrupt.received:
-            break
+    """All steps after those in `record`, or those until a signal comes: it cuts a step, which is undone.
+
+    `save` is called after each step. `copies` are those of a background save, which are in memory during a step.
+    """
+    record = Record() if record is None else record
+    watch = _Watch(training, reporter, measured_steps(training.max_steps, begun=record.steps), copies)
+    undo = StepUndo(stepper.model)
+    stepper.interrupt = interrupt
+    with interrupt.heeded_in_backward(stepper.model):
+        while record.steps < training.max_steps and interrupt.received is None:
+            undo.begin()
+            try:
+                metrics = _one_step(stepper, batches, record, watch)
+            except Cut:
+                record.is_whole = undo.undo()
+                break
+            undo.end()
+            if metrics.step % training.log_every == 0 or metrics.step in (1, training.max_steps):
+                _log(metrics, record, folder, reporter)
+            reporter.on_step(metrics)
+            save(record)
     return record
+
+
+class _Watch(NamedTuple):
+    """What a step needs to know besides the stepper."""
+
+    training: TrainingConfig
+    reporter: Reporter
+    measured: frozenset[int]
+    copies: Callable[[], Sequence[torch.Tensor]]
 
 
 def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Reporter) -> None:
@@ -118,37 +193,33 @@ def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Repo
         record.unwritten.clear()
 
 
-def measured_steps(max_steps: int) -> frozenset[int]:
-    """The steps whose peak is measured: the second and the last. The third step of three is left for the clock."""
-    settled = min(SETTLED, max_steps)
-    return frozenset({settled, max_steps} if max_steps > SETTLED + 1 else {settled})
+def measured_steps(max_steps: int, *, begun: int = 0) -> frozenset[int]:
+    """The steps whose peak is measured: the second that this process runs, and the last of all. The third step of three
+    is left for the clock.
+    """
+    settled = min(begun + SETTLED, max_steps)
+    return frozenset({settled, max_steps} if max_steps > settled + 1 else {settled})
 
 
-def _one_step(
-    step: int,
-    stepper: Stepper,
-    batch: dict[str, Any],
-    training: TrainingConfig,
-    record: Record,
-    reporter: Reporter,
-) -> StepMetrics:
-    rate = learning_rate(step, training)
+def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Record, watch: _Watch) -> StepMetrics:
+    step = record.steps + 1
+    rate = learning_rate(step, watch.training)
     set_learning_rate(stepper.optimizer, rate)
+    batch = counted(next(batches), stepper.device)
     begun = time.perf_counter()
-    if step in measured_steps(training.max_steps):
-        outcome = _measured(stepper, batch, record)
-        reporter.on_peak(record.measured_peak_bytes)
+    if step in watch.measured:
+        outcome = _measured(stepper, batch, record, watch.copies())
+        watch.reporter.on_peak(record.measured_peak_bytes)
     else:
         outcome = stepper.step(batch)
-        _watch_cuda(step, stepper.device, record)
+        _watch_cuda(len(record.seconds), stepper.device, record)
     seconds = time.perf_counter() - begun
     tokens = batch["input_ids"].numel()
-    if step > SETTLED and step not in measured_steps(training.max_steps):
+    if len(record.seconds) >= SETTLED and step not in watch.measured:
         record.settled_seconds.append(seconds)
-    record.seconds.append(seconds)
-    record.losses.append(outcome.loss)
-    record.tokens += tokens
-    record.skipped += outcome.skipped
+    record.add(outcome, tokens, seconds)
+    position = getattr(batches, "position", None)
+    record.position = None if position is None else asdict(position)
     return StepMetrics(
         step=step,
         loss=outcome.loss,
@@ -162,18 +233,18 @@ def _one_step(
     )
 
 
-def _measured(stepper: Stepper, batch: dict[str, Any], record: Record) -> StepOutcome:
+def _measured(stepper: Stepper, batch: dict[str, Any], record: Record, copies: Sequence[torch.Tensor]) -> StepOutcome:
     """A step under the allocator's record."""
     outcomes: list[StepOutcome] = []
-    resident = resident_tensors(stepper.model, stepper.optimizer, batch)
+    resident = [*resident_tensors(stepper.model, stepper.optimizer, batch), *copies]
     peak = measured_peak(lambda: outcomes.append(stepper.step(batch)), resident)
     record.measured_peak_bytes = max(record.measured_peak_bytes, peak)
     return outcomes[0]
 
 
-def _watch_cuda(step: int, device: torch.device, record: Record) -> None:
-    """CUDA's allocator keeps its peak at no cost, so there every settled step counts."""
-    if device.type == "cuda" and step > SETTLED:
+def _watch_cuda(earlier: int, device: torch.device, record: Record) -> None:
+    """CUDA's allocator keeps its peak at no cost, so there every step counts that has as many earlier ones here."""
+    if device.type == "cuda" and earlier >= SETTLED:
         record.measured_peak_bytes = max(record.measured_peak_bytes, torch.cuda.max_memory_allocated(device))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -47,7 +47,9 @@ class TrainResult:
     `measured_peak_bytes` is what the allocator recorded. `measured_step_seconds` is the median over the steps after the
     second that were not profiled, None where there was none; `tokens_per_second` rests on it, or else on all steps.
     `validation_loss` is the mean over all held-out tokens, None where nothing was held out, and `perplexity` its
-    exponential. An `interrupted` training is neither evaluated nor sampled.
+    exponential. An `interrupted` training is neither evaluated nor sampled. `skipped_lines` are bad lines of the data.
+    `resumed_from` is the step of the checkpoint from which the training went on the last time, None where it ran in one
+    go.
     """
 
     folder: str
@@ -71,6 +73,20 @@ class TrainResult:
     device: str
     versions: dict[str, str]
     sample: str
+    skipped_lines: int = 0
+    resumed_from: int | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainResult":
+        """From the text of result.json, of an earlier version too. Raises `ValueError` where it is none."""
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("no object")
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{name: value for name, value in raw.items() if name in known})
+        except TypeError as error:
+            raise ValueError(str(error)) from None
 
     def to_json(self) -> str:
         """The text of result.json."""

@@ -1,9 +1,8 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
-import itertools
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.checkpoint.stored import Checkpoint
 from tightfit.config import Config, load_config, parse_config
+from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
-from tightfit.errors import VerificationFailed
+from tightfit.errors import CheckpointError, VerificationFailed
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
+from tightfit.training.context import Context
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, fit
-from tightfit.training.interrupt import Interrupt
+from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
-from tightfit.training.storage import RunFolder
+from tightfit.training.resume import Earlier, look_back
+from tightfit.training.saving import Saver
+from tightfit.training.state import seed_generators
+from tightfit.training.storage import METRICS, RunFolder
 from tightfit.version import VERSION
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
@@ -38,21 +43,29 @@ SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 
 
 def train(
-    config: str | Path | Config, overrides: Sequence[str] = (), *, reporter: Reporter | None = None
+    config: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    reporter: Reporter | None = None,
+    resume: bool = False,
 ) -> TrainResult:
     """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
 
     The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
     memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
 
-    Ctrl-C ends it after the step that runs: what is done so far is written, then `KeyboardInterrupt` is raised. So do
-    SIGTERM and SIGHUP; afterwards they go to whom they would have gone, which is the end of the process unless it
-    handles them. Where the folder has no room left at the end, the run is written elsewhere, and `OutputError` says
-    where.
+    `resume` goes on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
+    without one it begins. The result of a finished run is returned as it stands, unless `training.max_steps` is larger
+    now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may differ from the run's configuration.
+
+    Ctrl-C ends it: the step that runs is undone, a checkpoint and the weights are written, then `KeyboardInterrupt` is
+    raised. So do SIGTERM, SIGHUP and SIGUSR1; afterwards they go to whom they would have gone, which is the end of the
+    process unless it handles them. A second one ends at once. Where the folder has no room left at the end, the run is
+    written elsewhere, and `OutputError` says where.
 
     Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
-    writing into too), `CannotFit` where no plan meets the budget, `VerificationFailed` where `memory.verify` finds a
-    difference.
+    writing into too, or one without an intact checkpoint where some stand), `CannotFit` where no plan meets the budget,
+    `VerificationFailed` where `memory.verify` finds a difference.
 
     Example:
         >>> import tempfile, tightfit
@@ -72,11 +85,14 @@ def train(
     settings = _resolved(config, overrides)
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()
     reporter = reporter or SilentReporter()
-    with folder.claimed(overwrite=settings.output.overwrite) as is_locked, _threads(settings.training.num_threads):
+    claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
+    with claimed as is_locked, _threads(settings.training.num_threads):
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
-        result = _run(settings, folder, reporter, interrupt)
+        earlier = look_back(settings, folder, reporter) if resume else Earlier()
+        result = earlier.finished or _run(settings, folder, reporter, interrupt, earlier.checkpoint)
     interrupt.deliver()
+    assert result is not None, "a training without a result was ended by a signal, which is delivered"
     return result
 
 
@@ -86,19 +102,25 @@ def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
     return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
 
 
-def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Interrupt) -> TrainResult:
+def _run(
+    config: Config, folder: RunFolder, reporter: Reporter, interrupt: Interrupt, checkpoint: Checkpoint | None
+) -> TrainResult | None:
+    """All that is left to do from a checkpoint on, or from the start. None where a signal came before the first step
+    was made: then nothing is left in the folder that was not there before.
+    """
     training = config.training
     if config.memory.allocator is not None:
         set_allocator(config.memory.allocator)  # before anything starts CUDA
     device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
     data = prepare_data(config.data, config.model)
+    context = Context.of(config, data, device)
+    record = Record() if checkpoint is None else context.resumed(checkpoint, reporter)
     model = build_model(config.model, seed=training.seed)
     check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
     folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
     reporter.on_note(_what_is_trained(model, data))
-    batches = data.batches(training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle)
-    first = next(batches)
-    fitted = fit(model, counted(first), CausalLMLoss(), config, device)
+    first = next(_batches(config, data))
+    fitted = context.fitted(checkpoint, model) or fit(model, counted(first), CausalLMLoss(), config, device)
     model.to(device.kind)
     if fitted.plan is not None:
         reporter.on_plan(fitted.plan)
@@ -106,16 +128,35 @@ def _run(config: Config, folder: RunFolder, reporter: Reporter, interrupt: Inter
             _verify(model, counted(first, device.kind), fitted.plan, reporter)
     files = RunFiles(config, data.tokenizer, model, fitted)
     files.demand_room(folder)
-    files.write_beginning(folder)
     with interrupt:
+        files.write_beginning(folder, is_resumed=checkpoint is not None)
         with fitted.apply(model):
-            record = _steps(config, model, fitted, itertools.chain([first], batches), folder, reporter, interrupt)
+            stepper = _stepper(config, model, fitted)
+            if checkpoint is None:
+                seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
+            else:
+                _restore(stepper, checkpoint, record, folder, training.log_every, reporter)
+            saver = _saver(config, stepper, fitted, data, folder, reporter, interrupt, context, record)
+            _steps(stepper, _batches(config, data, record.position), config, fitted, folder, reporter, interrupt,
+                   record, saver)  # fmt: skip
+            if not record.steps:
+                folder.clear()
+                return None
             validation = _validate(config, model, fitted, data, interrupt)
-        sample = "" if interrupt.received else sample_text(model, data, seed=training.seed)
+            sample = _sample(model, data, training.seed, interrupt)
+            saver.end(record, interrupt)
         is_cut = interrupt.received is not None
-        result = _result(config, folder, model, fitted, record, is_cut, validation, device.name, sample)
+        lines = getattr(data, "skipped_lines", 0)
+        since = None if checkpoint is None else checkpoint.step
+        result = _result(config, folder, model, fitted, record, is_cut, validation, device.name, sample, lines, since)
         files.write_end(result, record.unwritten, folder, reporter)
     return result
+
+
+def _batches(config: Config, data: PreparedData, position: Mapping[str, int] | None = None) -> BatchStream:
+    """The training's batches from a position on."""
+    where = None if position is None else StreamPosition(**position)
+    return data.batches(config.training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle, position=where)
 
 
 def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
@@ -138,47 +179,110 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
     reporter.on_note(str(report))
 
 
-def _steps(
+def _stepper(config: Config, model: nn.Module, fitted: Fit) -> Stepper:
+    return Stepper(
+        model=model,
+        optimizer=OptimizerRecipe(config.training)(model.parameters()),
+        loss=CausalLMLoss(),
+        settings=StepSettings(config.training.precision, config.training.grad_clip),
+        micro_batches=fitted.micro_batches,
+    )
+
+
+def _restore(
+    stepper: Stepper, checkpoint: Checkpoint, record: Record, folder: RunFolder, log_every: int, reporter: Reporter
+) -> None:
+    """The state of a checkpoint, and metrics.jsonl as it was then."""
+    try:
+        stepper.state.restore(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    stepper.corrections = list(checkpoint.record["corrections"])
+    lacking = folder.truncate(METRICS, checkpoint.record["metrics_bytes"])
+    if lacking:
+        reporter.on_note(f"{folder.path / METRICS}: lacks {lacking} bytes of the steps before the checkpoint")
+    # The last step of a run is logged whatever its number; it is not the last one of a longer run.
+    if record.steps % log_every and record.steps != 1 and checkpoint.record["max_steps"] == record.steps:
+        folder.drop_last_line(METRICS, f'"step": {record.steps},')
+
+
+def _saver(
     config: Config,
-    model: nn.Module,
+    stepper: Stepper,
     fitted: Fit,
-    batches: Iterator[dict[str, torch.Tensor]],
+    data: PreparedData,
     folder: RunFolder,
     reporter: Reporter,
     interrupt: Interrupt,
-) -> Record:
-    training = config.training
-    stepper = Stepper(
-        model=model,
-        optimizer=OptimizerRecipe(training)(model.parameters()),
-        loss=CausalLMLoss(),
-        settings=StepSettings(training.precision, training.grad_clip),
-        micro_batches=fitted.micro_batches,
+    context: Context,
+    record: Record,
+) -> Saver:
+    return Saver(
+        stepper=stepper,
+        settings=config.checkpoint,
+        folder=folder,
+        reporter=reporter,
+        context=context.to_dict(config, fitted),
+        files=context.files(fitted),
+        max_steps=config.training.max_steps,
+        held_out_loss=lambda: _validate(config, stepper.model, fitted, data, interrupt),
+        saved=record.steps or None,
     )
+
+
+def _steps(
+    stepper: Stepper,
+    batches: Iterator[dict[str, torch.Tensor]],
+    config: Config,
+    fitted: Fit,
+    folder: RunFolder,
+    reporter: Reporter,
+    interrupt: Interrupt,
+    record: Record,
+    saver: Saver,
+) -> None:
+    training = config.training
+    saver.announce(fitted.state_bytes)
     reporter.on_start(
         Start(
             max_steps=training.max_steps,
             log_every=training.log_every,
-            predicted_peak_bytes=fitted.planned.peak_bytes,
+            predicted_peak_bytes=fitted.peak_bytes,
             predicted_step_seconds=fitted.planned.step_seconds,
             budget_bytes=fitted.budget_bytes,
         )
     )
-    torch.manual_seed(training.seed)  # dropout's numbers do not depend on what was planned or verified before
-    return run_steps(stepper, batches, training, folder, reporter, interrupt)
+    run_steps(
+        stepper, batches, training, folder, reporter, interrupt,
+        record=record, save=saver.after_step, copies=lambda: saver.copies,
+    )  # fmt: skip
 
 
 def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData, interrupt: Interrupt) -> float | None:
+    """The held-out loss; None where a signal has come."""
     device = next(model.parameters()).device
-    with private_pool(device):  # its sizes are not those of a training step
-        return evaluation_loss(
-            model,
-            data.validation,
-            CausalLMLoss(),
-            micro_batch_size=config.training.batch_size // fitted.micro_batches,
-            precision=config.training.precision,
-            stop=lambda: interrupt.received is not None,
-        )
+    try:
+        with private_pool(device):  # its sizes are not those of a training step
+            return interrupt.cuttable(
+                lambda: evaluation_loss(
+                    model,
+                    data.validation,
+                    CausalLMLoss(),
+                    micro_batch_size=config.training.batch_size // fitted.micro_batches,
+                    precision=config.training.precision,
+                    stop=lambda: interrupt.received is not None,
+                )
+            )
+    except Cut:
+        return None
+
+
+def _sample(model: nn.Module, data: PreparedData, seed: int, interrupt: Interrupt) -> str:
+    """A sample of the trained model; empty where a signal has come."""
+    try:
+        return interrupt.cuttable(lambda: sample_text(model, data, seed=seed))
+    except Cut:
+        return ""
 
 
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
@@ -205,15 +309,17 @@ def _result(
     validation: float | None,
     device: str,
     sample: str,
+    skipped_lines: int,
+    resumed_from: int | None,
 ) -> TrainResult:
     return TrainResult(
         folder=str(folder.path),
         plain_peak_bytes=fitted.plain.peak_bytes,
-        predicted_peak_bytes=fitted.planned.peak_bytes,
+        predicted_peak_bytes=fitted.peak_bytes,
         measured_peak_bytes=record.measured_peak_bytes,
         budget_bytes=fitted.budget_bytes,
-        first_loss=record.losses[0],
-        last_loss=record.losses[-1],
+        first_loss=record.first_loss,
+        last_loss=record.last_loss,
         validation_loss=validation,
         perplexity=None if validation is None else _exponential(validation),
         tokens_per_second=record.tokens_per_second,
@@ -228,6 +334,8 @@ def _result(
         device=device,
         versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         sample=sample,
+        skipped_lines=skipped_lines,
+        resumed_from=resumed_from,
     )
 
 

@@ -7,6 +7,7 @@ after a power cut too. Only metrics.jsonl grows, a whole line at a time.
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from pathlib import Path
 from torch import nn
 
 from tightfit.checkpoint.files import FILES, Files
+from tightfit.checkpoint.find import checkpoint_paths
+from tightfit.checkpoint.names import PART, part_name
+from tightfit.checkpoint.reading import digest_of
 from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
@@ -22,6 +26,7 @@ from tightfit.models.saving import CONFIG_FILE, RUN_CONFIG, WEIGHTS_FILE, save_m
 from tightfit.training.lock import locked
 from tightfit.units import format_bytes
 
+CHECKPOINTS = "checkpoints"
 CONFIG, PLAN, METRICS, RESULT = RUN_CONFIG, "plan.json", "metrics.jsonl", "result.json"
 PICTURE, PAGE = "memory.png", "report.html"
 RUN_FILES = (
@@ -39,7 +44,8 @@ RUN_FILES = (
     "generation_config.json",
 )
 _WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index
-_PARTS = (".part-*", *(f".{name}.part" for name in RUN_FILES))  # what a killed run was writing
+_PARTS = (".part-*", ".probe", *(f".{name}.part" for name in (*RUN_FILES, ".probe")))  # what a killed run was writing
+_PROBE = ".probe"  # written and removed, to learn how long a checkpoint takes
 _BLOCK = 512  # bytes in the unit of `st_blocks`, whatever the file system's own
 
 
@@ -50,22 +56,27 @@ class RunFolder:
         self.path = Path(path)
         self._files = files
 
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are, or will be."""
+        return self.path / CHECKPOINTS
+
     @contextmanager
-    def claimed(self, *, overwrite: bool) -> Iterator[bool]:
+    def claimed(self, *, overwrite: bool, resume: bool = False) -> Iterator[bool]:
         """While it is entered, the folder is this training's alone; False where its file system knows no locks.
 
         Entered before anything expensive happens. Raises `OutputError` where the folder cannot be made or written,
-        where another training is writing there, or where it holds a run and `overwrite` is False.
+        where another training is writing there, or where it holds a run that is neither resumed nor overwritten.
         """
         with ExitStack() as held:
             with self._writing(self.path):
                 self._files.make_folders(self.path)
                 is_locked = held.enter_context(locked(self.path))
-            earlier = self._earlier()
-            if earlier and not overwrite:
+            earlier = [*self._earlier(), *([self.checkpoints] if self.has_checkpoints() else [])]
+            if earlier and not overwrite and not resume:
                 raise OutputError(
-                    f"{self.path}: holds an earlier run ({earlier[0].name}): choose another output.folder, or set "
-                    "output.overwrite to true"
+                    f"{self.path}: holds an earlier run ({earlier[0].name}): go on with it with --resume (in Python "
+                    "resume=True), choose another output.folder, or set output.overwrite to true"
                 )
             yield is_locked
 
@@ -85,14 +96,32 @@ class RunFolder:
         with self._writing(self.path):
             return os.statvfs(self.path).f_frsize
 
-    def clear(self) -> None:
-        """Remove the files of an earlier run, and nothing else."""
+    def has_checkpoints(self) -> bool:
+        """Whether there is a checkpoint, intact or not."""
+        return bool(checkpoint_paths(self.checkpoints))
+
+    def clear(self, *, keep: Sequence[str] = (), checkpoints: bool = True) -> None:
+        """Remove the files of an earlier run but for those named, its checkpoints too unless told otherwise; and
+        nothing else.
+        """
         for path in self._earlier():
-            with self._writing(path):
-                self._files.unlink(path)
+            if path.name not in keep:
+                with self._writing(path):
+                    self._files.unlink(path)
+        if checkpoints:
+            with self._writing(self.checkpoints):
+                self._clear_checkpoints()
         for part in (part for pattern in _PARTS for part in self.path.glob(pattern)):
             with self._writing(part):
                 self._files.remove(part)
+
+    def _clear_checkpoints(self) -> None:
+        """Each under another name first: what a kill leaves of it is nobody's checkpoint, not a damaged one."""
+        for path in checkpoint_paths(self.checkpoints):
+            self._files.rename(path, path.with_name(part_name(path.name.lstrip("."))))
+        self._files.remove_all(self.checkpoints.glob(f"{PART}*"))
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            self._files.rmdir(self.checkpoints)
 
     def write(self, name: str, content: str | bytes) -> Path:
         """A whole file, under its name only when it is complete and on its disk. Raises `OutputError`."""
@@ -132,6 +161,46 @@ class RunFolder:
         with self._writing(self.path / name):
             self._files.sync_file(self.path / name)
             self._files.sync_folder(self.path)
+
+    def size_on_disk(self, name: str) -> int:
+        """The bytes of a file, all of them on the disk when this returns; 0 where there is no such file."""
+        path = self.path / name
+        if not path.is_file():
+            return 0
+        self.sync(name)
+        with self._writing(path):
+            return path.stat().st_size
+
+    def truncate(self, name: str, size: int) -> int:
+        """Leave a file's first `size` bytes; the bytes that it lacks to that, all where there is no such file."""
+        path = self.path / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found > size:
+            with self._writing(path):
+                descriptor = self._files.append(path)
+                try:
+                    self._files.truncate(descriptor, size)
+                    self._files.sync(descriptor)
+                finally:
+                    self._files.close(descriptor)
+        return max(0, size - found)
+
+    def drop_last_line(self, name: str, holding: str) -> None:
+        """Without its last line, where that holds a text."""
+        lines = self.lines(name)
+        if lines and holding in lines[-1]:
+            self.truncate(name, sum(len(line.encode()) + 1 for line in lines[:-1]))
+
+    def seconds_to_write(self, count: int) -> float:
+        """Measured: so many bytes written here, on the disk, hashed and removed."""
+        content = bytes(count)
+        begun = time.perf_counter()
+        digest_of(content)
+        path = self.write(_PROBE, content)
+        seconds = time.perf_counter() - begun
+        with self._writing(path):
+            self._files.unlink(path)
+        return seconds
 
     def lines(self, name: str) -> list[str]:
         """The lines of a file; none where it cannot be read."""

@@ -1,0 +1,95 @@
+"""What a checkpoint says of its training beside the state: what must be the same when it is resumed, and its plan."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.checkpoint.stored import Checkpoint
+from tightfit.config import Config
+from tightfit.data.prepare import PreparedData
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import DataError
+from tightfit.planner.footing import fingerprint
+from tightfit.planner.plans import Plan
+from tightfit.training.fitting import Fit, fit_of
+from tightfit.training.loop import Record
+from tightfit.training.reporter import Reporter
+from tightfit.training.storage import PLAN
+from tightfit.version import VERSION
+
+
+@dataclass(frozen=True)
+class Context:
+    """The circumstances of a training."""
+
+    config: Config
+    device: DeviceSpec
+    data: str  # a fingerprint of the samples
+    around: Mapping[str, Any]  # what may change the last bits of a result
+
+    @classmethod
+    def of(cls, config: Config, data: PreparedData, device: DeviceSpec) -> "Context":
+        around = {
+            "device": device.name,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "tightfit": VERSION,
+        }
+        return cls(config, device, getattr(data, "fingerprint", ""), around)
+
+    def to_dict(self, config: Config, fitted: Fit) -> dict[str, Any]:
+        """As JSON, with the configuration."""
+        return {
+            "config": config.model_dump(mode="json"),
+            "max_steps": config.training.max_steps,
+            "data": self.data,
+            "around": self.around,
+            "copy_bytes": fitted.copy_bytes,
+        }
+
+    @staticmethod
+    def files(fitted: Fit) -> dict[str, bytes]:
+        """The plan, a file of the checkpoint: lists of checkpoints read the record of each."""
+        return {} if fitted.plan is None else {PLAN: json.dumps(fitted.plan.to_dict()).encode()}
+
+    def resumed(self, checkpoint: Checkpoint, reporter: Reporter) -> Record:
+        """What the steps before the checkpoint have shown. Raises `DataError` where the data is other data now.
+
+        The reporter is told of circumstances that may change the last bits of the results.
+        """
+        stored = checkpoint.record
+        if stored["data"] != self.data:
+            raise DataError(
+                f"data.source {self.config.data.source}: the samples are not those that {checkpoint.path} was trained "
+                "on: put the data back as it was, or begin anew with output.overwrite=true and without --resume"
+            )
+        changed = [
+            f"{name} {stored['around'].get(name)} is {now} now"
+            for name, now in self.around.items()
+            if stored["around"].get(name) != now
+        ]
+        if changed:
+            reporter.on_note(f"equal to rounding, no longer to the bit, from here on: {', '.join(changed)}")
+        return Record(**stored["counts"])
+
+    def fitted(self, checkpoint: Checkpoint | None, model: nn.Module) -> Fit | None:
+        """The plan of a checkpoint as it is, so that the steps after it are the same ones; None where there is none, or
+        where the device or the section `memory` is another now.
+        """
+        if checkpoint is None or PLAN not in checkpoint.manifest.files:
+            return None
+        stored = checkpoint.record
+        same = stored["config"]["memory"] == self.config.model_dump(mode="json")["memory"]
+        if not same or stored["around"]["device"] != self.around["device"]:
+            return None
+        try:
+            plan = Plan.from_dict(json.loads(checkpoint.read_file(PLAN)))
+        except (KeyError, TypeError, ValueError):  # of another version
+            return None
+        fitted = fit_of(plan, model, self.config, self.device)
+        fits = fitted.copy_bytes == stored["copy_bytes"] and plan.fingerprint == fingerprint(model)
+        return fitted if fits else None

@@ -1,0 +1,121 @@
+"""Checkpoints of a training, when they are due and when a signal ends it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tightfit.checkpoint.background import BackgroundSaver
+from tightfit.checkpoint.store import Checkpoints
+from tightfit.config.schema import CheckpointConfig
+from tightfit.errors import OutputError
+from tightfit.training.interrupt import Interrupt
+from tightfit.training.loop import Record, Stepper
+from tightfit.training.reporter import Reporter
+from tightfit.training.storage import METRICS, RunFolder
+from tightfit.units import format_bytes, format_seconds
+
+BEST = "validation_loss"  # the key of the record by which the best checkpoints are kept
+_PROBE_BYTES = 8 << 20  # written once, to learn what a save takes
+
+
+@dataclass
+class Saver:
+    """Mutable: writes the checkpoints of one training.
+
+    `context` is what every checkpoint's record says beside the state, `files` go with each. `held_out_loss` is asked where the best
+    checkpoints are kept. A checkpoint that cannot be written does not end a training: the reporter is told.
+    """
+
+    stepper: Stepper
+    settings: CheckpointConfig
+    folder: RunFolder
+    reporter: Reporter
+    context: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    max_steps: int
+    held_out_loss: Callable[[], float | None] = lambda: None
+    saved: int | None = None  # the step of the last checkpoint that was written, or resumed from
+    _seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._checkpoints = Checkpoints(self.folder.checkpoints)
+        runs_beside = self.settings.in_background and self.settings.every_steps is not None
+        self._background = BackgroundSaver(self._checkpoints, self._prune) if runs_beside else None
+
+    @property
+    def copies(self) -> Sequence[Tensor]:
+        """Those of a save in the background, which stay for the next one."""
+        return () if self._background is None else self._background.copies
+
+    def announce(self, state_bytes: int) -> None:
+        """Say what a signal will do, and how long its checkpoint is expected to take."""
+        seconds = self.folder.seconds_to_write(min(state_bytes, _PROBE_BYTES)) * max(1, state_bytes / _PROBE_BYTES)
+        self.reporter.on_note(
+            "Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end this training with a checkpoint of "
+            f"{format_bytes(state_bytes)}, which takes about {format_seconds(seconds)}: go on from it with --resume"
+        )
+
+    def after_step(self, record: Record) -> None:
+        """A checkpoint if one is due: every so many steps, and after the last one."""
+        every = self.settings.every_steps
+        if every is not None and (record.steps % every == 0 or record.steps == self.max_steps):
+            self.save(record)
+
+    def save(self, record: Record, *, now: bool = False) -> None:
+        """Write a checkpoint; with `now` it is on its disk when this returns, and its held-out loss is left out."""
+        if self.saved == record.steps:
+            return
+        begun = time.perf_counter()
+        try:
+            state = self.stepper.state.capture()
+            beside = {
+                **self.context,
+                **state.record,
+                "counts": record.to_dict(),
+                "metrics_bytes": self.folder.size_on_disk(METRICS),
+                "corrections": self.stepper.corrections,
+                BEST: None if now else self._score(record),
+            }
+            if self._background is None or now:
+                self._checkpoints.save(record.steps, state.tensors, beside, self.files)
+                self._prune()
+            else:
+                self._background.save(record.steps, state.tensors, beside, self.files)
+        except OutputError as error:
+            self.reporter.on_note(f"step {record.steps} has no checkpoint: {error}")
+        else:
+            self.saved = record.steps
+            self._seconds.append(time.perf_counter() - begun)
+
+    def end(self, record: Record, interrupt: Interrupt) -> None:
+        """After the last step: what is written in the background is on its disk, and a training that a signal has ended
+        has its checkpoint.
+        """
+        self._finish()
+        if interrupt.received is not None and record.is_whole:
+            self.save(record, now=True)
+        elif interrupt.received is not None:
+            self.reporter.on_note(
+                f"step {record.steps + 1} was cut, and it had moved a buffer that it had not moved before: there is no "
+                "checkpoint after the one that is there"
+            )
+
+    def _finish(self) -> None:
+        try:
+            if self._background is not None:
+                self._background.wait()
+        except OutputError as error:
+            self.saved = None
+            self.reporter.on_note(f"a checkpoint was not written: {error}")
+
+    def _score(self, record: Record) -> float | None:
+        if not self.settings.keep_best:
+            return None
+        held_out = self.held_out_loss()
+        return record.last_loss if held_out is None else held_out
+
+    def _prune(self) -> None:
+        self._checkpoints.prune(self.settings.keep_last, self.settings.keep_best, metric=BEST)

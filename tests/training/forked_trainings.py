@@ -1,0 +1,194 @@
+"""Trainings that are really killed, by the hundred: each in a child that is forked from a process with all imports made.
+
+Run as a program it is that process: it reads jobs, a line of JSON each, and answers with a line. A job is a training's
+configuration, whether it is resumed, and when it is killed: after some seconds, or just before the n-th system call that
+puts its files on disk. It is killed by SIGKILL, so nothing of it is tidied up.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes")
+_SYSTEM_CALLS = (
+    "create", "append", "write", "truncate", "sync", "close", "rename", "unlink", "mkdir", "rmdir", "sync_folder",
+)  # fmt: skip
+
+
+class Ended(NamedTuple):
+    """How a training ended: its exit code, negative for a signal; and, of one that was not killed, its system calls,
+    and the seconds that it took.
+    """
+
+    code: int
+    calls: int
+    seconds: float
+
+
+class Nursery:
+    """The process from which trainings are forked. A context manager."""
+
+    def __enter__(self) -> Self:
+        from real_trainings import environment
+
+        quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=environment(**quiet),
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.communicate()
+
+    def train(
+        self, config: Any, *, resume: bool = False, after: float | None = None, at_call: int | None = None
+    ) -> Ended:
+        """Run a training to its end, or to its kill."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        job = {"config": config.model_dump(mode="json"), "resume": resume, "after": after, "at_call": at_call}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return Ended(*json.loads(self._process.stdout.readline()))
+
+
+def final_state(run: Path) -> dict[str, Any]:
+    """Everything of a finished run that must not depend on how often it was killed: the weights' file, metrics and
+    result but for times and measured bytes, and the last checkpoint: weights, optimizer states, random states, sampler.
+    """
+    from tightfit.checkpoint.store import Checkpoints
+
+    result = json.loads((run / "result.json").read_text())
+    last = Checkpoints(run / "checkpoints").newest_intact().checkpoint
+    assert last is not None
+    moving = ("counts", "metrics_bytes", "around")
+    record = {key: value for key, value in last.record.items() if key not in moving}
+    counts = {key: last.record["counts"][key] for key in ("steps", "first_loss", "last_loss", "tokens", "position")}
+    return {
+        "weights": hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest(),
+        "metrics": [_timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()],
+        "result": {key: value for key, value in _timeless(result).items() if key != "resumed_from"},
+        "tensors": dict(last.digests),
+        "record": record,
+        "counts": counts,
+        "files": sorted(path.name for path in run.iterdir()),
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+    }
+
+
+def _timeless(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in figures.items() if key not in TIMES}
+
+
+class _Trainings:
+    """`train` with all its imports made, and without what takes longer than all the rest of a tiny training: pictures,
+    a sample, profiles of the measured steps. Data and prediction, which are the same for the same configuration, are
+    made once, before the fork.
+    """
+
+    def __init__(self) -> None:
+        import pytest
+
+        from quick_trainings import leave_out_pictures
+        from tightfit.training import loop, run
+
+        leave_out_pictures(pytest.MonkeyPatch())
+        loop.measured_steps = lambda *_, **__: frozenset()
+        self._run, self._data, self._fit = run, run.prepare_data, run.fit
+        self._known: dict[str, tuple[Any, Any]] = {}
+
+    def prepare(self, raw: dict[str, Any]) -> None:
+        """In the process that forks."""
+        from tightfit.config import parse_config
+        from tightfit.devices.present import lookup_present
+        from tightfit.training.objective import CausalLMLoss, counted
+
+        config, run = parse_config(raw), self._run
+        key = json.dumps({name: raw[name] for name in ("data", "model", "training", "memory", "checkpoint")})
+        if key not in self._known:
+            data = self._data(config.data, config.model)
+            batch = counted(next(run._batches(config, data)))
+            model = run.build_model(config.model, seed=config.training.seed)
+            self._known[key] = data, self._fit(model, batch, CausalLMLoss(), config, lookup_present("cpu"))
+        data, fitted = self._known[key]
+        run.prepare_data = lambda *_: data
+        run.fit = lambda *_: fitted
+
+    def train(self, raw: dict[str, Any], *, resume: bool) -> None:
+        from tightfit.config import parse_config
+
+        self._run.train(parse_config(raw), resume=resume)
+
+
+def _serve() -> None:
+    """Until nobody asks any more."""
+    trainings = _Trainings()
+    for line in sys.stdin:
+        job = json.loads(line)
+        trainings.prepare(job["config"])
+        gc.collect()
+        gc.freeze()
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread along and the locks of all"
+        reader, writer = os.pipe()
+        begun = time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            _child(job, trainings, writer)
+        os.close(writer)
+        if job["after"] is not None:
+            select.select([reader], [], [], job["after"])  # it may have ended before
+            os.kill(child, signal.SIGKILL)
+        calls = int(os.read(reader, 64) or 0)
+        os.close(reader)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), calls, time.perf_counter() - begun]), flush=True)
+
+
+def _child(job: dict[str, Any], trainings: _Trainings, writer: int) -> None:
+    """Train as the job says, and end this process."""
+    code = 1
+    try:
+        calls = _count_system_calls(job["at_call"])
+        trainings.train(job["config"], resume=job["resume"])
+
+        os.write(writer, str(calls[0]).encode())
+        code = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        os._exit(code)
+
+
+def _count_system_calls(killed_at: int | None) -> list[int]:
+    """Every call through the seam of durable files is counted; this process is killed just before one."""
+    from tightfit.checkpoint.files import Files
+
+    calls = [0]
+
+    def counting(real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            if calls[0] == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls[0] += 1
+            return real(*arguments)
+
+        return call
+
+    for name in _SYSTEM_CALLS:
+        setattr(Files, name, counting(getattr(Files, name)))
+    return calls
+
+
+if __name__ == "__main__":
+    _serve()

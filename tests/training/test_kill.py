@@ -1,0 +1,119 @@
+"""A training that is killed and resumed ends as the one that never was: real processes, real SIGKILL."""
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_trainings import Nursery, final_state
+from tiny_training import settings
+
+from tightfit.config import Config
+from tightfit.config.schema import DataConfig
+
+SEED, MOMENTS, RESUMES = 14, 200, 50
+STEPS = 16
+
+
+def training(folder: Path, **sections: dict[str, Any]) -> Config:
+    """One that draws random numbers, accumulates gradients and comes to its second epoch."""
+    shape = {"hidden_size": 16, "num_layers": 1, "dropout": 0.1, "max_position_embeddings": 16}
+    data = {"sequence_length": 16, "max_documents": 120}
+    steps = {"max_steps": STEPS, "batch_size": 4, "gradient_accumulation_steps": 2, "log_every": 2}
+    return settings(
+        folder,
+        model={**shape, **sections.get("model", {})},
+        data={**data, **sections.get("data", {})},
+        training={**steps, **sections.get("training", {})},
+        memory=sections.get("memory", {}),
+        checkpoint={"every_steps": 3, **sections.get("checkpoint", {})},
+    )
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as forked:
+        yield forked
+
+
+class Killed:
+    """The same training again and again, each time killed elsewhere."""
+
+    def __init__(self, nursery: Nursery, config: Config):
+        self.nursery, self.config = nursery, config
+        self.run = Path(config.output.folder)
+        whole = nursery.train(config)
+        assert whole.code == 0
+        self.calls, self.seconds = whole.calls, whole.seconds
+        self.expected = final_state(self.run)
+        shutil.rmtree(self.run)
+
+    def ends_the_same(self, **moment: Any) -> None:
+        """Kill once, resume to the end, and compare."""
+        self.nursery.train(self.config, **moment)
+        assert self.nursery.train(self.config, resume=True).code == 0
+        self.is_the_same(moment)
+
+    def is_the_same(self, moment: Any) -> None:
+        found = final_state(self.run)
+        different = [name for name in self.expected if found[name] != self.expected[name]]
+        assert not different, f"killed {moment}: {different}"
+        shutil.rmtree(self.run)
+
+
+def moments(killed: Killed, count: int) -> Iterator[dict[str, Any]]:
+    """Half of them somewhere in the training, half of them before a system call that writes."""
+    chance = random.Random(SEED)
+    for number in range(count):
+        if number % 2:
+            yield {"at_call": chance.randrange(killed.calls)}
+        else:
+            yield {"after": chance.random() * killed.seconds}
+
+
+def resumed_again_and_again(killed: Killed, count: int) -> None:
+    """One training, killed and resumed so many times before it is left alone."""
+    chance = random.Random(SEED)
+    for number in range(count):
+        config = killed.config
+        ended = killed.nursery.train(config, resume=number > 0, at_call=chance.randrange(killed.calls // 4))
+        if ended.code == 0:
+            break
+    assert killed.nursery.train(killed.config, resume=True).code == 0
+    killed.is_the_same(f"{count} times in a row")
+
+
+def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path):
+    killed = Killed(nursery, training(tmp_path))
+    for moment in moments(killed, 4):
+        killed.ends_the_same(**moment)
+    resumed_again_and_again(killed, 3)
+
+
+def with_everything(folder: Path) -> Config:
+    """Packing and buckets too, where the data has them."""
+    known = DataConfig.model_fields
+    data = {"packing": "best_fit"} if "packing" in known else {}
+    return training(folder, data=data, memory={"budget": "0.9x", "levers": "exact"})
+
+
+@pytest.mark.slow  # two trainings a moment
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_training_killed_at_any_moment_ends_as_if_it_had_not_been(
+    nursery: Nursery, tmp_path: Path, in_background: bool
+):
+    config = with_everything(tmp_path)
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"in_background": in_background})}
+    )
+    killed = Killed(nursery, config)
+    for moment in moments(killed, MOMENTS // 2):
+        killed.ends_the_same(**moment)
+
+
+@pytest.mark.slow  # a training in fifty pieces
+def test_a_training_killed_and_resumed_fifty_times_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path):
+    killed = Killed(nursery, with_everything(tmp_path))
+    resumed_again_and_again(killed, RESUMES)
