@@ -9,11 +9,14 @@ import sys
 import time
 
 import pytest
+from tiny_training import Listener, metrics, run, settings
 
+from quick_trainings import leave_out_pictures
 from tightfit.errors import ConfigError
 from tightfit.tracking import trackers as module
 from tightfit.tracking.base import FOLDER, IDENTITY, demand_packages, tracked_run
 from tightfit.tracking.trackers import Trackers
+from tightfit.training import train
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +64,11 @@ def test_tensorboard_has_every_figure_while_the_training_runs_and_purges_what_ru
 def test_wandb_without_a_key_writes_offline_into_the_runs_folder_and_goes_on_with_its_id(tmp_path, capfd):
     pytest.importorskip("wandb")
     for steps in ((1, 2), (2, 3)):
-        time.sleep(1.1)  # wandb names its folders by the second
-        run = tracked(tmp_path, "wandb")
+        tracker = tracked(tmp_path, "wandb")
         for step in steps:
-            run.log(step, {"train/loss": 1.0 / step})
-        run.close({"last_loss": 0.5})
+            tracker.log(step, {"train/loss": 1.0 / step})
+        tracker.close({"last_loss": 0.5})
+        time.sleep(1)  # wandb names its folders by the second
     identity = json.loads((tmp_path / FOLDER / IDENTITY).read_text())["id"]
     written = sorted((tmp_path / FOLDER / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert written
@@ -96,10 +99,10 @@ def test_trackio_has_every_step_once_after_a_resume(tmp_path, monkeypatch, capfd
 
     monkeypatch.setenv("TRACKIO_PROJECT", f"project{os.getpid()}")
     for steps in ((1, 2, 3), (3, 4)):
-        run = tracked(tmp_path, "trackio")
+        tracker = tracked(tmp_path, "trackio")
         for step in steps:
-            run.log(step, {"train/loss": 1.0 / step})
-        run.close({})
+            tracker.log(step, {"train/loss": 1.0 / step})
+        tracker.close({})
     database = SQLiteStorage.get_project_db_path(f"project{os.getpid()}")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select step, metrics from metrics order by step").fetchall()
@@ -129,11 +132,11 @@ def test_one_that_fails_is_noted_once_and_the_others_go_on(tmp_path, monkeypatch
         monkeypatch.setitem(module.KINDS, name, lambda run, n=name, at=fails_at: made.setdefault(n, Counting(run, at)))
     monkeypatch.setitem(module.KINDS, "trackio", lambda run: 1 / 0)
     notes = []
-    run = tracked(tmp_path, "wandb", "trackio", "tensorboard", notes=notes)
+    several = tracked(tmp_path, "wandb", "trackio", "tensorboard", notes=notes)
     for step in (1, 2, 3):
-        run.log(step, {"train/loss": 1.0})
-    run.close({"steps": 3})
-    run.close({})
+        several.log(step, {"train/loss": 1.0})
+    several.close({"steps": 3})
+    several.close({})
     assert notes == [
         "output.track: trackio failed (ZeroDivisionError: division by zero): the training goes on without it",
         "output.track: wandb failed (ConnectionError: the server is gone): the training goes on without it",
@@ -168,3 +171,57 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trackio needs the package trackio.*pip install 'tightfit\[track\]'"):
         demand_packages(["trackio"])
+
+
+def test_a_training_is_tracked_and_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    leave_out_pictures(monkeypatch)
+    keys = {"output": {"track": ["tensorboard"]}, "checkpoint": {"every_steps": 3}}
+    run(tmp_path, training={"max_steps": 4, "log_every": 2, "evaluate_every": 2}, **keys)
+    identity = (tmp_path / "run" / FOLDER / IDENTITY).read_text()
+    result = train(
+        settings(tmp_path, training={"max_steps": 6, "log_every": 2, "evaluate_every": 2}, **keys), resume=True
+    )
+    assert (tmp_path / "run" / FOLDER / IDENTITY).read_text() == identity
+    found = scalars(tmp_path / "run")
+    lines = metrics(tmp_path)
+    assert [step for step, _ in found["train/loss"]] == [line["step"] for line in lines] == [1, 2, 4, 6]
+    assert found["train/loss"] == [(line["step"], line["loss"]) for line in lines]
+    validated = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    assert found["validation/loss"] == validated
+    assert validated[-1] == (6, result.validation_loss)
+    assert found["memory/step_peak_bytes"][-1][0] == 6
+
+
+def test_a_tracker_that_fails_in_the_middle_does_not_end_a_training(tmp_path, monkeypatch):
+    leave_out_pictures(monkeypatch)
+    monkeypatch.setattr(module, "demand_packages", lambda names: None)
+    monkeypatch.setitem(module.KINDS, "wandb", lambda run: Counting(run, fails_at=2))
+    listener = Listener()
+    result = train(settings(tmp_path, output={"track": ["wandb"]}), reporter=listener)
+    assert result.steps == 4
+    assert [line for kind, line in listener.told if kind == "note" and "wandb failed" in line]
+
+
+def test_overwriting_a_run_begins_new_tracks_and_leaves_a_folder_of_somebody_else(tmp_path, monkeypatch):
+    leave_out_pictures(monkeypatch)
+    monkeypatch.setattr(module, "demand_packages", lambda names: None)
+    monkeypatch.setitem(module.KINDS, "wandb", Counting)
+    ours = tmp_path / "run" / FOLDER
+    run(tmp_path, training={"max_steps": 1}, output={"track": ["wandb"]})
+    first = (ours / IDENTITY).read_text()
+    (ours / "wandb").mkdir()
+    run(tmp_path, training={"max_steps": 1}, output={"track": ["wandb"], "overwrite": True})
+    assert (ours / IDENTITY).read_text() != first
+    assert not (ours / "wandb").exists()
+    (ours / IDENTITY).unlink()
+    (ours / "notes.txt").write_text("mine")
+    run(tmp_path, training={"max_steps": 1}, output={"overwrite": True})
+    assert (ours / "notes.txt").exists()
+
+
+def test_a_package_that_is_missing_ends_the_command_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="wandb needs the package wandb"):
+        train(settings(tmp_path, output={"track": ["wandb"]}))
+    assert not (tmp_path / "run").exists()

@@ -335,6 +335,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _something_to_evaluate_on(self) -> Self:
+        if self.training.evaluate_every is not None and not self.data.validation_fraction:
+            raise ValueError(
+                "training.evaluate_every is set, and data.validation_fraction 0 holds no samples out: raise the "
+                "fraction, or remove training.evaluate_every"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _auto_has_a_budget(self) -> Self:
         if self.training.gradient_accumulation_steps == "auto" and self.memory.budget is None:
             raise ValueError(

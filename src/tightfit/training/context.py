@@ -13,8 +13,8 @@ from tightfit.config import Config
 from tightfit.data.prepare import PreparedData
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DataError
-from tightfit.planner.footing import fingerprint
 from tightfit.planner.plans import Plan
+from tightfit.planner.step_figures import fingerprint
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
 from tightfit.training.reporter import Reporter

@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from tightfit.training.resume import Earlier, look_back
 from tightfit.training.saving import Saver
 from tightfit.training.state import seed_generators
 from tightfit.training.storage import METRICS, RunFolder
+from tightfit.training.tracking import TrackingReporter
 from tightfit.version import VERSION
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
@@ -86,7 +87,8 @@ def train(
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()
     reporter = reporter or SilentReporter()
     claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
-    with claimed as is_locked, _threads(settings.training.num_threads):
+    tracked = TrackingReporter(reporter, settings, folder)
+    with claimed as is_locked, _threads(settings.training.num_threads), tracked as reporter:
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
         earlier = look_back(settings, folder, reporter) if resume else Earlier()
@@ -138,18 +140,20 @@ def _run(
                 _restore(stepper, checkpoint, record, folder, training.log_every, reporter)
             saver = _saver(config, stepper, fitted, data, folder, reporter, interrupt, context, record)
             _steps(stepper, _batches(config, data, record.position), config, fitted, folder, reporter, interrupt,
-                   record, saver)  # fmt: skip
+                   record, saver, lambda: _validate(config, model, fitted, data, reporter, interrupt))  # fmt: skip
             if not record.steps:
                 folder.clear()
                 return None
-            validation = _validate(config, model, fitted, data, interrupt)
+            validation = record.held_out()
+            if validation is None:
+                validation = _validate(config, model, fitted, data, reporter, interrupt)
             sample = _sample(model, data, training.seed, interrupt)
             saver.end(record, interrupt)
         is_cut = interrupt.received is not None
         lines = getattr(data, "skipped_lines", 0)
         since = None if checkpoint is None else checkpoint.step
         result = _result(config, folder, model, fitted, record, is_cut, validation, device.name, sample, lines, since)
-        files.write_end(result, record.unwritten, folder, reporter)
+        files.write_end(result, record.lines(), folder, reporter)
     return result
 
 
@@ -202,7 +206,8 @@ def _restore(
     if lacking:
         reporter.on_note(f"{folder.path / METRICS}: lacks {lacking} bytes of the steps before the checkpoint")
     # The last step of a run is logged whatever its number; it is not the last one of a longer run.
-    if record.steps % log_every and record.steps != 1 and checkpoint.record["max_steps"] == record.steps:
+    is_last = record.steps % log_every and record.steps != 1 and checkpoint.record["max_steps"] == record.steps
+    if is_last and record.held_out() is None:
         folder.drop_last_line(METRICS, f'"step": {record.steps},')
 
 
@@ -225,7 +230,7 @@ def _saver(
         context=context.to_dict(config, fitted),
         files=context.files(fitted),
         max_steps=config.training.max_steps,
-        held_out_loss=lambda: _validate(config, stepper.model, fitted, data, interrupt),
+        held_out_loss=lambda: _validate(config, stepper.model, fitted, data, reporter, interrupt),
         saved=record.steps or None,
     )
 
@@ -240,6 +245,7 @@ def _steps(
     interrupt: Interrupt,
     record: Record,
     saver: Saver,
+    evaluate: Callable[[], float | None],
 ) -> None:
     training = config.training
     saver.announce(fitted.state_bytes)
@@ -250,15 +256,18 @@ def _steps(
             predicted_peak_bytes=fitted.peak_bytes,
             predicted_step_seconds=fitted.planned.step_seconds,
             budget_bytes=fitted.budget_bytes,
+            device=stepper.device.type,
         )
     )
     run_steps(
         stepper, batches, training, folder, reporter, interrupt,
-        record=record, save=saver.after_step, copies=lambda: saver.copies,
+        record=record, save=saver.after_step, copies=lambda: saver.copies, evaluate=evaluate,
     )  # fmt: skip
 
 
-def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData, interrupt: Interrupt) -> float | None:
+def _validate(
+    config: Config, model: nn.Module, fitted: Fit, data: PreparedData, reporter: Reporter, interrupt: Interrupt
+) -> float | None:
     """The held-out loss; None where a signal has come."""
     device = next(model.parameters()).device
     try:
@@ -271,6 +280,7 @@ def _validate(config: Config, model: nn.Module, fitted: Fit, data: PreparedData,
                     micro_batch_size=config.training.batch_size // fitted.micro_batches,
                     precision=config.training.precision,
                     stop=lambda: interrupt.received is not None,
+                    note=reporter.on_note,
                 )
             )
     except Cut:
