@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_training import Listener, metrics, run, settings
 
-from quick_trainings import leave_out_pictures
+from quick_trainings import leave_out_measuring
 from tightfit.config import parse_config
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
@@ -22,7 +22,7 @@ EVERY_TWO = {"max_steps": 5, "evaluate_every": 2, "log_every": 4}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    leave_out_pictures(monkeypatch)
+    leave_out_measuring(monkeypatch)
 
 
 def test_the_lines_of_evaluated_steps_have_the_loss_and_the_others_do_not(tmp_path):

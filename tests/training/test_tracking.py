@@ -11,7 +11,7 @@ import time
 import pytest
 from tiny_training import Listener, metrics, run, settings
 
-from quick_trainings import leave_out_pictures
+from quick_trainings import leave_out_measuring
 from tightfit.errors import ConfigError
 from tightfit.tracking import trackers as module
 from tightfit.tracking.base import FOLDER, IDENTITY, demand_packages, tracked_run
@@ -175,7 +175,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch):
 
 def test_a_training_is_tracked_and_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    leave_out_pictures(monkeypatch)
+    leave_out_measuring(monkeypatch)
     keys = {"output": {"track": ["tensorboard"]}, "checkpoint": {"every_steps": 3}}
     run(tmp_path, training={"max_steps": 4, "log_every": 2, "evaluate_every": 2}, **keys)
     identity = (tmp_path / "run" / FOLDER / IDENTITY).read_text()
@@ -194,7 +194,7 @@ def test_a_training_is_tracked_and_goes_on_in_the_same_run_after_a_resume(tmp_pa
 
 
 def test_a_tracker_that_fails_in_the_middle_does_not_end_a_training(tmp_path, monkeypatch):
-    leave_out_pictures(monkeypatch)
+    leave_out_measuring(monkeypatch)
     monkeypatch.setattr(module, "demand_packages", lambda names: None)
     monkeypatch.setitem(module.KINDS, "wandb", lambda run: Counting(run, fails_at=2))
     listener = Listener()
@@ -204,7 +204,7 @@ def test_a_tracker_that_fails_in_the_middle_does_not_end_a_training(tmp_path, mo
 
 
 def test_overwriting_a_run_begins_new_tracks_and_leaves_a_folder_of_somebody_else(tmp_path, monkeypatch):
-    leave_out_pictures(monkeypatch)
+    leave_out_measuring(monkeypatch)
     monkeypatch.setattr(module, "demand_packages", lambda names: None)
     monkeypatch.setitem(module.KINDS, "wandb", Counting)
     ours = tmp_path / "run" / FOLDER

@@ -88,7 +88,8 @@ def runs_in(folder: str | Path) -> list[RunRecord]:
     root = Path(folder)
     if not root.is_dir():
         raise InputError(f"{root}: no such folder: give one that holds runs")
-    return [read_run(path, str(path.relative_to(root)) if path != root else path.name) for path in _runs(root, DEPTH)]
+    found = _runs(root, DEPTH, set())
+    return [read_run(path, str(path.relative_to(root)) if path != root else str(path)) for path in found]
 
 
 def run_at(folder: str | Path) -> RunRecord:
@@ -166,7 +167,11 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def _runs(root: Path, depth: int) -> Iterator[Path]:
+def _runs(root: Path, depth: int, seen: set[Path]) -> Iterator[Path]:
+    """`seen` are folders that were entered: a link may lead to one of them."""
+    if root.resolve() in seen:
+        return
+    seen.add(root.resolve())
     if is_run(root):
         yield root
         return
@@ -177,7 +182,7 @@ def _runs(root: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for path in inner:
-        yield from _runs(path, depth - 1)
+        yield from _runs(path, depth - 1, seen)
 
 
 def _state(held: str | None, result: Mapping[str, Any]) -> State:
