@@ -121,3 +121,26 @@ def test_what_cannot_be_done_is_one_line(runs, tmp_path, monkeypatch):
 def test_the_default_folder_is_runs(runs, monkeypatch):
     monkeypatch.chdir(runs.parent)
     assert tightfit("runs").error.startswith("runs: no such folder")
+
+
+def test_a_killed_run_generates_and_is_scored_with_the_weights_of_its_newest_intact_checkpoint(runs, damaged):
+    asked = ("--prompt", "the quick", "--max-new-tokens", "5", "--seed", "1")
+    whole = tightfit("generate", damaged, *asked)
+    for name in ("model.safetensors", "config.json", "result.json"):
+        (damaged / name).unlink()
+    killed = tightfit("generate", damaged, *asked)
+    assert (killed.code, killed.out) == (0, whole.out)
+    assert killed.err == f"the weights are those of {damaged / 'checkpoints' / 'step-00000006'}\n"
+    scored = [
+        json.loads(tightfit("score", run, "--file", runs / "text.txt", "--max-tokens", "9", "--json").out)
+        for run in (runs / "long", damaged)
+    ]
+    assert scored[0] == scored[1]
+    (damaged / "checkpoints" / "step-00000006" / "manifest.json").write_text("{}")
+    older = tightfit("generate", damaged, *asked)
+    assert older.err.splitlines()[0].startswith("passed over: ")
+    assert older.err.endswith("step-00000004\n")
+    (damaged / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
+    assert "no checkpoint is intact" in tightfit("generate", damaged, *asked).error
+    shutil.rmtree(damaged / "checkpoints")
+    assert "give the folder of a finished run" in tightfit("generate", damaged, *asked).error

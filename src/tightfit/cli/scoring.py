@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tightfit.cli.asking import columns, show
+from tightfit.cli.generating import loaded
 from tightfit.cli.options import THE_ANSWER
 from tightfit.errors import InputError
 
@@ -86,7 +87,8 @@ def score(
 
     if prompt not in PROMPTS:
         raise InputError(f"--prompt {prompt!r} is unknown: use {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}")
-    found = score_choices(run, choices, prompt=prompt, budget=budget, batch_size=batch_size)
+    model, tokenizer = loaded(run)
+    found = score_choices(model, choices, tokenizer=tokenizer, prompt=prompt, budget=budget, batch_size=batch_size)
     show(found.to_dict() if as_json else choice_lines(found, columns()))
 
 
@@ -95,11 +97,9 @@ def scored_text(run: Path, file: Path, chunk_size: int, max_tokens: int | None) 
 
     from tightfit import score as score_ids
     from tightfit.data.corpus import read_text
-    from tightfit.data.tokenizer import load_tokenizer
     from tightfit.errors import DataError
-    from tightfit.models.saving import load_model
 
-    model, tokenizer = load_model(run), load_tokenizer(run)
+    model, tokenizer = loaded(run)
     ids = tokenizer.encode(read_text(file))[:max_tokens]
     if len(ids) < LEAST_TOKENS:
         raise DataError(f"{file}: holds too little text, {len(ids)} tokens: give at least {LEAST_TOKENS}")

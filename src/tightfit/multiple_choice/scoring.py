@@ -11,15 +11,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import InputError, ModelError
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.loading import position_limit
-from tightfit.models.saving import load_model
 from tightfit.multiple_choice.batching import Batching, batched
 from tightfit.multiple_choice.likelihood import Row, batch_of, log_likelihoods, reading, rows_of
 from tightfit.multiple_choice.prompts import Codec, Prompt, Request, is_lettered, requests_of
 from tightfit.multiple_choice.questions import Subject, read_subjects, subject_of
+from tightfit.run_folders.loading import load_run
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.step import plain_tensors, trace_inference
 from tightfit.units import parse_budget
@@ -123,8 +122,8 @@ def score_choices(
         (1, True)
     """
     if not isinstance(model, nn.Module):
-        tokenizer = tokenizer or load_tokenizer(model)
-        model = load_model(model)
+        run = load_run(model)
+        model, tokenizer = run.model, tokenizer or run.tokenizer
     if tokenizer is None:
         raise InputError("score_choices: a model without its tokenizer: give tokenizer=, or the folder of a run")
     if batch_size is not None and batch_size < 1:

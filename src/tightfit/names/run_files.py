@@ -4,3 +4,4 @@ CONFIG, PLAN, METRICS, RESULT = "config.yaml", "plan.json", "metrics.jsonl", "re
 PICTURE, PAGE = "memory.png", "report.html"
 CHECKPOINTS = "checkpoints"  # the folder of the checkpoints
 LOCK = ".tightfit.lock"
+MODEL = "model"  # before the names of a model's tensors in a checkpoint
