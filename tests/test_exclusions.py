@@ -36,6 +36,7 @@ TOGETHER = {
     table.SEGMENTS_AND_REENTRANT: lambda: recompute(decoder(), "layers.*", segments=2, use_reentrant=True),
     table.CHUNKED_ATTENTION_AND_DROPOUT: configured("model.attention=chunked", "model.attention_dropout=0.1"),
     table.WINDOW_AND_DROPOUT: configured("model.attention_window=16", "model.attention_dropout=0.1"),
+    table.EXPERTS_AND_TILES: configured("model.num_experts=4", "model.mlp_tile=64"),
     table.LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES: largest_batch,
 }
 

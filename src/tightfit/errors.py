@@ -14,6 +14,7 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   └── CompileError             a block that PyTorch's compiler does not take as a whole
 ├── TraceError                   a training step that cannot be run dry
 ├── CannotFit                    exit code 3: no plan fits the budget; carries the least that does
+├── RecoveryError                a step that ran out of memory and cannot be undone or finished exactly, by name
 └── VerificationFailed           exit code 4: a plan changed what the step computes
 """
 
@@ -88,6 +89,10 @@ class CannotFit(TightfitError):
 
     def __reduce__(self) -> tuple[type["CannotFit"], tuple[str, int, int | None]]:
         return type(self), (str(self), self.least_bytes, self.taken_bytes)  # it crosses to another process whole
+
+
+class RecoveryError(TightfitError):
+    """A training step ran out of memory, and can neither be undone nor be finished exactly; the message says why."""
 
 
 class VerificationFailed(TightfitError):

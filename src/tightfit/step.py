@@ -38,7 +38,8 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The loss that the model computes itself: `model(**batch).loss`, or the first of the results that is a scalar."""
     outputs = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
-    if loss is None and isinstance(outputs, tuple | list):
+    # A result with a field for the loss says so where it has none: its other numbers are none (an auxiliary loss).
+    if loss is None and isinstance(outputs, tuple | list) and not hasattr(outputs, "loss"):
         loss = next((o for o in reversed(outputs) if isinstance(o, torch.Tensor) and o.dim() == 0), None)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ModelError(
@@ -134,16 +135,30 @@ def update(
     """Clip, step and let go of the gradients, or set them to zero. Returns their norm before clipping, if it was asked
     for.
     """
-    norm = None
     with (observer or NoObserver()).phase("optimizer"):
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if settings.grad_clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        norm = clip(model, optimizer, settings, scaler)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
-        optimizer.zero_grad(set_to_none=not settings.keep_gradients)
+        let_go(optimizer, settings)
     return norm
+
+
+def clip(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: StepSettings, scaler: torch.amp.GradScaler | None
+) -> torch.Tensor | None:
+    """What is done to gradients between backward and the optimizer: without the scale, and clipped. Returns their norm
+    before clipping, if it was asked for.
+    """
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if settings.grad_clip is None:
+        return None
+    return nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+
+
+def let_go(optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
+    """What is done to gradients after the optimizer."""
+    optimizer.zero_grad(set_to_none=not settings.keep_gradients)

@@ -184,8 +184,8 @@ edited("a record with a number that is none", lambda c: c.update(record={"x": {"
 edited("a record with a long number that is none", lambda c: c.update(record={"x": {"$int": "os"}}))
 
 # Names of files
-NAMES = ("../plan.json", "/etc/passwd", "a/../../plan.json", "..", ".hidden", "a\nb", "a\x00b", "a\x1b[31mb", "a\\b", "",
-         "C:plan", "x" * 300, MANIFEST, TENSORS)  # fmt: skip
+NAMES = ("../plan.json", "/etc/passwd", "a/../../plan.json", "..", ".hidden", "a\nb", "a\x00b", "a\x1b[31mb", "a\\b",
+         "", "C:plan", "x" * 300, MANIFEST, TENSORS)  # fmt: skip
 for path in NAMES:
     edited(f"a file {path[:20]!a}", lambda c, path=path: c["files"].update({path: c["files"]["plan.json"]}))
 edited("tensors in another file", lambda c: c["tensors"].update(file="../../tensors.safetensors"))
@@ -316,6 +316,7 @@ def main(root: Path) -> None:
         if is_watching and (event in RUNS or (event == "open" and not _is_within(arguments[0], root))):
             watched.append(f"{event} {arguments!a:.200}")
 
+    assert "torch" not in sys.modules, "checkpoints are listed and verified without it"
     sys.addaudithook(watch)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for number, (name, make) in enumerate(MADE.items()):

@@ -33,6 +33,7 @@ def life(root: Path, recorder: Recorder) -> None:
     recorder.mark(4)
     save(folder, 30, 5, recorder)
     recorder.mark(5)
+    recorder.rename(folder / "step-00000030", folder / ".old-step-00000030-00000000")  # killed while it was replaced
     save(folder, 40, 6, recorder)
     recorder.mark(6)
     Checkpoints(folder, recorder).prune(1, keep_best=1)
@@ -136,6 +137,16 @@ def test_each_sync_is_needed(scratch: Path, left_out: int):
     assert recorder.syncs == SYNCS
     with pytest.raises(AssertionError, match="after call"):
         check_cuts(scratch, recorder, seed=2)
+
+
+def test_the_name_of_a_folder_that_a_killed_run_made_is_synced_too(scratch: Path, recorder: Recorder):
+    recorder.mkdir(recorder.root / "run")
+    recorder.mkdir(recorder.root / "run" / "checkpoints")
+    recorder.sync_folder(recorder.root)
+    save(recorder.root / "run" / "checkpoints", 10, 1, recorder)
+    recorder.mark(1)
+
+    check_cuts(scratch, recorder, seed=5)
 
 
 def test_a_file_of_the_run_is_the_old_or_the_new_one_after_a_cut_at_any_call(scratch: Path, recorder: Recorder):

@@ -146,8 +146,18 @@ def test_the_lines_of_yaml_are_keys_of_the_configuration(remedied, tmp_path):
 
 def test_every_lever_is_offered_and_other_optimizers_too(remedied):
     names = " ".join(remedy.name for remedy in remedied.remedies)
-    offers = ("recompute all", "micro-batches", "chunked loss", "tiles", "offload all", "blocks compiled", "adafactor")
+    offers = (
+        "recompute all",
+        "micro-batches",
+        "chunked loss",
+        "tiles",
+        "offload all",
+        "blocks compiled",
+        "adafactor",
+        "adapters",
+    )
     assert [word for word in offers if word not in names] == [], remedied.advice
+    assert "low-rank adapters" in names
     assert len(lever_types()) == 6, "an offer of the new lever belongs above"
 
 

@@ -141,7 +141,7 @@ def test_a_model_that_peft_has_no_layers_in_mind_for_must_name_them():
         ({"adapter": {"r": 4}}, "model.adapter applies only beside model.path"),
         ({"path": "x", "adapter": {"rank": 4}}, "unknown key model.adapter.rank"),
         ({"path": "x", "adapter": {"target_module": "q_proj"}}, "did you mean model.adapter.target_modules?"),
-        ({"path": "x", "adapter": {"base": "int4"}}, "model.adapter.base is 'int4' (text), wanted 'fp32', 'int8'"),
+        ({"path": "x", "adapter": {"base": "int4"}}, "model.adapter.base is 'int4' (text), wanted 'fp32', 'bf16'"),
         ({"path": "x", "adapter": {}, "random_init": True}, "adapter and random_init are both set"),
     ],
 )

@@ -215,3 +215,25 @@ def test_models_built_dry_and_real_are_estimated_alike():
     batch, asked = TokenBatch(2, 64, 500), {"device": round_device()}
     dry = estimate(build_dry(lambda: Decoder(config)), batch, **asked)
     assert dry.peak_bytes == estimate(Decoder(config), batch, **asked).peak_bytes
+
+
+def test_a_routers_choice_for_32768_tokens_stays_known():
+    """Unknown, each of the 128 experts would be assumed to take every token."""
+    choice = torch.arange(32_768 * 8).view(32_768, 8) * 7919 % 128
+    taken = []
+
+    class Router(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, choice):
+            mask = torch.nn.functional.one_hot(choice, 128).permute(2, 1, 0)
+            for expert in (0, 127):
+                place, token = torch.where(mask[expert])
+                taken.append((len(place), len(token)))
+            return self.scale.sum()
+
+    estimate(Router(), (choice,), loss=lambda model, batch: model(*batch), device=round_device())
+    held = [int((choice == expert).sum()) for expert in (0, 127)]
+    assert taken[:2] == [(count, count) for count in held]

@@ -98,12 +98,13 @@ class _Trainings:
     def __init__(self) -> None:
         import pytest
 
+        from made_up_fits import leave_out_predictions, made_up_fit
         from quick_trainings import leave_out_pictures
-        from tightfit.training import loop, run
+        from tightfit.training import run
 
         leave_out_pictures(pytest.MonkeyPatch())
-        loop.measured_steps = lambda *_, **__: frozenset()
-        self._run, self._data, self._fit = run, run.prepare_data, run.fit
+        leave_out_predictions(pytest.MonkeyPatch())
+        self._run, self._data, self._fit = run, run.prepare_data, made_up_fit
         self._known: dict[str, tuple[Any, Any]] = {}
 
     def prepare(self, raw: dict[str, Any]) -> None:
@@ -115,12 +116,12 @@ class _Trainings:
         config, run = parse_config(raw), self._run
         key = json.dumps({name: raw[name] for name in ("data", "model", "training", "memory", "checkpoint")})
         if key not in self._known:
-            data = self._data(config.data, config.model)
+            data = self._data(config.data, config.model, objective=config.training.objective)
             batch = counted(next(run._batches(config, data)))
             model = run.build_model(config.model, seed=config.training.seed)
             self._known[key] = data, self._fit(model, batch, CausalLMLoss(), config, lookup_present("cpu"))
         data, fitted = self._known[key]
-        run.prepare_data = lambda *_: data
+        run.prepare_data = lambda *_, **__: data
         run.fit = lambda *_: fitted
 
     def train(self, raw: dict[str, Any], *, resume: bool) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tightfit.checkpoint import record as records
 from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import checked_specs, shared_memory
+from tightfit.checkpoint.tensors import checked_specs, copy_into, shared_memory
 from tightfit.errors import OutputError
 
 
@@ -105,7 +105,7 @@ class BackgroundSaver:
         for name, tensor in stored.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._copies[name].copy_(tensor)
+            copy_into(self._copies[name], tensor)
         return {name: self._copies[same_as.get(name, name)] for name in tensors}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_AT_ONCE_BYTES = 64 << 20  # a signal's handler waits for the end of a call
 _AT_THE_END = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -74,10 +75,10 @@ class Files:
     # Put together
 
     def write_all(self, descriptor: int, content: bytes | memoryview) -> None:
-        """All of the bytes: one call moves 2 GiB at most, and less on a disk that is nearly full."""
+        """All of the bytes: one call writes fewer on a disk that is nearly full."""
         left = memoryview(content)
         while left:
-            left = left[self.write(descriptor, left) :]
+            left = left[self.write(descriptor, left[:_AT_ONCE_BYTES]) :]
 
     def write_file(self, path: Path, content: bytes | memoryview) -> None:
         """A file whose content is on its disk; its name is only after `sync_folder`."""
@@ -96,17 +97,18 @@ class Files:
         finally:
             self.close(descriptor)
 
-    def make_folders(self, path: Path) -> None:
-        """A folder with its parents, the names of those that were not there synced."""
+    def make_folders(self, path: Path) -> bool:
+        """A folder with its parents, the names of those that were not there synced; whether this one was not there."""
         if path.is_dir():
-            return
+            return False
         self.make_folders(path.parent)
         try:
             self.mkdir(path)
-        except FileExistsError:  # another process made it meanwhile; anything else there is in the way
-            if not path.is_dir():
+        except FileExistsError:
+            if not path.is_dir():  # else another process made it meanwhile
                 raise
         self.sync_folder(path.parent)
+        return True
 
     def remove(self, path: Path) -> None:
         """A file, a link or a folder with all that is in it."""

@@ -16,7 +16,7 @@ def workers(nbytes: int) -> Iterator[Callable[..., Future]]:
 
     What has not begun when the block ends with an error does not begin any more.
     """
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
     if nbytes < _WORTH_BYTES or threads == 1:
         yield at_once
         return

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,9 +26,10 @@ from tightfit.checkpoint.manifest import (
     check_file_name,
 )
 from tightfit.checkpoint.names import PART, is_old, name_of, old_name, part_name, step_of
-from tightfit.checkpoint.tensors import write_tensors
+from tightfit.checkpoint.tensors import file_bytes, write_tensors
 from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
+from tightfit.units import format_bytes
 
 WAIT_SECONDS = 60.0  # for another process that saves in the same folder
 _POLL_SECONDS = 0.05
@@ -44,6 +46,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, files: Files = FILES):
         self.folder = Path(folder)
         self._files = files
+        self._has_name = False  # whether the folder's name is on its disk
         self._saved: int | None = None  # the last step that was saved here, and so is intact
 
     def save(
@@ -62,9 +65,10 @@ class Checkpoints:
         assert 0 <= step < MAX_STEP, step
         target = self.folder / name_of(step)
         with self._writing(target):
-            self._files.make_folders(self.folder)
+            self._make_folder()
             with _alone(self.folder):
                 self._tidy()
+                self._demand_room(file_bytes(tensors) + sum(map(len, (files or {}).values())))
                 part = self.folder / part_name(target.name)
                 try:
                     self._write(part, step, tensors, record, files or {})
@@ -119,6 +123,21 @@ class Checkpoints:
             return self._saved
         found = self.newest_intact().checkpoint
         return -1 if found is None else found.step
+
+    def _make_folder(self) -> None:
+        """With its name on the disk: a run that made it may have been killed before."""
+        if not self._files.make_folders(self.folder) and not self._has_name:
+            self._files.sync_folder(self.folder.parent)
+        self._has_name = True
+
+    def _demand_room(self, needed_bytes: int) -> None:
+        """Raises `OutputError` rather than fill the disk on which others write too."""
+        usage = shutil.disk_usage(self.folder)
+        if usage.total and usage.free < needed_bytes:  # some network file systems do not know
+            raise OutputError(
+                f"{self.folder}: {format_bytes(usage.free)} are free, and a checkpoint takes "
+                f"{format_bytes(needed_bytes)}: make room, or choose another output.folder"
+            )
 
     def _write(
         self,

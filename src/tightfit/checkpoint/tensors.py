@@ -47,6 +47,11 @@ def save_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
 load_peak_bytes = save_peak_bytes  # the other way the same bytes take the same road
 
 
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the file that saving these tensors makes. Raises `OutputError` where one cannot be saved."""
+    return _layout(checked_specs(tensors), shared_memory(tensors)).nbytes
+
+
 def copy_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of host memory that the copies for saving in the background take: each tensor once, however often named."""
     same_as = shared_memory(tensors)
@@ -76,7 +81,7 @@ def write_tensors(files: Files, path: Path, tensors: Mapping[str, Tensor]) -> Te
     """
     specs = checked_specs(tensors)
     same_as = shared_memory(tensors)
-    layout = lay_out({name: spec for name, spec in specs.items() if name not in same_as}, _metadata(same_as))
+    layout = _layout(specs, same_as)
     staging = _Staging(tensors.values())
     digests: dict[str, Future] = {}
     descriptor = files.create(path)
@@ -144,6 +149,11 @@ def checked_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {_writable(name): spec_of(name, tensors[name]) for name in sorted(tensors)}
 
 
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Without the buffer through which PyTorch transposes matrices on the CPU (`_copy_same_type_transpose_`)."""
+    target.unsqueeze(0).copy_(source.unsqueeze(0))
+
+
 def _writable(name: str) -> str:
     try:
         return check_name(name)
@@ -151,9 +161,12 @@ def _writable(name: str) -> str:
         raise OutputError(f"a checkpoint {error}: a name is a text on one line of at most 1000 characters") from None
 
 
-def _metadata(same_as: Mapping[str, str]) -> dict[str, str]:
-    """As `safetensors.torch.save_model` writes tied weights."""
-    return {**same_as, "format": "pt"}
+def _layout(specs: Mapping[str, TensorSpec], same_as: Mapping[str, str]) -> Layout:
+    """The file of the tensors but for those that are the same as others, which its metadata name.
+
+    `safetensors.torch.save_model` does so too.
+    """
+    return lay_out({name: spec for name, spec in specs.items() if name not in same_as}, {**same_as, "format": "pt"})
 
 
 def is_written_once(tensor: Tensor) -> bool:
@@ -176,7 +189,7 @@ class _Staging:
         """The bytes of a tensor that is staged, in the order of its elements; each piece is used before the next."""
         for block in self._blocks(tensor):
             staged = self._like(block)
-            staged.copy_(block)
+            copy_into(staged, block)
             yield memory_of(staged)
 
     def filled(self, tensor: Tensor) -> Iterator[memoryview]:

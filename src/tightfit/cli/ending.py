@@ -14,7 +14,7 @@ INTERRUPTED = EXIT_BASE + signal.SIGINT
 
 @contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise `SystemExit(128 + n)`, so that what is open is closed and said.
+    """Inside, SIGTERM, SIGHUP and SIGUSR1 raise `SystemExit(128 + n)`, so that what is open is closed and said.
 
     A signal that is ignored (`nohup`) or handled already is left alone.
     """
@@ -29,7 +29,7 @@ def ends_in_order() -> Iterator[None]:
         raise SystemExit(EXIT_BASE + number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) == signal.SIG_DFL:
                 before[number] = signal.signal(number, end)
     try:

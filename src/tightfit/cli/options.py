@@ -31,8 +31,8 @@ Model = Annotated[
     typer.Option(
         metavar="MODEL",
         help="Instead of CONFIG: a Hugging Face folder, config.json or hub name, a run's folder, a YAML, a published "
-        "model (gpt2-xl, llama-3.1-8b, mixtral-8x7b, ...), a preset (cpu8, cpu26, mm26, mm104), or module:function "
-        "that returns a module, or a module and a batch.",
+        "model (gpt2-xl, llama-3.1-8b, mixtral-8x7b, ...), a preset (cpu8, cpu26, mm26, mm104, lite-moe, 1b), or "
+        "module:function that returns a module, or a module and a batch.",
         rich_help_panel=THE_MODEL,
     ),
 ]

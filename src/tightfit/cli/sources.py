@@ -17,7 +17,7 @@ from tightfit.config import ModelConfig, PretrainedModel, load_config
 from tightfit.errors import ModelError, TightfitError
 from tightfit.models.adapters import ADAPTER_CONFIG
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
-from tightfit.models.loading import build_model
+from tightfit.models.loading import build_model, without_weights
 from tightfit.models.pretrained import find
 from tightfit.models.published import published
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
@@ -43,7 +43,8 @@ def build(source: str, *, dry: bool, shape: Mapping[str, int] | None = None) -> 
     if section is not None:
         if isinstance(section, DecoderConfig) and shape:
             section = replace(section, **shape)
-        return Built(_made(lambda: build_model(_without_weights(section, dry), seed=SEED), dry))
+        asked = without_weights(section) if dry else section
+        return Built(_made(lambda: build_model(asked, seed=SEED), dry))
     if path.exists() and _is_own(path):
         return Built(load_model(path).train())
     if not path.exists() and ":" in source:
@@ -69,14 +70,8 @@ def _pretrained(source: str, dry: bool) -> nn.Module:
         raise ModelError(
             f"--model {source!r}: no such folder, file, preset, module:function or name on the hub: {hint}"
         ) from error
-    section = PretrainedModel(path=source, random_init=dry or not has_weights)
+    section = PretrainedModel(path=source, random_init=dry or not has_weights, dtype="fp32")
     return _made(lambda: build_model(section, seed=SEED), dry)
-
-
-def _without_weights(section: ModelConfig, dry: bool) -> ModelConfig:
-    if isinstance(section, PretrainedModel) and dry:
-        return section.model_copy(update={"random_init": True})
-    return section
 
 
 def _made(factory: Callable[[], nn.Module], dry: bool) -> nn.Module:

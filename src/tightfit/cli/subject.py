@@ -17,7 +17,7 @@ from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_confi
 from tightfit.data.prepare import prepare_data
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
-from tightfit.models.loading import build_model, position_limit, vocabulary_size
+from tightfit.models.loading import build_model, position_limit, vocabulary_size, without_weights
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
@@ -146,7 +146,7 @@ def _ids(model: nn.Module, config: Config) -> dict[str, Tensor]:
 
 def _first_batch(config: Config) -> dict[str, Tensor]:
     """The batch that the training would begin with."""
-    data = prepare_data(config.data, config.model)
+    data = prepare_data(config.data, config.model, objective=config.training.objective)
     return next(data.batches(config.training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle))
 
 
@@ -155,9 +155,8 @@ def _build(config: Config, dry: bool) -> nn.Module:
     # The file of a GGUF model is the only one that knows its shape.
     if not dry or (isinstance(section, PretrainedModel) and section.gguf_file is not None):
         return build_model(section, seed=config.training.seed)
-    if isinstance(section, PretrainedModel):
-        section = section.model_copy(update={"random_init": True})
-    return build_dry(lambda: build_model(section))
+    bare = without_weights(section)
+    return build_dry(lambda: build_model(bare))
 
 
 def _from_model(question: Question, dry: bool) -> Subject:

@@ -19,17 +19,24 @@ def train(
         str, typer.Argument(metavar="CONFIG", help="YAML configuration of a training.", show_default=False)
     ],
     overrides: options.Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
+    ] = False,
 ) -> None:
     """Train a model as CONFIG says, within its memory budget.
 
     The peak is predicted before the first step, and measured. The run's
     folder then holds the weights, the tokenizer, the plan, the metrics, a
-    picture of the memory and a page for the browser. Ctrl-C, SIGTERM and
-    SIGHUP end it after the step that runs, with all of that written.
+    picture of the memory and a page for the browser. Ctrl-C, SIGTERM,
+    SIGHUP and SIGUSR1 end it with a checkpoint and all of that written; a
+    second one ends it at once. --resume goes on as if nothing had happened.
 
     [dim]tightfit train examples/quickstart.yaml[/]
 
     [dim]tightfit train my.yaml memory.budget=20GiB training.precision=bf16[/]
+
+    [dim]tightfit train my.yaml --resume training.max_steps=2000[/]
     """
     with ends_in_order():
         from tightfit.cli.progress import ProgressReporter
@@ -38,7 +45,7 @@ def train(
         reporter = ProgressReporter()
         try:
             with reporter:
-                run(config, tuple(overrides or ()), reporter=reporter)
+                run(config, tuple(overrides or ()), reporter=reporter, resume=resume)
         finally:  # an interrupted training has an outcome too
             if reporter.result is not None:
                 typer.echo(outcome(reporter.result, reporter.plan, columns()))

@@ -111,9 +111,10 @@ class AdapterConfig(Section):
     target_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
     """Names of the layers that get an adapter (`[q_proj, v_proj]`), or `all-linear`; null: `peft`'s choice for the
     architecture."""
-    base: Literal["fp32", "int8", "nf4"] = "fp32"
-    """Storage of the frozen weights of linear layers, except the head: unchanged, in 8 bits with a scale per row,
-    or in 4-bit NormalFloat with a scale per 64 weights (bitsandbytes; Dettmers et al. 2023)."""
+    base: Literal["fp32", "bf16", "int8", "nf4"] = "fp32"
+    """Storage of the frozen weights: all in fp32, or all in bf16; or those of linear layers, except the head, in 8 bits
+    with a scale per row, or in 4-bit NormalFloat with a scale per 64 weights (bitsandbytes; Dettmers et al. 2023), and
+    the others in fp32."""
 
 
 class PretrainedModel(Section):
@@ -123,6 +124,9 @@ class PretrainedModel(Section):
     """A local Hugging Face folder, a config.json, or the folder of a finished run of tightfit."""
     random_init: bool = False
     """Build the model from its config with new weights instead of loading the weights."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the weights. `auto`: the checkpoint's own, bf16 or fp32 (fp16 is read as fp32); fp32 for new weights and
+    from GGUF. With adapters it is `adapter.base`."""
     gguf_file: str | None = None
     """Name of a GGUF file inside the folder that holds the weights."""
     adapter: AdapterConfig | None = None
@@ -134,6 +138,11 @@ class PretrainedModel(Section):
             raise ValueError(
                 "adapter and random_init are both set: an adapter is trained on weights that are there, remove one"
             )
+        if self.adapter is not None and self.dtype != "auto":
+            raise ValueError(
+                f"dtype {self.dtype} and adapter are both set: adapter.base is the dtype of the frozen weights, remove "
+                "dtype"
+            )
         return self
 
 
@@ -141,8 +150,16 @@ class DataConfig(Section):
     """The data to train on."""
 
     source: str = "default"
-    """`default` (the Python standard library's own sources and help topics), a .jsonl file of {"text": ...} lines,
-    a .txt file, or a folder of text files."""
+    """`default` (the Python standard library's own sources and help topics), a .jsonl file, a .txt file, a folder of
+    either (.gz and .zst too), a folder that `datasets` saved, Parquet files, or `hf:NAME` for a dataset of the Hugging
+    Face Hub: see data.md."""
+    format: Literal["auto", "text", "conversations", "preferences"] = "auto"
+    """What a record holds: a document, a conversation, or a better and a worse answer; `auto`: as the first records
+    say."""
+    bad_lines: Literal["strict", "skip"] = "strict"
+    """A line that holds no record ends the training with its file, line and column, or is skipped and counted."""
+    max_bad_lines: CountOrZero | None = None
+    """With `bad_lines: skip`, the most lines that are skipped; null: 1000, or 5% of the lines if that is more."""
     sequence_length: Count = 256
     """Tokens in one sample."""
     tokenizer: str = "train"
@@ -163,6 +180,9 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """The training run."""
 
+    objective: Literal["auto", "causal", "sft", "dpo"] = "auto"
+    """`causal` learns every token, `sft` those of the assistant's turns, `dpo` to prefer the better answer; `auto`: by
+    the data, in this order for texts, conversations and preference pairs."""
     max_steps: Count = 100
     """Optimizer steps."""
     batch_size: Count = 8
@@ -179,8 +199,9 @@ class TrainingConfig(Section):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine decay, stable and then linear decay, or constant."""
     optimizer: Annotated[str, AfterValidator(_known_optimizer)] = "adamw"
-    """adamw, adamw_fused, adamw8bit, adamw4bit, adamw_bf16, adamw_bf16_stochastic, offloaded_adamw (all of its states
-    on the host, or a share: `offloaded_adamw:0.5`), adam, muon, adafactor or sgd: see optimizers.md."""
+    """adamw (on bf16 weights adamw_bf16_stochastic), adamw_fused, adamw8bit, adamw4bit, adamw_bf16,
+    adamw_bf16_stochastic, offloaded_adamw (all of its states on the host, or a share: `offloaded_adamw:0.5`), adam,
+    muon, adafactor or sgd: see optimizers.md."""
     step_in_backward: bool = False
     """Update each weight as soon as its gradient is computed, and free the gradient; needs `grad_clip: null` and no
     fp16."""
@@ -193,7 +214,8 @@ class TrainingConfig(Section):
     grad_clip: Positive | None = 1.0
     """Largest norm of all gradients together; null: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """fp32, or autocast to bf16, or to fp16 with a gradient scaler."""
+    """fp32, or autocast to bf16, or to fp16 with a gradient scaler. `fp32` is no autocast: bf16 weights compute in
+    bf16."""
     seed: CountOrZero = 0
     """Seed of the initial weights and of dropout."""
     log_every: Count = 1
@@ -265,6 +287,12 @@ class MemoryConfig(Section):
     On CUDA the peak is predicted as if nothing were compiled."""
     verify: bool = False
     """Before training, verify that the plan changes no gradient."""
+    recover: bool = True
+    """If a step runs out of memory, undo it and run it again on the same samples and random numbers with a tighter
+    plan. Batch and schedule stay unchanged. false: the training ends with the error."""
+    max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 0.5
+    """Largest measured slowdown of the planned step against the plain one: 0.5 is 50% more time. Beyond it, the training
+    tries a looser plan that still fits the budget and computes the same bits, and keeps it if it is faster; null: off."""
 
     @model_validator(mode="after")
     def _one_hand_on_recompute(self) -> Self:

@@ -1,22 +1,38 @@
-"""From the section `data` to samples: the corpus read, the tokenizer trained or loaded, documents packed."""
+"""From the section `data` to samples: the source tokenized, its items arranged in samples."""
 
+import hashlib
+import json
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
-from tightfit.config.schema import DataConfig, ModelConfig, PretrainedModel
-from tightfit.data.corpus import read_documents
-from tightfit.data.packing import BatchStream, PackedSamples, StreamPosition, encode_documents, hold_out, pack
-from tightfit.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from tightfit.config.schema import DataConfig, ModelConfig
+from tightfit.data.packing import BatchStream, PackedSamples, StreamPosition, hold_out, pack
+from tightfit.data.store import Kind, TokenStore
+from tightfit.data.tokenized import tokenized
+from tightfit.data.tokenizer import TextTokenizer
+from tightfit.devices.present import Notice
 from tightfit.errors import ConfigError
+
+Objective = Literal["causal", "sft", "dpo"]
+_OBJECTIVES: dict[Kind, Objective] = {"text": "causal", "conversations": "sft", "preferences": "dpo"}
+_ARRANGING = ("sequence_length", "validation_fraction", "shuffle", "seed", "packing", "buckets")
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenizer and the samples it made; `validation` may be empty."""
+    """A tokenizer and the samples it made; `validation` may be empty.
+
+    `fingerprint` is equal where the samples are: made from the same content by the same tokenizer and settings.
+    `skipped_lines` are the bad lines of the source.
+    """
 
     tokenizer: TextTokenizer
     training: PackedSamples
     validation: PackedSamples
+    fingerprint: str = ""
+    skipped_lines: int = 0
+    kind: Kind = "text"
+    objective: Objective = "causal"
 
     def batches(
         self, batch_size: int, *, seed: int = 0, shuffle: bool = True, position: StreamPosition | None = None
@@ -25,13 +41,55 @@ class PreparedData:
         return BatchStream(self.training, batch_size, seed=seed, shuffle=shuffle, position=position)
 
 
-def prepare_data(config: DataConfig, model: ModelConfig) -> PreparedData:
-    """Reads, tokenizes and packs what the section `data` describes. Raises `DataError` and `ConfigError`."""
-    documents = list(read_documents(config.source, max_documents=config.max_documents))
-    tokenizer = _tokenizer(config, model, documents)
-    encoded = encode_documents(documents, tokenizer)
-    samples = pack(encoded, config.sequence_length, shuffle=config.shuffle, seed=config.seed)
-    return PreparedData(tokenizer, *hold_out(samples, config.validation_fraction))
+def prepare_data(
+    config: DataConfig,
+    model: ModelConfig,
+    *,
+    objective: Literal["auto", "causal", "sft", "dpo"] = "auto",
+    notice: Notice = lambda line: None,
+) -> PreparedData:
+    """Reads, tokenizes and packs what the section `data` describes, or takes the tokens from the cache.
+
+    `notice` is told in one line each of what was skipped, and of a cache that cannot be used. Raises `DataError` and
+    `ConfigError`.
+    """
+    found = tokenized(config, model, notice)
+    learns = resolve_objective(objective, found.store.kind)
+    store = found.store.all_learnt() if learns == "causal" else found.store
+    documents = [store.tokens(item) for item in range(len(store))]
+    samples = pack(documents, config.sequence_length, shuffle=config.shuffle, seed=config.seed)
+    return PreparedData(
+        found.tokenizer,
+        *hold_out(samples, config.validation_fraction),
+        fingerprint=_fingerprint(store, found.tokenizer, config),
+        skipped_lines=store.skipped_lines,
+        kind=store.kind,
+        objective=learns,
+    )
+
+
+def resolve_objective(objective: Literal["auto", "causal", "sft", "dpo"], kind: Kind) -> Objective:
+    """What is learnt from data of a kind: `auto` is its usual objective. Raises `ConfigError` where it has no such."""
+    usual = _OBJECTIVES[kind]
+    chosen = usual if objective == "auto" else objective
+    if chosen == "dpo":
+        raise ConfigError(
+            "training.objective dpo (preference pairs) cannot be trained yet: give texts or conversations"
+        )
+    if chosen != usual and not (chosen == "causal" and kind == "conversations"):
+        wanted = next(kind for kind, learns in _OBJECTIVES.items() if learns == chosen)
+        raise ConfigError(
+            f"training.objective is {chosen}, which learns from {wanted}, and the data is {kind}: change the objective "
+            "(auto takes the one for the data), or data.source"
+        )
+    return chosen
+
+
+def _fingerprint(store: TokenStore, tokenizer: TextTokenizer, config: DataConfig) -> str:
+    arranged = {name: getattr(config, name, None) for name in _ARRANGING}
+    return hashlib.sha256(
+        json.dumps({"items": store.fingerprint, "tokenizer": tokenizer.digest, **arranged}).encode()
+    ).hexdigest()
 
 
 def check_fits(tokenizer: TextTokenizer, vocabulary: int | None, sequence_length: int, positions: int | None) -> None:
@@ -49,14 +107,3 @@ def check_fits(tokenizer: TextTokenizer, vocabulary: int | None, sequence_length
             f"data.sequence_length {sequence_length} is longer than the {positions} positions of the model "
             "(model.max_position_embeddings): lower the one or raise the other"
         )
-
-
-def _tokenizer(config: DataConfig, model: ModelConfig, documents: list[str]) -> TextTokenizer:
-    if config.tokenizer == "train":
-        return train_tokenizer(documents, config.vocab_size)
-    if config.tokenizer != "model":
-        return load_tokenizer(config.tokenizer)
-    if not isinstance(model, PretrainedModel):
-        raise ConfigError("data.tokenizer is 'model', but model.path is not given: write 'train' or a path")
-    path = Path(model.path)
-    return load_tokenizer(path if path.is_dir() else path.parent)

@@ -2,18 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
+from torch import nn
+
+from tightfit.config.schema import AdapterConfig
 from tightfit.doctor.records import Remedy
-from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError
+from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError, ModelError
 from tightfit.levers.recompute import Policy
-from tightfit.names.optimizers import FRUGAL_OPTIMIZERS
+from tightfit.models.adapters import add_adapter
+from tightfit.names.optimizers import FRUGAL_OPTIMIZERS, OPTIMIZERS
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Exactness, Offer, PlainStep, Role, allowed_levers, lever_types
-from tightfit.planner.request import Request, Tracer
+from tightfit.planner.request import Optimizer, Request, Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
 from tightfit.runtime.activity import aside
+from tightfit.runtime.module_paths import module_at
 from tightfit.tracing.record import StepTrace
+from tightfit.tracing.twin import unbacked_copy
 from tightfit.units import format_bytes
 
 
@@ -48,8 +55,9 @@ def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
     they save.
     """
     plain = Tracer(request).whole(request.plain, {})
-    remedies, notes = [], []
-    for trial in _trials(request, plain):
+    remedies: list[Remedy] = []
+    notes: list[str] = []
+    for trial in _trials(request, plain, notes):
         try:
             trace = _traced(trial)
         except (LeverError, DeviceError, CompileError, InputError) as error:
@@ -72,8 +80,11 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float]:
     return True, False, -(remedy.saved_bytes or 0)
 
 
-def _trials(request: Request, plain: StepTrace) -> Iterator[_Trial]:
-    """Each lever by itself, those that a class stands for together, and what is chosen besides levers."""
+def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_Trial]:
+    """Each lever by itself, those that a class stands for together, and what is chosen besides levers.
+
+    `notes` gets a sentence for each remedy that could not even be set up.
+    """
     paths = tuple(find_blocks(request.model, request.blocks))
     step = PlainStep(request.model, request.batch, plain, paths, request.micro_batches, request.size)
     kinds = [kind for kind in lever_types() if kind.refusal(request.device) is None]
@@ -91,6 +102,10 @@ def _trials(request: Request, plain: StepTrace) -> Iterator[_Trial]:
     if request.settings.precision == "fp32":
         yield _bf16(request)
     yield from _optimizers(request)
+    try:
+        yield from _adapters(request, paths)
+    except ModelError as error:
+        notes.append(f"Adapters were not tried: {error}.")
 
 
 def _all_together(request: Request, offers: Sequence[Offer], paths: Sequence[str]) -> _Trial:
@@ -118,8 +133,7 @@ def _bf16(request: Request) -> _Trial:
 
 def _optimizers(request: Request) -> Iterator[_Trial]:
     """AdamW's relatives with fewer bytes of state on the device, where AdamW it is."""
-    kind = request.optimizer if isinstance(request.optimizer, str) else type(request.optimizer).__name__.lower()
-    if kind not in ("adamw", "adamw_fused"):
+    if _kind_of(request.optimizer) not in ("adamw", "adamw_fused"):
         return
     for name, frugal in FRUGAL_OPTIMIZERS.items():
         if frugal.on_device and request.device.kind == "cpu":
@@ -127,6 +141,43 @@ def _optimizers(request: Request) -> Iterator[_Trial]:
         asked = replace(request, optimizer=name)
         yaml = f"training: {{optimizer: {name}}}"
         yield _Trial(f"optimizer {name}", frugal.exactness, asked, request.plain, None, frugal.python, yaml)
+
+
+def _adapters(request: Request, paths: Sequence[str]) -> Iterator[_Trial]:
+    """Low-rank adapters on the linear layers of all blocks, where the whole model is trained now."""
+    kind = _kind_of(request.optimizer)
+    layers = _linear_layers(request.model, paths)
+    trains_all = all(p.requires_grad for p in request.model.parameters())
+    if not trains_all or not layers or kind not in OPTIMIZERS or find_spec("peft") is None:
+        return
+    config = AdapterConfig(target_modules=layers)
+    adapted = add_adapter(unbacked_copy(request.model), config)
+    # peft calls the model under two modules of its own, so paths that the user named do not match any more.
+    asked = replace(request, model=adapted, optimizer=kind, blocks=None)
+    names = ", ".join(layers)
+    python = (
+        f"import peft; model = peft.get_peft_model(model, peft.LoraConfig(r={config.r}, lora_alpha={config.alpha:g}, "
+        f"target_modules={list(layers)}))"
+    )
+    yaml = f"model: {{path: FOLDER, adapter: {{r: {config.r}, target_modules: [{names}]}}}}"
+    name = f"low-rank adapters (r = {config.r}), the model frozen"
+    yield _Trial(name, Exactness.INEXACT, asked, asked.plain, None, python, yaml)
+
+
+def _linear_layers(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
+    """The names of the linear layers in these blocks, as adapters are targeted."""
+    names = {
+        path.rpartition(".")[2]
+        for block in paths
+        for path, module in module_at(model, block).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return tuple(sorted(names - {""}))
+
+
+def _kind_of(optimizer: Optimizer) -> str:
+    """The optimizer's name, of an instance that of its class."""
+    return optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
 
 
 def _traced(trial: _Trial) -> StepTrace:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
-from tightfit.weights.low_bit import freeze_in_low_bits
+from tightfit.weights.low_bit import LOW_BITS, freeze_in_low_bits
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,7 +26,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     or a package is missing.
     """
     peft = _peft()
-    if config.base != "fp32":
+    if config.base in LOW_BITS:
         freeze_in_low_bits(model, config.base)
     targets = config.target_modules
     task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"

@@ -1,8 +1,8 @@
 """The reference decoder: plain PyTorch, to be read from top to bottom.
 
-Pre-norm blocks (RMSNorm, rotary positions, grouped-query attention with optional QK-norm, gated MLP), embeddings tied
-to the head. It saves no memory by itself: that is the levers' work, on this model as on anybody's. Only where the
-configuration asks for it are the operators of `tightfit.ops` used directly.
+Pre-norm blocks (RMSNorm, rotary positions, grouped-query attention with optional QK-norm or a short convolution, gated
+MLP or a mixture of experts), embeddings tied to the head. It saves no memory by itself: that is the levers' work, on
+this model as on anybody's. Only where the configuration asks for it are the operators of `tightfit.ops` used directly.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.errors import ModelError
+from tightfit.models.convolution import ShortConvolution
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
-from tightfit.models.kv_cache import KVCache, WholeCache, WindowCache
+from tightfit.models.dtypes import convert_weights
+from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts, RoutingSums, auxiliary_loss
+from tightfit.models.kv_cache import ConvolutionCache, KVCache, LayerCache, WholeCache, WindowCache
 
 __all__ = ["PRESETS", "Decoder", "DecoderConfig", "DecoderOutput", "next_token_loss"]
 
@@ -23,10 +26,15 @@ INITIAL_DEVIATION = 0.02
 
 
 class DecoderOutput(NamedTuple):
-    """`loss` is a scalar, or None without labels; `logits` (B, T, vocab_size)."""
+    """`loss` is a scalar, or None without labels; `logits` (B, T, vocab_size).
+
+    `auxiliary_loss`, a scalar: what a mixture of experts adds to the mean loss in training, already weighted, and part
+    of `loss`; None in evaluation mode and without experts.
+    """
 
     loss: Tensor | None
     logits: Tensor
+    auxiliary_loss: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -60,12 +68,41 @@ class RotaryTable(nn.Module):
         """Both (length, D), for the positions from `first` on."""
         return self.cos[first : first + length], self.sin[first : first + length]
 
+    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (B, 1, T, D), for the positions (B, T) that tokens have in their documents."""
+        return self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns x (B, H, T, D): the pairs are elements i and i + D/2 of each head."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).type_as(x)
+
+
+class Documents(NamedTuple):
+    """Which tokens of packed rows belong together: tokens of different documents do not see each other.
+
+    `ids` (B, T) int64, equal within a document. `mask` (B, 1, T, T) is what PyTorch's fused attention adds to its
+    scores, 0 or -inf, in the dtype of its computation; None where attention reads the ids instead. One mask serves all
+    layers: of a boolean one PyTorch would keep a copy in floats for each layer's backward.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+
+
+def document_ids(position_ids: Tensor) -> Tensor:
+    """(B, T) int64: the number of documents that have begun in the row so far. A document begins at position 0."""
+    return (position_ids == 0).cumsum(dim=1)
+
+
+def document_mask(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, 1, T, T): 0 where the query (third dimension) sees the key (fourth), -inf elsewhere."""
+    length = ids.shape[1]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+    hidden = hidden | (ids[:, :, None] != ids[:, None, :])
+    return torch.zeros(hidden.shape, dtype=dtype, device=ids.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -82,11 +119,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: WholeCache | WindowCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: WholeCache | WindowCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         q = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
         k = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
         v = self._heads(self.v_proj(x))
-        mixed = self._attend(q, k, v) if cache is None else self._attend_behind(cache, q, k, v)
+        mixed = self._attend(q, k, v, documents) if cache is None else self._attend_behind(cache, q, k, v)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -96,68 +140,68 @@ class Attention(nn.Module):
     def _attend_behind(self, cache: WholeCache | WindowCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The queries see what was read before them, too."""
         seen = cache.read(k, v)
-        return self._attend_in_chunks(q, seen.keys, seen.values, seen.offset)
+        return self._attend_in_chunks(q, seen.keys, seen.values, offset=seen.offset)
 
-    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0) -> Tensor:
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None = None, offset: int = 0) -> Tensor:
         from tightfit.ops import attention
 
         window = self.config.attention_window
         chunk_size = self.config.attention_chunk_size if self.config.attention == "chunked" else None
-        return attention(q, k, v, causal=True, window=window, offset=offset, chunk_size=chunk_size)
+        return attention(q, k, v, causal=True, window=window, document_ids=ids, offset=offset, chunk_size=chunk_size)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.config.attention == "chunked" or self.config.attention_window is not None:
-            return self._attend_in_chunks(q, k, v)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        mask = None if documents is None else documents.mask
+        if self.config.attends_in_chunks:
+            return self._attend_in_chunks(q, k, v, None if documents is None else documents.ids)
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.config.kv_heads != self.config.num_heads
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
-
-
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.config = config
-        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
-        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.config.mlp_tile is None:
-            return self._project(x)
-        from tightfit.ops import tiled
-
-        return tiled(self._project, x, self.config.mlp_tile, self.parameters())
-
-    def _project(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        approximate = "tanh" if self.config.activation == "geglu_tanh" else "none"
-        if self.config.mlp == "low_memory":
-            from tightfit.ops import geglu, swiglu
-
-            return swiglu(gate, up) if self.config.activation == "swiglu" else geglu(gate, up, approximate=approximate)
-        if self.config.activation == "swiglu":
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate=approximate) * up
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped
+        )
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what each half adds."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)), with dropout on what each half adds.
 
-    def __init__(self, config: DecoderConfig):
+    The mixer is attention or a convolution, the MLP one or a mixture of experts: that of block number `layer`. With
+    experts the three tensors of `RoutingSums` are returned beside the result.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.mixes_by_attention = config.has_attention(layer)
+        if self.mixes_by_attention:
+            self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.attention = Attention(config)
+        else:
+            self.convolution_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.convolution = ShortConvolution(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = MixtureOfExperts(config) if config.has_experts(layer) else GatedMLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: WholeCache | WindowCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = x + self.dropout(self._mixed(x, cos, sin, cache, documents))
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        out, *sums = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(out), *sums
+
+    def _mixed(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, documents: Documents | None
+    ) -> Tensor:
+        if self.mixes_by_attention:
+            assert not isinstance(cache, ConvolutionCache), "a block with attention caches keys and values"
+            return self.attention(self.attention_norm(x), cos, sin, cache, documents)
+        assert cache is None or isinstance(cache, ConvolutionCache), "a block with a convolution caches its inputs"
+        return self.convolution(self.convolution_norm(x), cache, None if documents is None else documents.ids)
 
 
 class Decoder(nn.Module):
@@ -168,6 +212,11 @@ class Decoder(nn.Module):
     count; `num_items_in_batch` divides the sum by that number instead, as the causal models of `transformers` do, so
     that the losses of several micro-batches add up to the loss of the whole batch. With a `cache` the ids follow what
     was read into it; that is for reading without gradients (`ModelError`).
+
+    `position_ids` (B, T) int64 are for packed rows: each token's position in its document, 0 where one begins. Tokens
+    of different documents do not see each other. A document's numbers do not depend on its neighbours: bit for bit in
+    fp32 on a CPU while its place in the row stays, and within rounding with experts, whose products take the rows of
+    all documents together.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -176,10 +225,12 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.rotary = RotaryTable(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
+        if config.dtype == "bf16":  # rounded, not drawn in bf16: the seed gives the weights of the fp32 model
+            convert_weights(self, torch.bfloat16)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
@@ -189,25 +240,62 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         cache: KVCache | None = None,
+        position_ids: Tensor | None = None,
     ) -> DecoderOutput:
         if cache is not None and torch.is_grad_enabled():
             raise ModelError("a cache of keys and values is for reading, not for training: use torch.no_grad()")
+        if position_ids is not None:
+            self._check_packed(input_ids, position_ids, cache)
         x = self.dropout(self.embedding(input_ids))
-        cos, sin = self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
+        cos, sin = self._angles(input_ids, position_ids, cache)
+        documents = None if position_ids is None else self._documents(position_ids, x)
+        sums: list[RoutingSums] = []
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[i])
+            x = layer(x, cos, sin, None if cache is None else cache.layers[i], documents)
+            if not isinstance(x, Tensor):
+                x, *of_layer = x
+                sums.append(RoutingSums(*of_layer))
         if cache is not None:
             cache.length += input_ids.shape[1]
         logits = self.head(self.norm(x))
+        auxiliary = auxiliary_loss(self.config, sums, input_ids.numel()) if self.training and sums else None
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
-        return DecoderOutput(loss, logits)
+        if labels is not None and loss is not None and auxiliary is not None:
+            loss = loss + auxiliary * share_of_items(labels, num_items_in_batch)
+        return DecoderOutput(loss, logits, auxiliary)
+
+    def _angles(self, input_ids: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' positions."""
+        if position_ids is not None:
+            return self.rotary.at(position_ids)
+        return self.rotary(input_ids.shape[1], 0 if cache is None else cache.length)
+
+    @staticmethod
+    def _check_packed(input_ids: Tensor, position_ids: Tensor, cache: KVCache | None) -> None:
+        """Raises `ModelError`."""
+        if cache is not None:
+            raise ModelError("position_ids and a cache exclude each other: read a packed row in one pass")
+        if position_ids.shape != input_ids.shape:
+            raise ModelError(
+                f"position_ids {tuple(position_ids.shape)} are for other rows than input_ids {tuple(input_ids.shape)}: "
+                "give each token its position in its document"
+            )
+
+    def _documents(self, position_ids: Tensor, x: Tensor) -> Documents:
+        """What the blocks need to know of packed rows."""
+        ids = document_ids(position_ids)
+        if self.config.attends_in_chunks:
+            return Documents(ids, None)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return Documents(ids, document_mask(ids, dtype))
 
     def _initialise(self) -> None:
         """GPT-2's: what a block adds to the stream is scaled down by the number of additions, 2 per block."""
         scaled = INITIAL_DEVIATION / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                adds_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if parameter.ndim > 1 and not name.endswith("taps"):
+                adds_to_stream = "o_proj" in name or "down_proj" in name
                 nn.init.normal_(parameter, std=scaled if adds_to_stream else INITIAL_DEVIATION)
 
 
@@ -221,3 +309,10 @@ def next_token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: int | Te
     if num_items_in_batch is None:
         return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX)
     return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum") / num_items_in_batch
+
+
+def share_of_items(labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor | float:
+    """The share of a micro-batch's auxiliary loss in the loss of the batch: that of its labels, 1 by itself."""
+    if num_items_in_batch is None:
+        return 1.0
+    return (labels[:, 1:] != IGNORE_INDEX).sum() / num_items_in_batch

@@ -54,6 +54,24 @@ class WindowCache:
         return Seen(keys, values, before)
 
 
+class ConvolutionCache:
+    """The last inputs of one layer's convolution, as many as its kernel reaches behind a token."""
+
+    def __init__(self, kernel: int):
+        self.reach = kernel - 1
+        self.held: Tensor | None = None
+
+    def read(self, values: Tensor) -> Tensor:
+        """Take in a piece (B, T, C); returns it behind the `reach` values before it, zeros where there were none."""
+        held = values.new_zeros(len(values), self.reach, values.shape[2]) if self.held is None else self.held
+        seen = torch.cat((held, values), dim=1)
+        self.held = seen[:, seen.shape[1] - self.reach :].clone()
+        return seen
+
+
+LayerCache = WholeCache | WindowCache | ConvolutionCache
+
+
 class KVCache:
     """What a `Decoder` has read of one batch of texts; mutable, for one reading, without gradients.
 
@@ -62,7 +80,10 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, capacity: int):
         self.length = 0
-        window = config.attention_window
-        self.layers = [
-            WholeCache(capacity) if window is None else WindowCache(window) for _ in range(config.num_layers)
-        ]
+        self.layers = [_layer_cache(config, layer, capacity) for layer in range(config.num_layers)]
+
+
+def _layer_cache(config: DecoderConfig, layer: int, capacity: int) -> LayerCache:
+    if config.conv_kernel is not None and not config.has_attention(layer):
+        return ConvolutionCache(config.conv_kernel)
+    return WholeCache(capacity) if config.attention_window is None else WindowCache(config.attention_window)

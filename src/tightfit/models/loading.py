@@ -11,12 +11,14 @@ from tightfit.config.schema import ModelConfig, PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
 from tightfit.models.decoder import Decoder
-from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decoder
-from tightfit.models.pretrained import build_pretrained
+from tightfit.models.dtypes import WEIGHT_DTYPES, name_of
+from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decoder, stated_dtype
+from tightfit.models.pretrained import build_pretrained, find, stored_dtype
 
 
 def build_model(config: ModelConfig, *, seed: int | None = None) -> nn.Module:
-    """The model that the section `model` describes, fp32, in training mode, on the CPU; under adapters if it has any.
+    """The model that the section `model` describes, in training mode, on the CPU; under adapters if it has any. Its
+    weights have the dtype that the section says (`weights_dtype`).
 
     `model.path` may also name a run of the reference decoder. `seed` makes new weights reproducible and leaves torch's
     own random state as it was. Raises `ModelError` where the model is missing or is no language model, or a package is
@@ -37,9 +39,36 @@ def _saved_model(config: PretrainedModel) -> nn.Module:
             f"model.path {config.path!r} holds adapters and no model: give the folder of the model that they are for, "
             "and model.adapter for new ones"
         )
+    dtype = weights_dtype(config)
     if not is_own(folder):
-        return build_pretrained(config)
-    return Decoder(decoder_config(folder)) if config.random_init else load_decoder(folder)
+        return build_pretrained(config, WEIGHT_DTYPES[dtype])
+    return Decoder(decoder_config(folder, dtype)) if config.random_init else load_decoder(folder, dtype)
+
+
+def weights_dtype(config: PretrainedModel) -> str:
+    """`fp32` or `bf16`: the dtype of the weights that the section `model` asks for, before any are quantised.
+
+    Where the checkpoint decides, bf16 stays bf16, and all else is read as fp32: the range of fp16 is too small for
+    weights that are trained. Raises `ModelError`.
+    """
+    if config.adapter is not None:
+        return "bf16" if config.adapter.base == "bf16" else "fp32"
+    if config.dtype != "auto":
+        return config.dtype
+    if is_own(Path(config.path)):
+        return stated_dtype(vars(decoder_config(Path(config.path))))
+    if config.random_init or config.gguf_file is not None:
+        return "fp32"
+    stored = stored_dtype(find(config.path))
+    return name_of(stored) if stored in WEIGHT_DTYPES.values() else "fp32"
+
+
+def without_weights(config: ModelConfig) -> ModelConfig:
+    """The section for a dry run: the same model and dtype, with no weights to read."""
+    if not isinstance(config, PretrainedModel):
+        return config
+    dtype = "auto" if config.adapter is not None else weights_dtype(config)
+    return config.model_copy(update={"random_init": True, "dtype": dtype})
 
 
 def vocabulary_size(model: nn.Module) -> int | None:

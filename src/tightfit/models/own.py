@@ -1,6 +1,8 @@
 """The reference decoder in a folder: its config and weights, as a training leaves them."""
 
 import json
+import struct
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,13 @@ def is_own(folder: Path) -> bool:
     return path.is_file() and read_config(path).get("model_type") == MODEL_TYPE
 
 
-def decoder_config(folder: Path) -> DecoderConfig:
-    """The shape of the decoder in a folder. Raises `ModelError`."""
+def decoder_config(folder: Path, dtype: str = "auto") -> DecoderConfig:
+    """The shape of the decoder in a folder, its weights' dtype the one that is named if not `auto`. Raises
+    `ModelError`.
+    """
     keys = {key: value for key, value in read_config(folder / CONFIG_FILE).items() if key != "model_type"}
+    if dtype not in ("auto", stated_dtype(keys)):
+        keys["dtype"] = dtype
     try:
         return TypeAdapter(DecoderConfig).validate_python(keys)
     except ValidationError as error:
@@ -34,9 +40,16 @@ def decoder_config(folder: Path) -> DecoderConfig:
         raise ModelError(f"{folder / CONFIG_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def load_decoder(folder: Path) -> Decoder:
-    """The decoder in a folder with its weights, fp32, on the CPU. Raises `ModelError`."""
-    model = Decoder(decoder_config(folder))
+def stated_dtype(keys: Mapping[str, Any]) -> str:
+    """`fp32` or `bf16`: the dtype of the weights of a decoder's configuration."""
+    return "bf16" if keys.get("dtype") == "bf16" else "fp32"
+
+
+def load_decoder(folder: Path, dtype: str = "auto") -> Decoder:
+    """The decoder in a folder with its weights, in their own dtype or the one that is named, on the CPU. Raises
+    `ModelError`.
+    """
+    model = Decoder(decoder_config(folder, dtype))
     try:
         load_weights(model, str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -47,8 +60,23 @@ def load_decoder(folder: Path) -> Decoder:
 def save_decoder(model: Decoder, folder: Path) -> None:
     """Write config and weights, tied ones once."""
     save_weights(model, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+    _sort_metadata(folder / WEIGHTS_FILE)
     config = {"model_type": MODEL_TYPE, **asdict(model.config)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give a safetensors file the same bytes for the same weights: its writer puts the metadata (the format, and the
+    names of tied weights) in an order that differs from process to process.
+    """
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same keys and values in another order"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from tightfit.config.schema import PretrainedModel
@@ -19,8 +20,8 @@ INSTALL_HINT = "pip install 'tightfit[hf]'"
 SECONDS = 5  # how long the hub may take to answer before it counts as out of reach
 
 
-def build_pretrained(config: PretrainedModel) -> nn.Module:
-    """A language model of `transformers`, decoder-only or encoder-decoder, fp32, with its weights or new ones.
+def build_pretrained(config: PretrainedModel, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A language model of `transformers`, decoder-only or encoder-decoder, with its weights or new ones, in a dtype.
 
     Raises `ModelError` where there is no such model, where it is no language model, or a package is missing.
     """
@@ -31,7 +32,10 @@ def build_pretrained(config: PretrainedModel) -> nn.Module:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        model = _new(transformers, place) if config.random_init else _loaded(transformers, place, config.gguf_file)
+        if config.random_init:
+            model = _new(transformers, place, dtype)
+        else:
+            model = _loaded(transformers, place, config.gguf_file, dtype)
     except ImportError as error:
         raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
     except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
@@ -104,18 +108,35 @@ def demand_hub(name: str) -> None:
         ) from error
 
 
-def _new(transformers: Any, place: Place) -> Any:
+def stored_dtype(place: Place) -> torch.dtype | None:
+    """The dtype of a checkpoint's weights, as its configuration says or else its first weights show; None where neither
+    does. Raises `ModelError`.
+    """
+    transformers = _transformers()
+    try:
+        stated = place.config(transformers).dtype
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path {place.name!r} is not a language model: {_line(error)}") from error
+    if stated is not None or not Path(place.name).is_dir():
+        return stated
+    for path in sorted(Path(place.name).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            kinds = [weights.get_slice(name).get_dtype() for name in weights.keys()]  # noqa: SIM118 - not a mapping
+        return torch.bfloat16 if kinds and set(kinds) <= {"BF16"} else torch.float32
+    return None
+
+
+def _new(transformers: Any, place: Place, dtype: torch.dtype) -> Any:
     config = place.config(transformers)
-    return _auto_class(transformers, config).from_config(config, dtype=torch.float32)
+    return _auto_class(transformers, config).from_config(config, dtype=dtype)
 
 
-def _loaded(transformers: Any, place: Place, gguf_file: str | None) -> Any:
-    # transformers would keep the dtype of the file, often bf16; training in mixed precision starts from fp32.
+def _loaded(transformers: Any, place: Place, gguf_file: str | None, dtype: torch.dtype) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
     automatic = transformers.AutoModelForCausalLM
     if not gguf_file:
         automatic = _auto_class(transformers, place.config(transformers))
-    return place.fetched(automatic.from_pretrained, dtype=torch.float32, **options)
+    return place.fetched(automatic.from_pretrained, dtype=dtype, **options)
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:

@@ -68,6 +68,12 @@ WINDOW_AND_DROPOUT = Exclusion(
     "attention within a window has no dropout of attention weights",
     "set model.attention_dropout to 0 or leave the window out",
 )
+EXPERTS_AND_TILES = Exclusion(
+    "model.num_experts",
+    "model.mlp_tile",
+    "experts take the tokens of the whole batch, sorted by expert",
+    "leave one out",
+)
 LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES = Exclusion(
     "the largest batch_size",
     "micro_batches auto",
@@ -81,4 +87,5 @@ OF_NO_LEVER = (
     STEP_IN_BACKWARD_AND_SCALER,
     CHUNKED_ATTENTION_AND_DROPOUT,
     WINDOW_AND_DROPOUT,
+    EXPERTS_AND_TILES,
 )

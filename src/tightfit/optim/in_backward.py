@@ -56,6 +56,7 @@ class _Stepping:
         self._is_dry = now.dry
         self._is_inside = False  # of a step that a gradient called for
         self._spent: list[Tensor] = []
+        self.has_begun = False  # a weight of this step is updated, or half updated
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self.gradient_ready) for p in parameters]
         self._handles.append(optimizer.register_step_pre_hook(self.step_begins))
@@ -67,7 +68,7 @@ class _Stepping:
         with only(optimizer, parameter) as is_known:
             if not is_known:
                 return
-            self._is_inside = True
+            self._is_inside = self.has_begun = True
             try:
                 optimizer.step()
             finally:
@@ -78,6 +79,7 @@ class _Stepping:
     def step_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         """The loop's own call: what is left are gradients of parameters that the last micro-batch did not reach."""
         if not self._is_inside:
+            self.has_begun = False
             for parameter in self._spent:
                 if isinstance(parameter.grad, SpentGradient):
                     parameter.grad = None
@@ -159,6 +161,11 @@ def step_in_backward(
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the lever is on this optimizer."""
     return optimizer in _STEPPING
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the lever is on this optimizer and backward has begun to update weights since the last whole step."""
+    return optimizer in _STEPPING and _STEPPING[optimizer].has_begun
 
 
 @contextmanager

@@ -60,6 +60,7 @@ __all__ = [
     "fake_mode_is_active",
     "fallthrough",
     "foreach_on_cpu",
+    "forget_unscaled",
     "fused_kernel_devices",
     "graph_is_kept",
     "has_kernel",
@@ -394,6 +395,11 @@ def foreach_on_cpu() -> Iterator[None]:
         yield
     finally:
         module._get_foreach_kernels_supported_devices = devices
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Let a gradient scaler unscale the gradients of its optimizers anew: those that it has unscaled are gone."""
+    scaler._per_optimizer_states.clear()
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from tightfit.tracing.rules import (
     choice_bound,
     in_unreduced_memory,
 )
-from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_KNOWN, TensorShape, call_key, result_shapes
+from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, call_key, result_shapes
 from tightfit.tracing.unbacked import is_unbacked, set_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
 
@@ -131,7 +131,7 @@ class DryRun(Recording):
         if traits.is_random and not inputs:
             return False
         return all(
-            shape.bytes <= LARGEST_KNOWN
+            not shape.is_vast
             if not (shape.dtype.is_floating_point or shape.dtype.is_complex)
             else shape.numel <= KNOWN_LIMIT
             for shape in shapes_in(self.shapes(func, args, kwargs, key))
@@ -145,7 +145,7 @@ class DryRun(Recording):
             shapes = self.shapes(func, args, kwargs, key)
         except TraceError:
             return False  # only the operator itself knows
-        return any(shape.bytes > LARGEST_KNOWN for shape in shapes_in(shapes))
+        return any(shape.is_vast for shape in shapes_in(shapes))
 
     def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run the operator for real, keeping what it overwrites of memory that is not ours."""
@@ -199,7 +199,7 @@ class DryRun(Recording):
                 return [index]
             if not self.see(index).known:
                 self.questions.note("where a computed mask is true", "everywhere", moves_peak=True)
-                if index.numel() * index.dim() * 8 > LARGEST_KNOWN:
+                if index.numel() * index.dim() * 8 > LARGEST_INTEGERS:
                     return [TensorShape((index.numel(),), (index.dim(),), torch.int64).unbacked()] * index.dim()
                 index = torch.ones(index.shape, dtype=torch.bool)
             return list(index.nonzero().unbind(1))
@@ -240,7 +240,7 @@ class DryRun(Recording):
         """The results of a choice, with the assumed indexes for those that nobody knows."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype != torch.int64 or tensor.nbytes > LARGEST_KNOWN:
+            if tensor.dtype != torch.int64 or TensorShape.of(tensor).is_vast:
                 return tensor
             indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return indexes.copy_(assumed_choice(self.routing, tensor.shape, choice_bound(func, args)))

@@ -81,17 +81,23 @@ class Contents:
         for generator, state in self.generators:
             set_state(generator, state)
         for item, content in self.contents:
-            if isinstance(item, dict):
-                if not _same(item, content):
-                    item.clear()
-                    item.update(content)
-            elif isinstance(item, list | deque):
-                if len(item) != len(content) or any(a is not b for a, b in zip(item, content, strict=True)):
-                    item.clear()
-                    item.extend(content)
-            elif item != content:
-                item.clear()
-                item.update(content)
+            put_content_back(item, content)
+
+
+def content_changed(item: Any, content: Any) -> bool:
+    """Whether a container holds other things than a copy of it that was made before."""
+    if isinstance(item, dict):
+        return not _same(item, content)
+    if isinstance(item, list | deque):
+        return len(item) != len(content) or any(a is not b for a, b in zip(item, content, strict=True))
+    return item != content
+
+
+def put_content_back(item: Any, content: Any) -> None:
+    """Let a container hold again what a copy of it holds."""
+    if content_changed(item, content):
+        item.clear()
+        item.extend(content) if isinstance(item, list | deque) else item.update(content)
 
 
 def state_of(generator: Any) -> Any:

@@ -11,8 +11,11 @@ from tightfit.tracing.unbacked import unbacked_tensor
 
 # What is computed for real if its inputs are known: floating-point tensors up to so many elements, ...
 KNOWN_LIMIT = 1 << 16
-# ... integers and truth values up to so many bytes, such as the mask of 11,000 x 11,000 tokens
+# ... what integers give up to so many bytes, such as the mask of 11,000 x 11,000 tokens, ...
 LARGEST_KNOWN = 1 << 27
+# ... and integers up to so many, such as a router's one-hot choice of 8 of 128 experts for 32,768 tokens: a choice that
+# is not known is assumed to send every token to every expert.
+LARGEST_INTEGERS = 1 << 28
 
 
 class TensorShape(NamedTuple):
@@ -33,6 +36,12 @@ class TensorShape(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_vast(self) -> bool:
+        """Whether a result of this shape is not computed, although its inputs are known integers."""
+        is_number = not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool)
+        return self.bytes > (LARGEST_INTEGERS if is_number else LARGEST_KNOWN)
 
     @property
     def is_contiguous(self) -> bool:

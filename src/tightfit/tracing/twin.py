@@ -46,10 +46,27 @@ def twin_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{type(model).__name__} has no memory (meta, or fake) and cannot be copied: {reason}: build it on the CPU"
+            f"{type(model).__name__} has no memory (meta, or fake) and cannot be copied: {_reason(error)}: build it on "
+            "the CPU"
         ) from error
+
+
+def unbacked_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model that allocates no memory and can be changed: other modules, frozen parameters.
+
+    Parameters and buffers are unbacked. Raises `ModelError` where Python cannot copy the modules.
+    """
+    tensors = (tensor for _, module in named_modules(model) for tensor in tensors_of(module))
+    memo: dict[int, Any] = {id(tensor): _stand_in(tensor) for tensor in tensors if tensor.is_floating_point()}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"{type(model).__name__} cannot be copied: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def with_memory(batch: Batch, model: nn.Module) -> Batch:

@@ -15,6 +15,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DataError
 from tightfit.planner.plans import Plan
 from tightfit.planner.step_figures import fingerprint
+from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
 from tightfit.training.reporter import Reporter
@@ -39,13 +40,13 @@ class Context:
             "torch": torch.__version__,
             "tightfit": VERSION,
         }
-        return cls(config, device, getattr(data, "fingerprint", ""), around)
+        return cls(config, device, data.fingerprint, around)
 
-    def to_dict(self, config: Config, fitted: Fit) -> dict[str, Any]:
+    def to_dict(self, fitted: Fit) -> dict[str, Any]:
         """As JSON, with the configuration."""
         return {
-            "config": config.model_dump(mode="json"),
-            "max_steps": config.training.max_steps,
+            "config": self.config.model_dump(mode="json"),
+            "max_steps": self.config.training.max_steps,
             "data": self.data,
             "around": self.around,
             "copy_bytes": fitted.copy_bytes,
@@ -75,6 +76,12 @@ class Context:
         if changed:
             reporter.on_note(f"equal to rounding, no longer to the bit, from here on: {', '.join(changed)}")
         return Record(**stored["counts"])
+
+    def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None) -> Corrections:
+        """What the training had learnt until the checkpoint; nothing where its plan is not gone on with."""
+        if checkpoint is None or fitted is None:
+            return Corrections()
+        return Corrections.from_dict(checkpoint.record["corrections"])
 
     def fitted(self, checkpoint: Checkpoint | None, model: nn.Module) -> Fit | None:
         """The plan of a checkpoint as it is, so that the steps after it are the same ones; None where there is none, or

@@ -1,9 +1,9 @@
 """How the step of a training will run: planned for a budget, recomputing what was set by hand, or plain."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.levers import Recompute, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.runtime.module_paths import globs_of
@@ -42,13 +43,28 @@ class Fit:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What the step and the copy may take together."""
-        return None if self.plan is None else self.plan.budget_bytes + self.copy_bytes
+        """What the step may take."""
+        return None if self.plan is None else self.plan.budget_bytes
+
+    @property
+    def whole_budget_bytes(self) -> int | None:
+        """What the step and the copy may take together: the user's budget."""
+        return None if self.budget_bytes is None else self.budget_bytes + self.copy_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the step as it will run, the copy included."""
         return self.planned.peak_bytes + self.copy_bytes
+
+    def words(self) -> str:
+        """The levers in a few words."""
+        plan = self.plan
+        if plan is None:
+            return "no plan"
+        recomputing = sum(choice.action in ("recompute", "operators") for choice in plan.choices)
+        others = [str(lever) for lever in plan.levers if not isinstance(lever, Recompute)]
+        blocks = [f"{recomputing} of {len(plan.choices)} blocks recompute"] if recomputing else []
+        return ", ".join((*others, *blocks)) or "no lever"
 
     @property
     def has_levers(self) -> bool:
@@ -64,6 +80,42 @@ class Fit:
         return nullcontext() if self.recompute is None else recompute_by_hand(model, self.recompute)
 
 
+class LeversInForce:
+    """A fit's levers on a model, which another fit's can replace. Mutable: `fitted` is the one in force.
+
+    A context manager: the levers are on the model inside.
+    """
+
+    def __init__(self, fitted: Fit, model: nn.Module):
+        self.fitted = fitted
+        self._model = model
+        self._handle: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> Self:
+        self._handle = self.fitted.apply(self._model)
+        self._handle.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        handle, self._handle = self._handle, nullcontext()
+        handle.__exit__(None, None, None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the model has no levers on it: to be planned, or to run plainly."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def replace(self, fitted: Fit) -> None:
+        """Put another fit's levers on the model."""
+        self.__exit__()
+        self.fitted = fitted
+        self.__enter__()
+
+
 def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
@@ -74,20 +126,72 @@ def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, 
     memory = config.memory
     asked = _asked(model, batch, loss, config, device)
     if memory.budget is not None and not _copies(config, device):
-        plan = plan_asked(asked, memory.budget)
-        return fit_of(plan, model, config, device)
+        return fit_within(memory.budget, model, batch, loss, config, device)
     plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
     state = _state_bytes(model, config, plain)
     copy = state if _copies(config, device) else 0
     if memory.budget is not None:
-        plan = plan_asked(asked, _left_of(memory.budget, copy, plain.peak_bytes, device))
-        return fit_of(plan, model, config, device)
-    accumulated = asked.count
-    by_hand = Fit(plain, plain, accumulated, accumulated, None, memory.recompute, memory.compile_blocks, state, copy)
+        left = _left_of(memory.budget, copy, plain.peak_bytes, device)
+        return fit_within(left, model, batch, loss, config, device)
+    count = asked.count
+    by_hand = Fit(plain, plain, count, count, None, memory.recompute, memory.compile_blocks, state, copy)
     if memory.recompute is None and not memory.compile_blocks:
         return by_hand
     with by_hand.apply(model):
         return replace(by_hand, planned=estimate_asked(asked).step_figures)
+
+
+def _copies(config: Config, device: DeviceSpec) -> bool:
+    """Whether a copy of the state lies in the memory that the budget bounds while a checkpoint is written."""
+    checkpoint = config.checkpoint
+    return checkpoint.in_background and checkpoint.every_steps is not None and device.kind == "cpu"
+
+
+def _state_bytes(model: nn.Module, config: Config, plain: StepFigures) -> int:
+    """Bytes of a checkpoint's tensors: trained weights, buffers, the optimizer's states, random states."""
+    states = plain.by_category[str(Category.OPTIMIZER_STATE)]
+    optimizer = OptimizerRecipe(config.training)(model.parameters())
+    if isinstance(optimizer, OffloadedAdamW):  # its copies of fp32 weights are no states: they are made again
+        states -= optimizer.host_weights_bytes
+    held = [tensor.nbytes for tensor in weights(model).values()]
+    return states + sum(held) + random_bytes()
+
+
+def _left_of(budget: int | str, copy: int, plain_peak: int, device: DeviceSpec) -> int:
+    """The budget's bytes less a copy. Raises `CannotFit` where the copy alone takes it all."""
+    whole = parse_budget(budget, device_bytes=device.memory_bytes, plain_peak_bytes=plain_peak)
+    if whole <= copy:
+        raise CannotFit(
+            f"{format_bytes(whole)} cannot fit: checkpoint.in_background copies {format_bytes(copy)} of weights and "
+            "optimizer states: set it to false",
+            copy,
+        )
+    return whole - copy
+
+
+def fit_within(
+    budget: int | str,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss,
+    config: Config,
+    device: DeviceSpec,
+    *,
+    levers: Collection[str] | None = None,
+) -> Fit:
+    """Plan the step on this batch for a budget, whichever the configuration has; with `levers`, with those alone of the
+    ones that it allows. The budget is the step's alone, without a copy. Raises as `fit` does.
+    """
+    asked = _asked(model, batch, loss, config, device)
+    if levers is not None:
+        asked = replace(asked, levers=sorted(allowed_levers(asked.levers) & set(levers)))
+    plan = plan_asked(asked, budget)
+    return fit_of(plan, model, config, device)
+
+
+def plain_peak_bytes(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> int:
+    """The predicted peak of the step on this batch, in one micro-batch and without levers."""
+    return estimate_asked(replace(_asked(model, batch, loss, config, device), micro_batches=1)).peak_bytes
 
 
 def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> Fit:
@@ -121,34 +225,6 @@ def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Confi
         offload_folder=memory.offload_folder,
         offload_budget=memory.offload_budget,
     )
-
-
-def _copies(config: Config, device: DeviceSpec) -> bool:
-    """Whether a copy of the state lies in the memory that the budget bounds while a checkpoint is written."""
-    checkpoint = config.checkpoint
-    return checkpoint.in_background and checkpoint.every_steps is not None and device.kind == "cpu"
-
-
-def _state_bytes(model: nn.Module, config: Config, plain: StepFigures) -> int:
-    """Bytes of a checkpoint's tensors: trained weights, buffers, the optimizer's states, random states."""
-    states = plain.by_category[str(Category.OPTIMIZER_STATE)]
-    optimizer = OptimizerRecipe(config.training)(model.parameters())
-    if isinstance(optimizer, OffloadedAdamW):  # its copies of fp32 weights are no states: they are made again
-        states -= optimizer.host_weights_bytes
-    held = [tensor.nbytes for tensor in weights(model).values()]
-    return states + sum(held) + random_bytes()
-
-
-def _left_of(budget: int | str, copy: int, plain_peak: int, device: DeviceSpec) -> int:
-    """The budget's bytes less a copy. Raises `CannotFit` where the copy alone takes it all."""
-    whole = parse_budget(budget, device_bytes=device.memory_bytes, plain_peak_bytes=plain_peak)
-    if whole <= copy:
-        raise CannotFit(
-            f"{format_bytes(whole)} cannot fit: checkpoint.in_background copies {format_bytes(copy)} of weights and "
-            "optimizer states: set it to false",
-            copy,
-        )
-    return whole - copy
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

@@ -3,9 +3,10 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -13,10 +14,13 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import TrainingConfig
-from tightfit.errors import OutputError
+from tightfit.errors import OutputError, RecoveryError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.step import Loss, StepSettings, forward_backward, update
+from tightfit.recovery.step_state import StepState
+from tightfit.runtime.internals import forget_unscaled
+from tightfit.step import Loss, StepSettings, clip, forward_backward, let_go
+from tightfit.training.corrections import Corrections
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.objective import counted
@@ -26,7 +30,6 @@ from tightfit.training.result import StepMetrics
 from tightfit.training.schedule import learning_rate
 from tightfit.training.state import TrainingState
 from tightfit.training.storage import METRICS, RunFolder
-from tightfit.training.undo import StepUndo
 
 SETTLED = 2  # the step from which on all steps are alike: the first one makes the optimizer's states
 
@@ -57,8 +60,8 @@ class _UntilWeightsMove:
 class Stepper:
     """Runs optimizer steps on one model. The model, the optimizer and the scaler are what moves.
 
-    A signal cuts a step before its update (`Cut`); an update that has begun is finished. `corrections` are what was
-    changed in the plan while it ran, as JSON, for checkpoints.
+    A signal cuts a step before its update (`Cut`); an update that has begun is finished. `corrections` are what one
+    that recovers has learnt, for checkpoints.
     """
 
     model: nn.Module
@@ -66,12 +69,13 @@ class Stepper:
     loss: Loss
     settings: StepSettings
     micro_batches: int
-    interrupt: Interrupt = field(default_factory=Interrupt)
-    corrections: list[Any] = field(default_factory=list)
+    interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
+    corrections = Corrections()  # no field: those of a stepper that recovers are one
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type) if self.settings.precision == "fp16" else None
+        self._state = StepState(self.model)
 
     @property
     def state(self) -> TrainingState:
@@ -79,18 +83,95 @@ class Stepper:
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""
-        parts = as_parts(split_batch(batch, self.micro_batches), self.loss)
-        watched = _UntilWeightsMove(self.interrupt, len(parts)) if steps_in_backward(self.optimizer) else None
-        value = self.interrupt.cuttable(
-            lambda: forward_backward(
-                self.model, parts, self.loss, self.settings.precision, scaler=self.scaler, observer=watched
-            )
+        step = StepUnderWay(self, batch)
+        self._state.remember()
+        step.compute_gradients()
+        self._state.settle()
+        step.update()
+        step.end()
+        return step.outcome()
+
+    def undo(self) -> None:
+        """After a signal has cut a step in `compute_gradients`: everything as it was before the step. Can be called
+        again. Raises `RecoveryError` where the step has written what no step before it had written.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if self.scaler is not None:
+            forget_unscaled(self.scaler)
+        self._state.put_back()
+
+    def attempt(self, batch: Mapping[str, Any], number: int) -> StepOutcome:
+        """Step `number` of the training; a stepper that recovers from out of memory does so here."""
+        return self.step(batch)
+
+    def observe(self, batch: Mapping[str, Any], step: "StepFigures") -> None:
+        """Told of each step that is done, with what was measured of it."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What was measured of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all
+    others if it `is_settled`.
+    """
+
+    number: int
+    seconds: float
+    peak_bytes: int | None
+    is_settled: bool
+
+
+class StepUnderWay:
+    """One optimizer step, stage by stage. Mutable: what the stages so far have found.
+
+    After out of memory, one that recovers goes on with the stage that failed (`RecoveringStepper`).
+    """
+
+    def __init__(self, stepper: Stepper, batch: Mapping[str, Any]):
+        self._stepper, self._batch = stepper, batch
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._scale: float | None = None
+
+    def compute_gradients(self) -> None:
+        """Those of the batch in its micro-batches, clipped."""
+        stepper = self._stepper
+        parts = as_parts(split_batch(self._batch, stepper.micro_batches), stepper.loss)
+        precision, scaler = stepper.settings.precision, stepper.scaler
+        in_backward = steps_in_backward(stepper.optimizer)
+        watched = _UntilWeightsMove(stepper.interrupt, len(parts)) if in_backward else None
+        self._loss = stepper.interrupt.cuttable(
+            lambda: forward_backward(stepper.model, parts, stepper.loss, precision, scaler=scaler, observer=watched)
         )
-        scale = None if self.scaler is None else self.scaler.get_scale()
-        norm = update(self.model, self.optimizer, self.settings, scaler=self.scaler)
+        self._scale = None if scaler is None else scaler.get_scale()
+        self._norm = clip(stepper.model, stepper.optimizer, stepper.settings, scaler)
+
+    def update(self, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> None:
+        """The optimizer's step; `run` is given it and calls it."""
+        optimizer, scaler = self._stepper.optimizer, self._stepper.scaler
+        if scaler is None:
+            run(optimizer.step)
+            return
+        step = optimizer.step
+        optimizer.step = lambda *arguments, **options: run(partial(step, *arguments, **options))
+        try:
+            scaler.step(optimizer)
+        finally:
+            del optimizer.step
+
+    def end(self) -> None:
+        """The scale of the next step, and no gradients."""
+        if self._stepper.scaler is not None:
+            self._stepper.scaler.update()
+        let_go(self._stepper.optimizer, self._stepper.settings)
+
+    def outcome(self) -> StepOutcome:
+        """What the step leaves."""
+        assert self._loss is not None, "the gradients were computed"
+        scaler = self._stepper.scaler
         # The scaler lowers its scale after an overflow, and only then.
-        skipped = self.scaler is not None and scale is not None and self.scaler.get_scale() < scale
-        return StepOutcome(float(value), None if norm is None else float(norm), skipped)
+        skipped = scaler is not None and self._scale is not None and scaler.get_scale() < self._scale
+        return StepOutcome(float(self._loss), None if self._norm is None else float(self._norm), skipped)
 
 
 @dataclass
@@ -166,34 +247,40 @@ def run_steps(
     *,
     record: Record | None = None,
     save: Callable[[Record], object] = lambda record: None,
-    copies: Callable[[], Sequence[torch.Tensor]] = tuple,
+    copied_bytes: Callable[[], int] = lambda: 0,
     evaluate: Callable[[], float | None] = lambda: None,
 ) -> Record:
     """All steps after those in `record`, or those until a signal comes: it cuts a step, which is undone.
 
-    `save` is called after each step. `copies` are those of a background save, which are in memory during a step.
-    `evaluate` returns the loss on held-out samples, None where there are none or where a signal cuts it; a resumed
-    training makes that evaluation again.
+    `save` is called after each step. `copied_bytes` are those of copies for saving in the background, which lie in a
+    CPU's memory during a step. `evaluate` returns the loss on held-out samples, None where there are none or where a
+    signal cuts it; a resumed training makes that evaluation again.
     """
     record = Record() if record is None else record
     measured = measured_steps(training.max_steps, begun=record.steps)
-    watch = _Watch(training, reporter, measured, copies, is_cut=lambda: interrupt.received is not None)
+    watch = _Watch(training, reporter, measured, copied_bytes, is_cut=lambda: interrupt.received is not None)
     if record.unevaluated is not None:
         _conclude(StepMetrics(**record.unevaluated), record, watch, folder, evaluate)
-    undo = StepUndo(stepper.model)
     stepper.interrupt = interrupt
     with interrupt.heeded_in_backward(stepper.model):
         while record.steps < training.max_steps and interrupt.received is None:
-            undo.begin()
             try:
                 metrics = _one_step(stepper, batches, record, watch)
             except Cut:
-                record.is_whole = undo.undo()
+                record.is_whole = _undone(stepper)
                 break
-            undo.end()
             _conclude(metrics, record, watch, folder, evaluate)
             save(record)
     return record
+
+
+def _undone(stepper: Stepper) -> bool:
+    """Undo a step that was cut; False where it wrote what cannot be put back."""
+    try:
+        stepper.undo()
+    except RecoveryError:
+        return False
+    return True
 
 
 class _Watch(NamedTuple):
@@ -202,7 +289,7 @@ class _Watch(NamedTuple):
     training: TrainingConfig
     reporter: Reporter
     measured: frozenset[int]
-    copies: Callable[[], Sequence[torch.Tensor]]
+    copied_bytes: Callable[[], int]
     is_cut: Callable[[], bool]
 
 
@@ -252,14 +339,19 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
     batch = counted(next(batches), stepper.device)
     begun = time.perf_counter()
     if step in watch.measured:
-        outcome = _measured(stepper, batch, record, watch.copies())
-        watch.reporter.on_peak(record.measured_peak_bytes)
+        outcome, peak = _measured(step, stepper, batch)
     else:
-        outcome = stepper.step(batch)
-        _watch_cuda(len(record.seconds), stepper.device, record)
+        outcome = stepper.attempt(batch, step)
+        peak = _watch_cuda(len(record.seconds), stepper.device)
+    if peak is not None:
+        beside = 0 if stepper.device.type == "cuda" else watch.copied_bytes()
+        record.measured_peak_bytes = max(record.measured_peak_bytes, peak + beside)
+        watch.reporter.on_peak(record.measured_peak_bytes)
     seconds = time.perf_counter() - begun
     tokens = batch["input_ids"].numel()
-    if len(record.seconds) >= SETTLED and step not in watch.measured:
+    is_settled = len(record.seconds) >= SETTLED and step not in watch.measured
+    stepper.observe(batch, StepFigures(step, seconds, peak, is_settled))
+    if is_settled:
         record.settled_seconds.append(seconds)
     record.add(outcome, tokens, seconds)
     position = getattr(batches, "position", None)
@@ -277,19 +369,17 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
     )
 
 
-def _measured(stepper: Stepper, batch: dict[str, Any], record: Record, copies: Sequence[torch.Tensor]) -> StepOutcome:
-    """A step under the allocator's record."""
+def _measured(step: int, stepper: Stepper, batch: dict[str, Any]) -> tuple[StepOutcome, int]:
+    """A step under the allocator's record, and its peak."""
     outcomes: list[StepOutcome] = []
-    resident = [*resident_tensors(stepper.model, stepper.optimizer, batch), *copies]
-    peak = measured_peak(lambda: outcomes.append(stepper.step(batch)), resident)
-    record.measured_peak_bytes = max(record.measured_peak_bytes, peak)
-    return outcomes[0]
+    resident = resident_tensors(stepper.model, stepper.optimizer, batch)
+    peak = measured_peak(lambda: outcomes.append(stepper.attempt(batch, step)), resident)
+    return outcomes[0], peak
 
 
-def _watch_cuda(earlier: int, device: torch.device, record: Record) -> None:
+def _watch_cuda(earlier: int, device: torch.device) -> int | None:
     """CUDA's allocator keeps its peak at no cost, so there every step counts that has as many earlier ones here."""
-    if device.type == "cuda" and earlier >= SETTLED:
-        record.measured_peak_bytes = max(record.measured_peak_bytes, torch.cuda.max_memory_allocated(device))
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" and earlier >= SETTLED else None
 
 
 def memory_now(device: torch.device) -> int:

@@ -3,6 +3,9 @@
 The loss is a sum over tokens, divided by the number of valid tokens of the whole effective batch, which is counted
 before its first micro-batch runs. So the gradients of micro-batches add up to the gradient of the whole batch however
 ragged their valid tokens are, and a micro-batch without any adds exactly zero.
+
+What a mixture of experts adds to the loss (balance, z-loss) concerns all tokens of a micro-batch together, so it is not
+a sum over tokens: each micro-batch's counts by its share of the valid tokens, and each is balanced by itself.
 """
 
 from collections.abc import Mapping
@@ -26,17 +29,21 @@ class CausalLMLoss:
     `batch` is a mapping with `input_ids` and `labels`, int64 (B, T), labels equal to the ids (the shift is made here)
     with -100 where nothing is to be learnt, and `valid_tokens`, an int that `counted` puts there; without it the
     batch's own valid tokens are counted. All else in it goes to the model, which returns an object with `logits`
-    (B, T, V). Without a valid token the loss is zero, not NaN.
+    (B, T, V), and perhaps an `auxiliary_loss`, a scalar that is added to the mean. Without a valid token the loss is
+    zero, not NaN.
     """
 
     reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         divisor = batch[VALID_TOKENS] if VALID_TOKENS in batch else valid_tokens(batch)
-        logits = model(**{name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}).logits
-        total = F.cross_entropy(
-            logits.view(-1, logits.shape[-1]), next_tokens(batch["labels"]), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+        output = model(**{name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL})
+        logits, auxiliary = output.logits, getattr(output, "auxiliary_loss", None)
+        del output  # else the logits would live as long as this frame
+        targets = next_tokens(batch["labels"])
+        total = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        if auxiliary is not None:
+            total = total + auxiliary * (targets != IGNORE_INDEX).sum()
         return total / max(divisor, 1)
 
 

@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import TrainingConfig
+from tightfit.names.optimizers import FOR_BF16
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import optimizer_by_name
+
+STOCHASTIC = "adamw_bf16_stochastic"
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,29 @@ class OptimizerRecipe:
             if members
         ]
         settings = {"lr": self.training.learning_rate, "betas": self.training.betas, "eps": self.training.eps}
-        optimizer = optimizer_by_name(self.training.optimizer, groups, settings)
+        optimizer = optimizer_by_name(optimizer_for(self.training.optimizer, trained), groups, settings)
         return step_in_backward(optimizer, trained).optimizer if self.training.step_in_backward else optimizer
+
+
+def optimizer_for(name: str, trained: Iterable[nn.Parameter]) -> str:
+    """The optimizer that a name means for these weights: `adamw` rounds bf16 ones by chance, since rounding to nearest
+    loses every update smaller than 1/512 of its weight, which most are (Zamirai et al. 2020).
+    """
+    is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in trained)
+    return STOCHASTIC if is_bf16 and name == "adamw" else name
+
+
+def rounding_note(model: nn.Module, name: str) -> str | None:
+    """A line on what becomes of small updates, where bf16 weights are trained by the optimizer of this name."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not any(p.dtype == torch.bfloat16 for p in trained):
+        return None
+    effective = optimizer_for(name, trained)
+    if effective == STOCHASTIC:
+        return "weights in bf16: updates are rounded stochastically, so that small ones count on average"
+    if effective in FOR_BF16:
+        return "weights in bf16: the 16 bits that bf16 leaves off are kept beside them, so that small updates count"
+    return f"weights in bf16: {name} rounds updates to nearest, which loses small ones; adamw does not"
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

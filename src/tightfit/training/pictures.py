@@ -38,7 +38,7 @@ def _picture(result: TrainResult, fitted: Fit) -> bytes:
     return memory_picture(
         fitted.plain,
         fitted.planned if fitted.has_levers else None,
-        budget_bytes=fitted.budget_bytes,
+        budget_bytes=fitted.whole_budget_bytes,
         measured_peak_bytes=result.measured_peak_bytes,
         plain_micro_batches=fitted.plain_micro_batches,
         micro_batches=fitted.micro_batches,

@@ -1,9 +1,9 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
-import math
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tightfit.config import Config, load_config, parse_config
 from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
+from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CheckpointError, VerificationFailed
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import generate_text
@@ -25,11 +26,13 @@ from tightfit.step import StepSettings
 from tightfit.training.context import Context
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
-from tightfit.training.fitting import Fit, fit
+from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
-from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.optimizer import OptimizerRecipe, rounding_note
+from tightfit.training.outcome import result_of
+from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.resume import Earlier, look_back
@@ -37,7 +40,6 @@ from tightfit.training.saving import Saver
 from tightfit.training.state import seed_generators
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.training.tracking import TrackingReporter
-from tightfit.version import VERSION
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -92,7 +94,7 @@ def train(
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
         earlier = look_back(settings, folder, reporter) if resume else Earlier()
-        result = earlier.finished or _run(settings, folder, reporter, interrupt, earlier.checkpoint)
+        result = earlier.finished or _Run(settings, folder, reporter, interrupt, earlier.checkpoint).run()
     interrupt.deliver()
     assert result is not None, "a training without a result was ended by a signal, which is delivered"
     return result
@@ -104,57 +106,195 @@ def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
     return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
 
 
-def _run(
-    config: Config, folder: RunFolder, reporter: Reporter, interrupt: Interrupt, checkpoint: Checkpoint | None
-) -> TrainResult | None:
-    """All that is left to do from a checkpoint on, or from the start. None where a signal came before the first step
-    was made: then nothing is left in the folder that was not there before.
-    """
-    training = config.training
-    if config.memory.allocator is not None:
-        set_allocator(config.memory.allocator)  # before anything starts CUDA
-    device = lookup_present(None if training.device == "auto" else training.device, notice=reporter.on_note)
-    data = prepare_data(config.data, config.model)
-    context = Context.of(config, data, device)
-    record = Record() if checkpoint is None else context.resumed(checkpoint, reporter)
-    model = build_model(config.model, seed=training.seed)
-    check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
-    folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
-    reporter.on_note(_what_is_trained(model, data))
-    first = next(_batches(config, data))
-    fitted = context.fitted(checkpoint, model) or fit(model, counted(first), CausalLMLoss(), config, device)
-    model.to(device.kind)
-    if fitted.plan is not None:
-        reporter.on_plan(fitted.plan)
-        if config.memory.verify:
-            _verify(model, counted(first, device.kind), fitted.plan, reporter)
-    files = RunFiles(config, data.tokenizer, model, fitted)
-    files.demand_room(folder)
-    with interrupt:
-        files.write_beginning(folder, is_resumed=checkpoint is not None)
-        with fitted.apply(model):
-            stepper = _stepper(config, model, fitted)
-            if checkpoint is None:
-                seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
-            else:
-                _restore(stepper, checkpoint, record, folder, training.log_every, reporter)
-            saver = _saver(config, stepper, fitted, data, folder, reporter, interrupt, context, record)
-            _steps(stepper, _batches(config, data, record.position), config, fitted, folder, reporter, interrupt,
-                   record, saver, lambda: _validate(config, model, fitted, data, reporter, interrupt))  # fmt: skip
-            if not record.steps:
-                folder.clear()
-                return None
-            validation = record.held_out()
-            if validation is None:
-                validation = _validate(config, model, fitted, data, reporter, interrupt)
-            sample = _sample(model, data, training.seed, interrupt)
-            saver.end(record, interrupt)
-        is_cut = interrupt.received is not None
-        lines = getattr(data, "skipped_lines", 0)
-        since = None if checkpoint is None else checkpoint.step
-        result = _result(config, folder, model, fitted, record, is_cut, validation, device.name, sample, lines, since)
-        files.write_end(result, record.lines(), folder, reporter)
-    return result
+@dataclass
+class _Run:
+    """One training in its folder, from a checkpoint on or from the start."""
+
+    config: Config
+    folder: RunFolder
+    reporter: Reporter
+    interrupt: Interrupt
+    checkpoint: Checkpoint | None
+
+    def run(self) -> TrainResult | None:
+        """All that is left to do. None where a signal came before the first step was made: then nothing is in the
+        folder that was not there before.
+        """
+        config, checkpoint = self.config, self.checkpoint
+        training = config.training
+        if config.memory.allocator is not None:
+            set_allocator(config.memory.allocator)  # before anything starts CUDA
+        device = lookup_present(None if training.device == "auto" else training.device, notice=self.reporter.on_note)
+        data = prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
+        context = Context.of(config, data, device)
+        record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
+        model = build_model(config.model, seed=training.seed)
+        check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
+        self.folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
+        self.reporter.on_note(_what_is_trained(model, data))
+        if (rounding := rounding_note(model, training.optimizer)) is not None:
+            self.reporter.on_note(rounding)
+        first = next(_batches(config, data))
+        stored = context.fitted(checkpoint, model)
+        fitted = stored or fit(model, counted(first), CausalLMLoss(), config, device)
+        model.to(device.kind)
+        if fitted.plan is not None:
+            self.reporter.on_plan(fitted.plan)
+            if config.memory.verify:
+                _verify(model, counted(first, device.kind), fitted.plan, self.reporter)
+        files = RunFiles(config, data.tokenizer, model, fitted)
+        files.demand_room(self.folder)
+        with self.interrupt:
+            files.write_beginning(self.folder, is_resumed=checkpoint is not None)
+            corrected = context.corrections(checkpoint, stored).corrected_plan()
+            in_force = fitted if corrected is None else fit_of(corrected, model, config, device)
+            with LeversInForce(in_force, model) as levers:
+                stepper = self._stepper(model, levers, device)
+                if checkpoint is None:
+                    seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
+                else:
+                    stepper.corrections = context.corrections(checkpoint, stored)
+                    self._restore(stepper, checkpoint, record)
+                saver = self._saver(stepper, levers, data, context, fitted, record)
+                batches = _batches(config, data, record.position)
+                evaluate = partial(self._validation, model, levers, data)
+                self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
+                if not record.steps:
+                    self.folder.clear()
+                    return None
+                fitted = levers.fitted  # out of memory may have put another one in force
+                validation = record.held_out()
+                if validation is None:
+                    validation = evaluate()
+            sample = self._sample(model, data)
+            saver.end(record, self.interrupt)
+            result = result_of(
+                config,
+                model,
+                fitted,
+                record,
+                is_cut=self.interrupt.received is not None,
+                validation=validation,
+                device=device.name,
+                sample=sample,
+                skipped_lines=data.skipped_lines,
+                resumed_from=None if checkpoint is None else checkpoint.step,
+            )
+            files.write_end(result, record.lines(), self.folder, self.reporter)
+        return result
+
+    def _stepper(self, model: nn.Module, levers: LeversInForce, device: DeviceSpec) -> Stepper:
+        training, memory = self.config.training, self.config.memory
+        parts: dict[str, Any] = {
+            "model": model,
+            "optimizer": OptimizerRecipe(training)(model.parameters()),
+            "loss": CausalLMLoss(),
+            "settings": StepSettings(training.precision, training.grad_clip),
+            "micro_batches": levers.fitted.micro_batches,
+        }
+        if not memory.recover:
+            return Stepper(**parts)
+        planner = StepPlanner(model, CausalLMLoss(), self.config, device)
+        note, slowdown = self.reporter.on_note, memory.max_slowdown
+        return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
+
+    def _restore(self, stepper: Stepper, checkpoint: Checkpoint, record: Record) -> None:
+        """The state of a checkpoint, and metrics.jsonl as it was then."""
+        try:
+            stepper.state.restore(checkpoint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}") from error
+        lacking = self.folder.truncate(METRICS, checkpoint.record["metrics_bytes"])
+        if lacking:
+            where = self.folder.path / METRICS
+            self.reporter.on_note(f"{where}: lacks {lacking} bytes of the steps before the checkpoint")
+        # The last step of a run is logged whatever its number; it is not the last one of a longer run.
+        was_last = checkpoint.record["max_steps"] == record.steps < self.config.training.max_steps
+        is_else_logged = record.steps == 1 or record.held_out() is not None
+        if was_last and record.steps % self.config.training.log_every and not is_else_logged:
+            self.folder.drop_last_line(METRICS, f'"step": {record.steps},')
+
+    def _saver(
+        self,
+        stepper: Stepper,
+        levers: LeversInForce,
+        data: PreparedData,
+        context: Context,
+        fitted: Fit,
+        record: Record,
+    ) -> Saver:
+        return Saver(
+            stepper=stepper,
+            settings=self.config.checkpoint,
+            folder=self.folder,
+            reporter=self.reporter,
+            context=context.to_dict(fitted),
+            files=context.files(fitted),
+            max_steps=self.config.training.max_steps,
+            held_out_loss=lambda: self._validation(stepper.model, levers, data),
+            saved=record.steps or None,
+        )
+
+    def _steps(
+        self,
+        stepper: Stepper,
+        batches: BatchStream,
+        fitted: Fit,
+        record: Record,
+        saver: Saver,
+        evaluate: Callable[[], float | None],
+    ) -> None:
+        training = self.config.training
+        saver.announce(fitted.state_bytes)
+        self.reporter.on_start(
+            Start(
+                max_steps=training.max_steps,
+                log_every=training.log_every,
+                predicted_peak_bytes=fitted.peak_bytes,
+                predicted_step_seconds=fitted.planned.step_seconds,
+                budget_bytes=fitted.whole_budget_bytes,
+                device=stepper.device.type,
+            )
+        )
+        run_steps(
+            stepper,
+            batches,
+            training,
+            self.folder,
+            self.reporter,
+            self.interrupt,
+            record=record,
+            save=saver.after_step,
+            copied_bytes=lambda: saver.copied_bytes,
+            evaluate=evaluate,
+        )
+
+    def _validation(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> float | None:
+        """The held-out loss; None where a signal has come."""
+        training, interrupt = self.config.training, self.interrupt
+        device = next(model.parameters()).device
+        try:
+            with private_pool(device):  # its sizes are not those of a training step
+                return interrupt.cuttable(
+                    lambda: evaluation_loss(
+                        model,
+                        data.validation,
+                        CausalLMLoss(),
+                        micro_batch_size=training.batch_size // levers.fitted.micro_batches,
+                        precision=training.precision,
+                        stop=lambda: interrupt.received is not None,
+                        note=self.reporter.on_note,
+                    )
+                )
+        except Cut:
+            return None
+
+    def _sample(self, model: nn.Module, data: PreparedData) -> str:
+        """A sample of the trained model; empty where a signal has come."""
+        try:
+            return self.interrupt.cuttable(lambda: sample_text(model, data, seed=self.config.training.seed))
+        except Cut:
+            return ""
 
 
 def _batches(config: Config, data: PreparedData, position: Mapping[str, int] | None = None) -> BatchStream:
@@ -183,118 +323,6 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
     reporter.on_note(str(report))
 
 
-def _stepper(config: Config, model: nn.Module, fitted: Fit) -> Stepper:
-    return Stepper(
-        model=model,
-        optimizer=OptimizerRecipe(config.training)(model.parameters()),
-        loss=CausalLMLoss(),
-        settings=StepSettings(config.training.precision, config.training.grad_clip),
-        micro_batches=fitted.micro_batches,
-    )
-
-
-def _restore(
-    stepper: Stepper, checkpoint: Checkpoint, record: Record, folder: RunFolder, log_every: int, reporter: Reporter
-) -> None:
-    """The state of a checkpoint, and metrics.jsonl as it was then."""
-    try:
-        stepper.state.restore(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    stepper.corrections = list(checkpoint.record["corrections"])
-    lacking = folder.truncate(METRICS, checkpoint.record["metrics_bytes"])
-    if lacking:
-        reporter.on_note(f"{folder.path / METRICS}: lacks {lacking} bytes of the steps before the checkpoint")
-    # The last step of a run is logged whatever its number; it is not the last one of a longer run.
-    is_last = record.steps % log_every and record.steps != 1 and checkpoint.record["max_steps"] == record.steps
-    if is_last and record.held_out() is None:
-        folder.drop_last_line(METRICS, f'"step": {record.steps},')
-
-
-def _saver(
-    config: Config,
-    stepper: Stepper,
-    fitted: Fit,
-    data: PreparedData,
-    folder: RunFolder,
-    reporter: Reporter,
-    interrupt: Interrupt,
-    context: Context,
-    record: Record,
-) -> Saver:
-    return Saver(
-        stepper=stepper,
-        settings=config.checkpoint,
-        folder=folder,
-        reporter=reporter,
-        context=context.to_dict(config, fitted),
-        files=context.files(fitted),
-        max_steps=config.training.max_steps,
-        held_out_loss=lambda: _validate(config, stepper.model, fitted, data, reporter, interrupt),
-        saved=record.steps or None,
-    )
-
-
-def _steps(
-    stepper: Stepper,
-    batches: Iterator[dict[str, torch.Tensor]],
-    config: Config,
-    fitted: Fit,
-    folder: RunFolder,
-    reporter: Reporter,
-    interrupt: Interrupt,
-    record: Record,
-    saver: Saver,
-    evaluate: Callable[[], float | None],
-) -> None:
-    training = config.training
-    saver.announce(fitted.state_bytes)
-    reporter.on_start(
-        Start(
-            max_steps=training.max_steps,
-            log_every=training.log_every,
-            predicted_peak_bytes=fitted.peak_bytes,
-            predicted_step_seconds=fitted.planned.step_seconds,
-            budget_bytes=fitted.budget_bytes,
-            device=stepper.device.type,
-        )
-    )
-    run_steps(
-        stepper, batches, training, folder, reporter, interrupt,
-        record=record, save=saver.after_step, copies=lambda: saver.copies, evaluate=evaluate,
-    )  # fmt: skip
-
-
-def _validate(
-    config: Config, model: nn.Module, fitted: Fit, data: PreparedData, reporter: Reporter, interrupt: Interrupt
-) -> float | None:
-    """The held-out loss; None where a signal has come."""
-    device = next(model.parameters()).device
-    try:
-        with private_pool(device):  # its sizes are not those of a training step
-            return interrupt.cuttable(
-                lambda: evaluation_loss(
-                    model,
-                    data.validation,
-                    CausalLMLoss(),
-                    micro_batch_size=config.training.batch_size // fitted.micro_batches,
-                    precision=config.training.precision,
-                    stop=lambda: interrupt.received is not None,
-                    note=reporter.on_note,
-                )
-            )
-    except Cut:
-        return None
-
-
-def _sample(model: nn.Module, data: PreparedData, seed: int, interrupt: Interrupt) -> str:
-    """A sample of the trained model; empty where a signal has come."""
-    try:
-        return interrupt.cuttable(lambda: sample_text(model, data, seed=seed))
-    except Cut:
-        return ""
-
-
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     """The beginning of a sample that was held out, if one was, and what the model makes of it."""
     samples = data.validation if len(data.validation) else data.training
@@ -307,54 +335,6 @@ def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
         top_k=SAMPLE_TOP_K,
         seed=seed,
     )
-
-
-def _result(
-    config: Config,
-    folder: RunFolder,
-    model: nn.Module,
-    fitted: Fit,
-    record: Record,
-    is_cut: bool,
-    validation: float | None,
-    device: str,
-    sample: str,
-    skipped_lines: int,
-    resumed_from: int | None,
-) -> TrainResult:
-    return TrainResult(
-        folder=str(folder.path),
-        plain_peak_bytes=fitted.plain.peak_bytes,
-        predicted_peak_bytes=fitted.peak_bytes,
-        measured_peak_bytes=record.measured_peak_bytes,
-        budget_bytes=fitted.budget_bytes,
-        first_loss=record.first_loss,
-        last_loss=record.last_loss,
-        validation_loss=validation,
-        perplexity=None if validation is None else _exponential(validation),
-        tokens_per_second=record.tokens_per_second,
-        predicted_step_seconds=fitted.planned.step_seconds,
-        measured_step_seconds=record.step_seconds,
-        steps=record.steps,
-        skipped_steps=record.skipped,
-        tokens=record.tokens,
-        interrupted=is_cut,
-        parameters=sum(p.numel() for p in model.parameters()),
-        precision=config.training.precision,
-        device=device,
-        versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},
-        sample=sample,
-        skipped_lines=skipped_lines,
-        resumed_from=resumed_from,
-    )
-
-
-def _exponential(loss: float) -> float:
-    """Infinite where it is beyond a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """Checkpoints of a training, when they are due and when a signal ends it."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from tightfit.checkpoint.background import BackgroundSaver
 from tightfit.checkpoint.store import Checkpoints
+from tightfit.checkpoint.tensors import copy_bytes
 from tightfit.config.schema import CheckpointConfig
 from tightfit.errors import OutputError
 from tightfit.training.interrupt import Interrupt
@@ -25,8 +23,9 @@ _PROBE_BYTES = 8 << 20  # written once, to learn what a save takes
 class Saver:
     """Mutable: writes the checkpoints of one training.
 
-    `context` is what every checkpoint's record says beside the state, `files` go with each. `held_out_loss` is asked where the best
-    checkpoints are kept. A checkpoint that cannot be written does not end a training: the reporter is told.
+    `context` is what every checkpoint's record says beside the state, `files` go with each. `held_out_loss` is asked
+    where the best checkpoints are kept. A checkpoint that cannot be written does not end a training: the reporter is
+    told.
     """
 
     stepper: Stepper
@@ -38,17 +37,12 @@ class Saver:
     max_steps: int
     held_out_loss: Callable[[], float | None] = lambda: None
     saved: int | None = None  # the step of the last checkpoint that was written, or resumed from
-    _seconds: list[float] = field(default_factory=list)
+    copied_bytes: int = 0  # of the copies of a save in the background, which stay for the next one
 
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         runs_beside = self.settings.in_background and self.settings.every_steps is not None
         self._background = BackgroundSaver(self._checkpoints, self._prune) if runs_beside else None
-
-    @property
-    def copies(self) -> Sequence[Tensor]:
-        """Those of a save in the background, which stay for the next one."""
-        return () if self._background is None else self._background.copies
 
     def announce(self, state_bytes: int) -> None:
         """Say what a signal will do, and how long its checkpoint is expected to take."""
@@ -68,7 +62,6 @@ class Saver:
         """Write a checkpoint; with `now` it is on its disk when this returns, and its held-out loss is left out."""
         if self.saved == record.steps:
             return
-        begun = time.perf_counter()
         try:
             state = self.stepper.state.capture()
             beside = {
@@ -76,19 +69,19 @@ class Saver:
                 **state.record,
                 "counts": record.to_dict(),
                 "metrics_bytes": self.folder.size_on_disk(METRICS),
-                "corrections": self.stepper.corrections,
+                "corrections": self.stepper.corrections.to_dict(),
                 BEST: None if now else self._score(record),
             }
             if self._background is None or now:
                 self._checkpoints.save(record.steps, state.tensors, beside, self.files)
                 self._prune()
             else:
+                self.copied_bytes = copy_bytes(state.tensors)
                 self._background.save(record.steps, state.tensors, beside, self.files)
         except OutputError as error:
             self.reporter.on_note(f"step {record.steps} has no checkpoint: {error}")
         else:
             self.saved = record.steps
-            self._seconds.append(time.perf_counter() - begun)
 
     def end(self, record: Record, interrupt: Interrupt) -> None:
         """After the last step: what is written in the background is on its disk, and a training that a signal has ended

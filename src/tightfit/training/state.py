@@ -145,8 +145,9 @@ def make_states(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Stor
     for name, entry in record.items():
         parameter = parameters[name]
         first, second, group = groups[id(parameter)]
-        if hasattr(optimizer, "init_state"):  # bitsandbytes: tables of values that all parameters share
-            optimizer.init_state(group, parameter, first, second)  # pyright: ignore[reportCallIssue]
+        of_bitsandbytes: Any = getattr(optimizer, "init_state", None)
+        if of_bitsandbytes is not None:  # it has tables of values that all parameters share
+            of_bitsandbytes(group, parameter, first, second)
             continue
         state = optimizer.state[parameter]
         for key, what in entry.items():
@@ -231,7 +232,7 @@ def frozen_digest(model: nn.Module) -> str:
                 digest = zlib.crc32(f"{name} {part.dtype} {tuple(part.shape)}".encode(), digest)
                 for piece in (flat[:edge], flat[-edge:]):
                     content = piece.cpu().contiguous().view(torch.uint8)
-                    digest = zlib.crc32(memoryview(content.numpy()), digest)
+                    digest = zlib.crc32(content.numpy().tobytes(), digest)
             count += 1
     return f"{digest:08x}" if count else ""
 

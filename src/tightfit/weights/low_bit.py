@@ -4,7 +4,7 @@ Inexact: the codes are not the weights. What they save, and what widening them f
 """
 
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from tightfit.errors import InputError, ModelError
 from tightfit.weights.int8 import Int8Linear
 
 LowBits = Literal["int8", "nf4"]
+LOW_BITS = get_args(LowBits)
 
 
 def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:

@@ -1,0 +1,63 @@
+"""What a training has come to: its result, from the prediction and from what its steps have shown."""
+
+import math
+import platform
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tightfit.config import Config
+from tightfit.training.fitting import Fit
+from tightfit.training.loop import Record
+from tightfit.training.result import TrainResult
+from tightfit.version import VERSION
+
+
+def result_of(
+    config: Config,
+    model: nn.Module,
+    fitted: Fit,
+    record: Record,
+    *,
+    is_cut: bool,
+    validation: float | None,
+    device: str,
+    sample: str,
+    skipped_lines: int,
+    resumed_from: int | None,
+) -> TrainResult:
+    """The result of a training that has made at least one step."""
+    return TrainResult(
+        folder=str(Path(config.output.folder)),
+        plain_peak_bytes=fitted.plain.peak_bytes,
+        predicted_peak_bytes=fitted.peak_bytes,
+        measured_peak_bytes=record.measured_peak_bytes,
+        budget_bytes=fitted.whole_budget_bytes,
+        first_loss=record.first_loss,
+        last_loss=record.last_loss,
+        validation_loss=validation,
+        perplexity=None if validation is None else _exponential(validation),
+        tokens_per_second=record.tokens_per_second,
+        predicted_step_seconds=fitted.planned.step_seconds,
+        measured_step_seconds=record.step_seconds,
+        steps=record.steps,
+        skipped_steps=record.skipped,
+        tokens=record.tokens,
+        interrupted=is_cut,
+        parameters=sum(p.numel() for p in model.parameters()),
+        precision=config.training.precision,
+        device=device,
+        versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        sample=sample,
+        skipped_lines=skipped_lines,
+        resumed_from=resumed_from,
+    )
+
+
+def _exponential(loss: float) -> float:
+    """Infinite where it is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
