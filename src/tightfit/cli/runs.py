@@ -118,7 +118,7 @@ def compare(
 
         curves, lines = zip(*map(curve_of, found), strict=True)
         picture = loss_picture(curves)
-        write("picture", lambda path: path.write_bytes(picture) and None, output)
+        write("picture", lambda path: path.write_bytes(picture), output)
         said = [f"{run.name}: {line}" for run, each in zip(found, lines, strict=True) for line in each]
     else:
         said = []
