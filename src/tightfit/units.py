@@ -76,6 +76,13 @@ def format_bytes(count: int | float) -> str:
     return f"{size:.2f} TiB"
 
 
+def brief_bytes(count: int | float) -> str:
+    """Bytes in as few characters as a bar or a narrow column has room for: `238M`, `21.4G`, in binary units."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f}G"
+    return f"{count / 2**20:.0f}M" if count >= 10 * 2**20 else f"{count / 2**20:.1f}M"
+
+
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> `"12.3 ms"`."""
     if seconds < 1e-3:

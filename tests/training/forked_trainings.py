@@ -97,8 +97,8 @@ class _Trainings:
 
     def __init__(self) -> None:
         import pytest
-
         from made_up_fits import leave_out_predictions, made_up_fit
+
         from quick_trainings import leave_out_pictures
         from tightfit.training import run
 

@@ -31,11 +31,33 @@ class DeferringForward(FrugalForward):
         return DeferredLogits.of(made, input, made.dtype)
 
 
+class NeededLogits(DeferringForward):
+    """The same where no gradients are recorded: an evaluation reads the logits of a few tokens."""
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        head = self.module
+        assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
+        if self.removed or torch.is_grad_enabled() or not is_plain_product(head, input):
+            return self.original(input)
+        made = Head(input, head.weight, head.bias, self.chunk_size)
+        return DeferredLogits.of(made, input, made.dtype)
+
+
 def can_defer(head: nn.Linear, hidden: torch.Tensor) -> bool:
     """Whether gradients are wanted, and the product is one that `F.linear` would make of plain tensors."""
-    tensors = [hidden, head.weight] if head.bias is None else [hidden, head.weight, head.bias]
+    tensors = _tensors(head, hidden)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return False
+    return is_plain_product(head, hidden)
+
+
+def _tensors(head: nn.Linear, hidden: torch.Tensor) -> list[torch.Tensor]:
+    return [hidden, head.weight] if head.bias is None else [hidden, head.weight, head.bias]
+
+
+def is_plain_product(head: nn.Linear, hidden: torch.Tensor) -> bool:
+    """Whether the product is one that `F.linear` would make of plain tensors."""
+    tensors = _tensors(head, hidden)
     plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
     fits = hidden.dim() >= 2 and hidden.shape[-1] == head.weight.shape[-1]
     one_dtype = product_dtype(hidden) != hidden.dtype or all(tensor.dtype == hidden.dtype for tensor in tensors)
@@ -53,6 +75,18 @@ def apply_chunked_loss(model: nn.Module, head_path: str, chunk_size: int | None 
     Returns a handle with `undo()`. Raises `LeverError` where the path is no plain linear layer, where its forward is
     already replaced, or where `chunk_size` is less than 1.
     """
+    return _applied(DeferringForward, model, head_path, chunk_size)
+
+
+def apply_needed_logits(model: nn.Module, head_path: str, chunk_size: int | None = None) -> Applied:
+    """Compute the logits that an evaluation reads and no others; for code under `torch.no_grad`.
+
+    The arguments and errors are those of `apply_chunked_loss`.
+    """
+    return _applied(NeededLogits, model, head_path, chunk_size)
+
+
+def _applied(kind: type[DeferringForward], model: nn.Module, head_path: str, chunk_size: int | None) -> Applied:
     try:
         head = model.get_submodule(head_path)
     except AttributeError:
@@ -65,6 +99,6 @@ def apply_chunked_loss(model: nn.Module, head_path: str, chunk_size: int | None 
         raise LeverError(f"chunked loss: the forward of {head_path} is already replaced: undo that first")
     if chunk_size is not None and chunk_size < 1:
         raise LeverError(f"chunked loss: chunk_size {chunk_size} is not at least 1")
-    forward = DeferringForward(head, head_path, chunk_size)
+    forward = kind(head, head_path, chunk_size)
     forward.install()
     return Applied([forward])

@@ -23,6 +23,7 @@ COLOURS = {
     "activations": "#E69F00",
     "workspace": "#CC79A7",
 }
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # for lines, one after another
 BUDGET_COLOUR, MEASURED_COLOUR = "#D55E00", "#000000"
 # Behind the stack, pale versions of nothing in it.
 PHASE_TINTS = {"forward": "#FFFFFF", "recompute": "#CFE8F7", "backward": "#EDEDED", "optimizer": "#FFFFFF"}
@@ -50,7 +51,7 @@ def memory_picture(
     `plain` is the step without levers, `planned` the one that runs, None where it is the same. Where `points` of a
     trade-off curve are given, the curve is drawn below. Raises `InputError` where matplotlib is not installed.
     """
-    figure = _new_figure(2 * HEIGHT if points else HEIGHT)
+    figure = new_figure(2 * HEIGHT if points else HEIGHT)
     upper, lower = figure.subfigures(2, 1) if points else (figure, None)
     steps = [(f"Plain: no lever{_shown(plain_micro_batches)}", plain)]
     if planned is not None:
@@ -70,7 +71,7 @@ def memory_picture(
     if lower is not None:
         chosen = None if planned is None else planned.peak_bytes
         _draw_curve(lower.subplots(), points, recipes, chosen, budget_bytes)
-    return _png(figure)
+    return png(figure)
 
 
 def curve_picture(
@@ -84,12 +85,13 @@ def curve_picture(
 
     `chosen_bytes` is the peak of the point that a plan took. Raises `InputError` where matplotlib is not installed.
     """
-    figure = _new_figure(HEIGHT)
+    figure = new_figure(HEIGHT)
     _draw_curve(figure.subplots(), points, recipes, chosen_bytes, budget_bytes)
-    return _png(figure)
+    return png(figure)
 
 
-def _png(figure: Any) -> bytes:
+def png(figure: Any) -> bytes:
+    """The figure as a PNG."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DOTS)
     return image.getvalue()
@@ -127,7 +129,7 @@ def _draw_curve(
     axis.legend(frameon=False)
 
 
-def _new_figure(height: float) -> Any:
+def new_figure(height: float) -> Any:
     """A figure that belongs to no window, whatever the user's backend is."""
     try:
         from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """Runs a whole training step dry and returns its record."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -125,6 +125,20 @@ def trace_part(
         stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
         boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
         return record(dry, boundaries, repeats=len(parts))
+
+
+def trace_inference(
+    model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, role: CudaRole | None = None
+) -> StepTrace:
+    """`call(model, batch)` without gradients, run dry: an evaluation, all of it in the phase forward.
+
+    Nothing of the model, the batch or the random generators is changed.
+    """
+    with _dry(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role) as dry:
+        with torch.no_grad():
+            call(model, batch)
+        trace = record(dry, [0, len(dry.operators)], repeats=1)
+    return trace if role is None else as_allocated(trace)
 
 
 @contextmanager
