@@ -1,4 +1,4 @@
-"""Trainings that are really killed, by the hundred: each in a child that is forked from a process with its imports made.
+"""Trainings that are really killed, by the hundred: each in a child forked from a process with its imports made.
 
 Run as a program, this is that process: it reads jobs, a line of JSON each, and answers with a line. A job is a
 training's configuration, whether it is resumed, and when it is killed: after some seconds, or just before the n-th
