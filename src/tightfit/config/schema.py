@@ -289,8 +289,8 @@ class MemoryConfig(Section):
     """If a step runs out of memory, undo it and run it again on the same samples and random numbers with a tighter
     plan. Batch and schedule stay unchanged. false: the training ends with the error."""
     max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 0.5
-    """Largest measured slowdown of the planned step against the plain one: 0.5 is 50% more time. Beyond it, the training
-    tries a looser plan that still fits the budget and computes the same bits, and keeps it if it is faster; null: off."""
+    """Largest measured slowdown of the planned step against the plain one: 0.5 is 50% more time. Beyond it, a looser
+    plan takes over if it fits the budget, computes the same bits and is measured faster; null: off."""
 
     @model_validator(mode="after")
     def _one_hand_on_recompute(self) -> Self:

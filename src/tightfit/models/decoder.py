@@ -58,7 +58,8 @@ class RotaryTable(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)
-        frequencies = config.rope_theta ** (-pairs / config.head_width)
+        # A quotient, not a negative power, which rounds otherwise: an exported model's logits are equal bit for bit.
+        frequencies = 1.0 / config.rope_theta ** (pairs / config.head_width)
         angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles.cos(), persistent=False)

@@ -105,12 +105,12 @@ class Stepper:
         """Step `number` of the training; a stepper that recovers from out of memory does so here."""
         return self.step(batch)
 
-    def observe(self, batch: Mapping[str, Any], step: "StepFigures") -> None:
+    def observe(self, batch: Mapping[str, Any], step: "StepMeasured") -> None:
         """Told of each step that is done, with what was measured of it."""
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepMeasured:
     """What was measured of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all
     others if it `is_settled`.
     """
@@ -132,6 +132,7 @@ class StepUnderWay:
         self._loss: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
         self._scale: float | None = None
+        self._is_scaled = False  # the scaler has the scale of the next step
 
     def compute_gradients(self) -> None:
         """Those of the batch in its micro-batches, clipped."""
@@ -160,9 +161,10 @@ class StepUnderWay:
             del optimizer.step
 
     def end(self) -> None:
-        """The scale of the next step, and no gradients."""
-        if self._stepper.scaler is not None:
+        """The scale of the next step, and no gradients. Can be called again where it failed."""
+        if self._stepper.scaler is not None and not self._is_scaled:
             self._stepper.scaler.update()
+            self._is_scaled = True
         let_go(self._stepper.optimizer, self._stepper.settings)
 
     def outcome(self) -> StepOutcome:
@@ -307,7 +309,7 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
     seconds = time.perf_counter() - begun
     tokens = batch["input_ids"].numel()
     is_settled = len(record.seconds) >= SETTLED and step not in watch.measured
-    stepper.observe(batch, StepFigures(step, seconds, peak, is_settled))
+    stepper.observe(batch, StepMeasured(step, seconds, peak, is_settled))
     if is_settled:
         record.settled_seconds.append(seconds)
     record.add(outcome, tokens, seconds)

@@ -13,11 +13,13 @@ from tightfit.checkpoint.stored import Checkpoint
 from tightfit.config import Config, load_config, parse_config
 from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
+from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CheckpointError, VerificationFailed
+from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
-from tightfit.models.generation import generate_text
+from tightfit.models.generation import continue_ids, generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.planner.plans import Plan
@@ -122,9 +124,7 @@ class _Run:
         if config.memory.allocator is not None:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
         device = lookup_present(None if training.device == "auto" else training.device, notice=self.reporter.on_note)
-        data = prepare_data(
-            config.data, config.model, objective=training.objective, notice=self.reporter.on_note
-        )
+        data = prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
         context = Context.of(config, data, device)
         record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = build_model(config.model, seed=training.seed)
@@ -309,6 +309,8 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     """The beginning of a sample that was held out, if one was, and what the model makes of it."""
     samples = data.validation if len(data.validation) else data.training
+    if data.objective == "sft":
+        return _sample_answer(model, data.tokenizer, samples.batch([0]), seed=seed)
     return generate_text(
         model,
         data.tokenizer,
@@ -318,6 +320,23 @@ def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
         top_k=SAMPLE_TOP_K,
         seed=seed,
     )
+
+
+def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, torch.Tensor], *, seed: int) -> str:
+    """What was said before the first answer of a sample, and the model's answer."""
+    learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
+    asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
+    stop = tokenizer.chat.end_of_turn()
+    answer = continue_ids(
+        model,
+        asked,
+        stop=tokenizer.end_of_text if stop is None else stop,
+        max_new_tokens=SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
+        seed=seed,
+    )
+    return tokenizer.decode(asked) + tokenizer.decode(answer)
 
 
 @contextmanager
