@@ -93,10 +93,9 @@ def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: N
 
 
 def with_everything(folder: Path) -> Config:
-    """Packing and buckets too, where the data has them."""
-    known = DataConfig.model_fields
-    data = {"packing": "best_fit"} if "packing" in known else {}
-    return training(folder, data=data, memory={"budget": "0.9x", "levers": "exact"})
+    """Packing and a plan too."""
+    data = {"packing": "best_fit"} if "packing" in DataConfig.model_fields else {}
+    return training(folder, data=data, memory={"budget": "0.9x", "levers": "exact", "max_slowdown": None})
 
 
 @pytest.mark.slow  # two trainings a moment
