@@ -86,7 +86,8 @@ class RunFolder:
         """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
         with self._writing(self.path):
             free = shutil.disk_usage(self.path).free
-            free += sum(path.stat().st_blocks * _BLOCK for path in self._earlier())
+            held = [*self._earlier(), *(path for path in self.checkpoints.rglob("*") if path.is_file())]
+            free += sum(path.stat().st_blocks * _BLOCK for path in held)
         if free < needed_bytes:
             raise OutputError(
                 f"{self.path}: {format_bytes(free)} are free, and this training writes {format_bytes(needed_bytes)} "
