@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from tightfit.data.packing import PackedSamples
+from tightfit.data.samples import Samples
 from tightfit.models.mode import evaluating
 from tightfit.step import Loss, Precision, autocast
 from tightfit.training.objective import VALID_TOKENS, counted
@@ -15,7 +16,7 @@ from tightfit.training.objective import VALID_TOKENS, counted
 @torch.no_grad()
 def evaluation_loss(
     model: nn.Module,
-    samples: PackedSamples,
+    samples: Samples,
     loss: Loss,
     *,
     micro_batch_size: int,
@@ -40,6 +41,11 @@ def evaluation_loss(
     return total / tokens if tokens else None
 
 
-def _batches(samples: PackedSamples, size: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def _batches(samples: Samples, size: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """All samples in batches of at most `size` rows; those of unlike length by length, so that few are padded much, the
+    longest first, so that an evaluation that runs out of memory does so at once.
+    """
+    order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
+    size = max(size // samples.rows, 1)
     for first in range(0, len(samples), size):
-        yield counted(samples.batch(range(first, min(first + size, len(samples)))), device)
+        yield counted(samples.batch(order[first : first + size]), device)

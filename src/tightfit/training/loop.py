@@ -69,6 +69,8 @@ class Stepper:
     loss: Loss
     settings: StepSettings
     micro_batches: int
+    # By the tokens of a row, where it depends on them.
+    micro_batches_for: Callable[[int], int] | None = field(default=None, kw_only=True)
     interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
     corrections = Corrections()  # no field: those of a stepper that recovers are one
 
@@ -90,6 +92,12 @@ class Stepper:
         step.update()
         step.end()
         return step.outcome()
+
+    def count_for(self, batch: Mapping[str, Any]) -> int:
+        """The micro-batches of a batch."""
+        if self.micro_batches_for is None:
+            return self.micro_batches
+        return self.micro_batches_for(batch["input_ids"].shape[1])
 
     def undo(self) -> None:
         """After a signal has cut a step in `compute_gradients`: everything as it was before the step. Can be called
@@ -137,7 +145,7 @@ class StepUnderWay:
     def compute_gradients(self) -> None:
         """Those of the batch in its micro-batches, clipped."""
         stepper = self._stepper
-        parts = as_parts(split_batch(self._batch, stepper.micro_batches), stepper.loss)
+        parts = as_parts(split_batch(self._batch, stepper.count_for(self._batch)), stepper.loss)
         precision, scaler = stepper.settings.precision, stepper.scaler
         in_backward = steps_in_backward(stepper.optimizer)
         watched = _UntilWeightsMove(stepper.interrupt, len(parts)) if in_backward else None
