@@ -160,7 +160,7 @@ class Lever:
         return None
 
     def apply(self, model: "nn.Module") -> "Removable | None":
-        """Apply the lever to a model and return the handle that removes it, or None for a lever that changes no module."""
+        """Apply the lever to a model, and return the handle that removes it. None if the lever changes no module."""
         raise NotImplementedError  # each lever has its own
 
     def mixed(self, higher: Self, last: int) -> Self:

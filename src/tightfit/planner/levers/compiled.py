@@ -50,7 +50,7 @@ class CompiledBlocks(Lever):
             return None
         return (
             f"compile is not available in a plan for {device.name}: tightfit predicts compiled code for a CPU only: "
-            "leave compile out of the levers, or call compile_blocks without a plan"
+            "leave it out of the levers, or call compile_blocks without a plan"
         )
 
     def mixed(self, higher: "CompiledBlocks", last: int) -> "CompiledBlocks":
