@@ -1,7 +1,7 @@
 """What a MiniMind training under a plan came to, as text for a terminal."""
 
 from tightfit.integrations.minimind import MiniMindRun
-from tightfit.monitoring.describe import told_source
+from tightfit.monitoring.describe import source_in_words
 from tightfit.report.plan_tables import block_table, notes, worst_case
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
@@ -33,7 +33,7 @@ def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
         f"{record.steps} steps, {recomputing} of {len(plan.choices)} blocks recompute.",
         f"Budget {format_bytes(plan.budget_bytes)}; measured peak {format_bytes(record.peak_bytes)} "
         f"({record.peak_bytes / plan.plain_peak_bytes:.1%} of the plain one, "
-        f"{against_prediction(record.peak_bytes, plan.peak_bytes)}): {told_source(record)}.",
+        f"{against_prediction(record.peak_bytes, plan.peak_bytes)}): {source_in_words(record)}.",
         *worst_case(plan.peak_bytes, plan.worst_peak_bytes),
         "",
         table,
