@@ -60,7 +60,7 @@ def test_a_setting_that_is_none_is_one_line():
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_an_environment_that_says_otherwise_is_not_overridden_silently(variable, monkeypatch):
     monkeypatch.setenv(variable, "backend:native")
-    with pytest.raises(InputError, match=f"{variable} is set to 'backend:native' already: take one of them away"):
+    with pytest.raises(InputError, match=f"{variable} is set to 'backend:native' already: remove one of them"):
         set_allocator("expandable_segments")
     monkeypatch.setenv(variable, "expandable_segments:True")
     set_allocator("expandable_segments")

@@ -1,11 +1,11 @@
 """Attention tile by tile: online softmax forward, recomputed probabilities backward.
 
-Forward, per chunk of queries, over its tiles: with s a tile's scores and m the running maximum,
-m' = max(m, max s), l' = l exp(m - m') + sum exp(s - m'), o' = o exp(m - m') + exp(s - m') v; the output is o / l
-(Milakov and Gimelshein 2018; Rabe and Staats 2021). Backward, with the probabilities p = exp(s - m) / l:
-dv += pᵀ do, ds = p (do vᵀ - sum(do * o)), dq += ds k, dk += dsᵀ q (Dao et al. 2022). The log-sum-exp is saved as its
-two parts m and l: of their sum m + log l the rounding would move all of a row's probabilities together, which made
-gradients in fp32 a quarter less exact than those of a plain softmax. What divides by l is do, a row at a time.
+Forward, per chunk of queries, over its tiles: with s a tile's scores and m the running maximum, m' = max(m, max s), l'
+= l exp(m - m') + sum exp(s - m'), o' = o exp(m - m') + exp(s - m') v; the output is o / l (Milakov and Gimelshein 2018;
+Rabe and Staats 2021). Backward, with the probabilities p = exp(s - m) / l: dv += pᵀ do, ds = p (do vᵀ - sum(do * o)),
+dq += ds k, dk += dsᵀ q (Dao et al. 2022). The log-sum-exp is saved as its two parts m and l. Rounding their sum m + log
+l would change all probabilities of a row together, which made gradients in fp32 a quarter less exact than those of a
+plain softmax. The division by l is applied to do, one row at a time.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tightfit.ops._visibility import Tile, Visibility
 
 
 class ChunkedAttention(torch.autograd.Function):
-    """See `attention`. mask has four dimensions. Saves the inputs, the output and a log-sum-exp a query."""
+    """See `attention`. mask has four dimensions. Saves the inputs, the output and one log-sum-exp for each query."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class Tiles:
         return self.visibility.tiles(self.q.shape[2], self.k.shape[2], self.size, q0)
 
     def chunk(self, values: Tensor, q0: int) -> Tensor:
-        """Queries [q0, q0 + size) of `values` (B, Hq, Tq, n), those that share a key head one after the other."""
+        """Queries [q0, q0 + size) of `values` (B, Hq, Tq, n), with those that share a key head next to each other."""
         part = values[:, :, q0 : q0 + self.size].to(self.dtype)
         return part.reshape(part.shape[0], self.k.shape[1], -1, part.shape[3])
 
@@ -87,7 +87,7 @@ class Tiles:
         return self.chunk(self.q, q0) * self.scale
 
     def spread_(self, target: Tensor, q0: int, chunk: Tensor) -> None:
-        """Write a chunk back to where `chunk` read it."""
+        """Write a chunk to the place from which `chunk` read it."""
         part = target[:, :, q0 : q0 + self.size]
         part.copy_(chunk.reshape(part.shape))
 
@@ -102,7 +102,7 @@ class Tiles:
         return scores.unflatten(2, (self.visibility.groups, -1))
 
     def over_queries(self, pairs: Tensor, rows: Tensor) -> Tensor:
-        """pairsᵀ rows, (B, Hkv, keys, n): summed for each query head by itself first, which rounds away less."""
+        """pairsᵀ rows (B, Hkv, keys, n). It is summed for each query head first, which loses less to rounding."""
         return (self.by_group(pairs).mT @ self.by_group(rows)).sum(dim=2)
 
     def scores(self, queries: Tensor, keys: Tensor, tile: Tile) -> Tensor:
@@ -111,7 +111,7 @@ class Tiles:
         return scores
 
     def attend(self, q0: int) -> tuple[Tensor, Tensor]:
-        """Output (..., Dv) of a chunk, maximum and sum of exponentials (..., 2); 0, 0 and 1 where nothing is seen."""
+        """Output (..., Dv) of a chunk; maximum and sum of exponentials (..., 2). They are 0, 0 and 1 if no key is seen."""
         queries = self.queries(q0)
         out = queries.new_zeros(*queries.shape[:3], self.v.shape[3])
         total = queries.new_zeros(*queries.shape[:3], 1)
@@ -130,7 +130,7 @@ class Tiles:
 
 
 class Sums:
-    """The gradients of q, k, v and the mask; all but the first are summed over the chunks of queries."""
+    """The gradients of q, k, v and the mask. All except that of q are summed over the chunks of queries."""
 
     def __init__(self, tiles: Tiles, needed: tuple[bool, ...]):
         of_q, of_k, of_v, of_mask = needed[:4]
@@ -141,7 +141,7 @@ class Sums:
         self.mask = torch.zeros_like(tiles.mask, dtype=tiles.dtype) if of_mask and tiles.mask is not None else None
 
     def add(self, q0: int, gradient: Tensor, out: Tensor, log_sum: Tensor) -> None:
-        """Add what the chunk at q0 gives, from the gradient of its output, its output, and its maximum and sum."""
+        """Add the part of the chunk at q0, from the gradient of its output, its output, and its maximum and sum."""
         tiles = self.tiles
         queries = tiles.queries(q0)
         of_queries = torch.zeros_like(queries)

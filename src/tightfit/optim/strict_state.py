@@ -1,7 +1,7 @@
-"""Loading an optimizer's state: each tensor as it was saved, and nothing that does not fit.
+"""Loads an optimizer's state strictly: each tensor as it was saved, and an error for everything that does not fit.
 
 `torch.optim.Optimizer.load_state_dict` casts every state to the dtype and the device of its parameter, and does not
-look at shapes.
+check shapes.
 """
 
 from collections import defaultdict
@@ -17,10 +17,10 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 class StrictStateOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states keep the dtype and the place that they were saved with."""
+    """An optimizer whose loaded states keep their saved dtype, on the device where this optimizer holds them."""
 
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
-        """Where a parameter's state of this name lies."""
+        """The device of a parameter's state."""
         return parameter.device
 
     def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -34,9 +34,9 @@ class StrictStateOptimizer(torch.optim.Optimizer):
         """Told after weights and states were read into their memory from a checkpoint."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over settings and states, whole or not at all.
+        """Load settings and states, all or nothing.
 
-        Raises `InputError` where the groups, their lengths or the shape of a state do not fit.
+        Raises `InputError` if the groups, their lengths or the shape of a state do not fit.
         """
         owners = _owners(self.param_groups, state_dict)
         for index, states in state_dict["state"].items():
@@ -48,7 +48,7 @@ class StrictStateOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key not in _NOT_SETTINGS})
 
     def _taken(self, parameter: Tensor, key: str, value: Any) -> Any:
-        """A copy of a saved state, where this optimizer keeps it; counters of steps stay where they are."""
+        """A copy of a saved state on this optimizer's device. Counts of steps stay on theirs."""
         if not isinstance(value, Tensor):
             return value
         device = value.device if value.dim() == 0 and parameter.dim() > 0 else self.state_device(parameter, key)
@@ -56,7 +56,7 @@ class StrictStateOptimizer(torch.optim.Optimizer):
 
 
 def _owners(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """The parameter of each index of a saved state. Raises `InputError` where there are more or fewer."""
+    """The parameter of each index of a saved state. Raises `InputError` if their numbers differ."""
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise InputError(f"load_state_dict: the saved state has {len(saved)} parameter groups, this optimizer has "
