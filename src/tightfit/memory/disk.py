@@ -126,7 +126,7 @@ class DiskStore:
         return Extent(self._end - nbytes, nbytes)
 
     def free(self, buffer: Extent, nbytes: int) -> None:
-        """Free an extent and merge it with free neighbours. At the end of the file, its space is returned to the disk."""
+        """Free an extent and merge it with free neighbours. At the end of the file, return its space to the disk."""
         holes = sorted([*self._holes, buffer])
         self._holes = holes[:1]
         for hole in holes[1:]:

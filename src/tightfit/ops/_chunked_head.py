@@ -106,7 +106,7 @@ class Gradients:
         )
 
     def add(self, head: Head, tokens: Tokens, span: tuple[int, int], hidden: Tensor, gradient: Tensor) -> None:
-        """Add the part of a chunk. `gradient` (rows, V) is that of its logits, `hidden` (rows, D) has the same dtype."""
+        """Add the part of a chunk: `gradient` (rows, V) of its logits, and `hidden` (rows, D) of the same dtype."""
         if self.hidden is not None:
             tokens.scatter_(self.hidden, *span, blocked_product(gradient, head.weight))
         if self.weight is not None:

@@ -1,11 +1,13 @@
 """Attention tile by tile: online softmax forward, recomputed probabilities backward.
 
-Forward, per chunk of queries, over its tiles: with s a tile's scores and m the running maximum, m' = max(m, max s), l'
-= l exp(m - m') + sum exp(s - m'), o' = o exp(m - m') + exp(s - m') v; the output is o / l (Milakov and Gimelshein 2018;
-Rabe and Staats 2021). Backward, with the probabilities p = exp(s - m) / l: dv += pᵀ do, ds = p (do vᵀ - sum(do * o)),
-dq += ds k, dk += dsᵀ q (Dao et al. 2022). The log-sum-exp is saved as its two parts m and l. Rounding their sum m + log
-l would change all probabilities of a row together, which made gradients in fp32 a quarter less exact than those of a
-plain softmax. The division by l is applied to do, one row at a time.
+Forward, per chunk of queries, over its tiles: with s a tile's scores and m the running maximum,
+m' = max(m, max s), l' = l exp(m - m') + sum exp(s - m'), o' = o exp(m - m') + exp(s - m') v; the output is o / l
+(Milakov and Gimelshein 2018; Rabe and Staats 2021). Backward, with the probabilities p = exp(s - m) / l:
+dv += pᵀ do, ds = p (do vᵀ - sum(do * o)), dq += ds k, dk += dsᵀ q (Dao et al. 2022).
+
+The log-sum-exp is saved as its two parts m and l. Rounding their sum m + log l would change all probabilities of a row
+together, which made gradients in fp32 a quarter less exact than those of a plain softmax. The division by l is applied
+to do, one row at a time.
 """
 
 from typing import Any
@@ -111,7 +113,7 @@ class Tiles:
         return scores
 
     def attend(self, q0: int) -> tuple[Tensor, Tensor]:
-        """Output (..., Dv) of a chunk; maximum and sum of exponentials (..., 2). They are 0, 0 and 1 if no key is seen."""
+        """Output (..., Dv) of a chunk; maximum and sum of exponentials (..., 2). 0, 0 and 1 if no key is visible."""
         queries = self.queries(q0)
         out = queries.new_zeros(*queries.shape[:3], self.v.shape[3])
         total = queries.new_zeros(*queries.shape[:3], 1)

@@ -96,7 +96,7 @@ def joined(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split_into(number: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write fp32 numbers as the nearest bf16 (halves away from zero) and an int16 remainder in units of the last bit."""
+    """Write fp32 numbers as the nearest bf16 (halves away from zero) and an int16 remainder in the last bits."""
     # Halves away from zero: the remainder is then from -2^15 to 2^15 - 1, which fits 16 bits.
     bits = number.view(torch.int32)
     upper = bits.add(_HALF).bitwise_right_shift_(_BITS)

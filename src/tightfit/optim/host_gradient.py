@@ -19,7 +19,7 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class HostGradient(Tensor):
-    """A parameter's gradient in host memory. It reports the parameter's shape, dtype and device, as PyTorch requires."""
+    """A parameter's gradient in host memory. It reports the shape, dtype and device that PyTorch requires."""
 
     __torch_function__: Any = no_torch_function
 
