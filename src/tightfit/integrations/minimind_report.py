@@ -1,4 +1,4 @@
-"""What a MiniMind training under a plan came to, as text for a terminal."""
+"""Reports a MiniMind training under a plan, as text for a terminal."""
 
 from tightfit.integrations.minimind import MiniMindRun
 from tightfit.monitoring.describe import source_in_words
@@ -6,11 +6,11 @@ from tightfit.report.plan_tables import block_table, notes, worst_case
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
-AS_PREDICTED = 0.001  # what docs/guarantees.md promises of a predicted peak
+AS_PREDICTED = 0.001  # the accuracy of a predicted peak that docs/guarantees.md promises
 
 
 def against_prediction(measured_bytes: int, predicted_bytes: int) -> str:
-    """`as predicted`, or by how much it is not."""
+    """`as predicted`, or the difference from the prediction."""
     off = measured_bytes / predicted_bytes - 1
     if abs(off) <= AS_PREDICTED:
         return "as predicted"
@@ -18,7 +18,7 @@ def against_prediction(measured_bytes: int, predicted_bytes: int) -> str:
 
 
 def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
-    """Plain and planned peak against the measured one, and what the blocks did."""
+    """The plain, the planned and the measured peak, and the choices of the blocks."""
     record, plan = run.record, run.plan
     if plan is None:
         return "tightfit: the script ended before it trained, so nothing was planned."
