@@ -22,7 +22,7 @@ def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precis
     if hasattr(loss, "_torchdynamo_orig_callable"):
         raise InputError(
             "loss is compiled by torch.compile, and tightfit does not predict the memory of such code: pass the "
-            "function that you compiled"
+            "uncompiled function"
         )
     if loss is not None and not callable(loss):
         raise InputError(f"loss is a {type(loss).__name__}, wanted callable(model, batch) -> scalar tensor, or None")
@@ -43,7 +43,7 @@ def refuse_compiled(model: nn.Module) -> None:
         if is_wrapper or replaced or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise InputError(
                 f"{path or 'the model'} is compiled by torch.compile, and tightfit does not predict the memory of such "
-                "code: pass the model that you compiled, or name the lever compile, which compiles blocks within a plan"
+                "code: pass the uncompiled model, or name the lever compile, which compiles blocks within a plan"
             )
 
 
