@@ -13,8 +13,8 @@ from tightfit.tracing.unbacked import unbacked_tensor
 KNOWN_LIMIT = 1 << 16
 # ... bytes of booleans, such as a mask of 11,000 x 11,000 tokens, ...
 LARGEST_KNOWN = 1 << 27
-# ... and bytes of integers, such as a router's one-hot choice of 8 of 128 experts for 32,768 tokens. An unknown choice is
-# assumed to send every token to every expert.
+# ... and bytes of integers, such as a router's one-hot choice of 8 of 128 experts for 32,768 tokens. An unknown choice
+# is assumed to send every token to every expert.
 LARGEST_INTEGERS = 1 << 28
 
 
