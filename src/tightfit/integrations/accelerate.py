@@ -52,6 +52,7 @@ def apply_budget(
         grad_clip=grad_clip,
     )
     plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
+    # The user's checkpointing inside planned blocks would recompute twice, so the plan is made with it switched off.
     taken = take_over(model)
     try:
         own = own_peak(step, [batch], taken)

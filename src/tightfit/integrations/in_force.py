@@ -12,6 +12,7 @@ from tightfit.planner.plans import Plan
 
 logger = logging.getLogger(__name__)
 
+# Weakly: a plan whose handle is gone cannot be undone by it, and its model may be gone too.
 _PUT_ON: weakref.WeakKeyDictionary[Applied, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 

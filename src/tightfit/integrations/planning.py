@@ -144,6 +144,7 @@ def tightened(
         planned = worst_as_planned(step, plan, others)
         if planned.peak_bytes <= budget - UNSEEN_BYTES:
             return replace(plan, planned=planned)
+        # Lower the budget for this batch by what the worst batch lacks under the plan.
         bound -= planned.peak_bytes + UNSEEN_BYTES - budget
         try:
             plan = plan_one(step, batch, replace(plan_settings, budget=bound))
@@ -180,6 +181,7 @@ def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
     """The fastest plan that the guest can run. Its number of micro-batches must divide each accumulated batch."""
     levers = allowed_levers(plan_settings.levers)
     counts = [step.accumulated]
+    # The guest runs each accumulated batch by itself, so micro-batches must not reach over two of them.
     if MicroBatches.name in levers and step.accumulated > 1:
         size = batch_size(batch)
         counts = [step.accumulated * n for n in range(1, size + 1) if size % n == 0]

@@ -54,6 +54,7 @@ def measure_weighing(step: GuestStep, batch: Batch) -> Weighing:
         except Exception as error:  # a loss for whole batches may raise anything for a single sample
             raise LeverError(f"the loss of a part of its batch cannot be computed ({error})") from error
     apart = [abs(whole - _total(weighing, alone, parts)) / abs(whole) for weighing in WEIGHINGS] if whole else []
+    # The strict limit first: in 16 bits several weighings may agree within the loose one.
     for rounding in (ROUNDING, ROUNDING_16_BIT if _is_16_bit(step) else ROUNDING):
         for weighing, distance in zip(WEIGHINGS, apart, strict=False):
             if distance <= rounding:

@@ -33,6 +33,7 @@ class DeferringForward(FrugalForward):
 
 def can_defer(head: nn.Linear, hidden: torch.Tensor) -> bool:
     """Whether gradients are recorded, and `F.linear` accepts the operands as plain tensors."""
+    # Without gradients nothing would save the logits for backward, so deferring them gains nothing.
     tensors = [hidden, head.weight] if head.bias is None else [hidden, head.weight, head.bias]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return False

@@ -53,7 +53,7 @@ def viewed(hidden: Tensor, vocabulary: int, *shape: Any) -> Tensor | None:
         return None
     if sizes[-1] not in (-1, vocabulary):
         return None
-    if not leading:
+    if not leading:  # a view with one dimension: the vocabulary is the last one only if there is one token
         return hidden.reshape(hidden.shape[-1]) if tokens == 1 else None
     return hidden.reshape(*leading, hidden.shape[-1])
 

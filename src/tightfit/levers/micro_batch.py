@@ -79,7 +79,7 @@ def as_parts(batches: Sequence[Batch], loss: Loss) -> list[Part]:
     counts = [getattr(loss, "count", valid_tokens)(batch) for batch in batches]
     total = sum(counts)
     if total == 0:
-        return [Part(batches[0], 1.0)]
+        return [Part(batches[0], 1.0)]  # no label counts: one part gives the loss that the whole batch would give
     return [Part(batch, count / total) for batch, count in zip(batches, counts, strict=True) if count]
 
 

@@ -66,7 +66,7 @@ class TiledForward(FrugalForward):
         self.tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.removed or transforms_are_active():
+        if self.removed or transforms_are_active():  # `Tiled` is an autograd.Function without a rule for transforms
             return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() != 3:
             raise LeverError(f"tile: {self.path} is not given one tensor (B, T, n): leave it out of the pattern")

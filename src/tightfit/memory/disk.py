@@ -136,6 +136,7 @@ class DiskStore:
             else:
                 self._holes.append(hole)
         if self._holes[-1].end == self._end:
+            # The budget limits the end of the file, so a free end counts as free again.
             self._end = self._holes.pop().start
             os.ftruncate(self._fd, self._end)
 

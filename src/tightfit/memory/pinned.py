@@ -87,7 +87,7 @@ class PinnedStore:
         """A buffer of `nbytes` bytes; None if the budget is used up or the host has no room."""
         if self.used_bytes + nbytes > self.budget_bytes:
             return None
-        pages = mmap.mmap(-1, nbytes)
+        pages = mmap.mmap(-1, nbytes)  # not `pin_memory`, which rounds up to a power of two
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         if not self._pinning.register(address, nbytes):
             return None

@@ -116,6 +116,7 @@ class BufferPool(Generic[StoreType]):
 
     def _make(self, nbytes: int) -> Any:
         buffer = self.store.allocate(nbytes)
+        # Sizes of an earlier batch shape may fill the store with buffers that are never used again.
         while buffer is None and self._drop_one():
             buffer = self.store.allocate(nbytes)
         if buffer is not None:

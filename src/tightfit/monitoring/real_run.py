@@ -123,6 +123,7 @@ class RealRun(Recording):
         if self.passive or self.aside:
             return func(*args, **kwargs)
         if self.phase is not Phase.BACKWARD and current_node() is not None:
+            # A loss made outside of the model runs backward operators before the hooks on the model's results run.
             self.on_backward()
         traits = traits_of(func)
         if traits.is_view:

@@ -82,7 +82,7 @@ class Stage:
         for result in _tensors(output):
             if result.requires_grad and result.grad_fn is not None:
                 result.register_hook(self._gradient_arrives)
-                if result.dim() == 0:  # a loss: its gradient arrives before all others
+                if result.dim() == 0:  # a loss: its gradient arrives before all others, so one hook is enough
                     return
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:

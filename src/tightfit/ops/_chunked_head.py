@@ -88,6 +88,7 @@ class Head:
 
     def logits(self, hidden: Tensor, out: Tensor, narrow: Tensor | None) -> Tensor:
         """The logits of a chunk of hidden states, in the buffer `out`. `narrow` is a buffer of the products' dtype."""
+        # `out=`: a new tensor for each chunk would exist beside the last chunk's logits.
         product = (out if narrow is None else narrow)[: len(hidden)]
         if self.bias is None:
             torch.mm(hidden, self.weight.t(), out=product)
@@ -100,6 +101,7 @@ class Gradients:
     """Sums of the gradients of hidden, weight and bias, always in fp32 (fp64 for fp64 inputs)."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]):
+        # In the inputs' own 16 bits, small parts of many chunks would be lost in large sums.
         self.hidden, self.weight, self.bias = (
             torch.zeros_like(source, dtype=accumulation_dtype(source.dtype)) if need and source is not None else None
             for source, need in zip((hidden, weight, bias), needed, strict=True)
@@ -118,6 +120,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
+    # The product in the wider dtype exists in pieces only: as a whole it is as large as the weight's gradient.
     most = max(PIECE_BYTES, left.numel() * total.itemsize // PIECES_OF_A_CHUNK)
     rows = max(most // (right.shape[1] * total.itemsize), 1)
     for start in range(0, len(total), rows):
@@ -128,6 +131,7 @@ def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right of 16-bit inputs, without rounding the result to 16 bits."""
     if on_cuda(left):
         return torch.mm(left, right, out_dtype=dtype)
+    # A CPU has no kernel for `out_dtype`, so the operands are widened.
     return left.to(dtype) @ right.to(dtype)
 
 
@@ -162,6 +166,7 @@ def run_chunks(
     shape = (rows, len(head.weight))
     buffer = torch.empty(shape, dtype=head.accumulate, device=head.hidden.device)
     narrow = None if head.weight.dtype == head.accumulate else torch.empty_like(buffer, dtype=head.weight.dtype)
+    # fp64: one number for each token is cheap, and the sum over many tokens keeps its digits.
     losses = torch.empty(tokens.count, dtype=torch.float64, device=head.hidden.device)
     for start, stop in tokens.chunks(rows):
         hidden = tokens.gather(head.hidden, start, stop).to(head.weight.dtype)
@@ -172,7 +177,7 @@ def run_chunks(
             continue
         losses[start:stop] = loss_and_gradient_(logits, labels, terms, scale[start:stop])
         if gradients.bias is not None:
-            gradients.bias.add_(logits.sum(dim=0))
+            gradients.bias.add_(logits.sum(dim=0))  # from the wide buffer, before its gradient is rounded below
         gradient = logits if narrow is None else narrow[: len(logits)].copy_(logits)
         gradients.add(head, tokens, (start, stop), hidden, gradient)
     return losses
@@ -189,8 +194,9 @@ class Softmax:
 
 def loss_(logits: Tensor, labels: Tensor, terms: Terms) -> Softmax:
     """The loss of each row of `logits`, which are overwritten by exp(logits - their maximum)."""
+    # In place throughout: the logits are the largest tensor here, and nothing reads them afterwards.
     highest = logits.amax(dim=1, keepdim=True)
-    logits.sub_(highest)
+    logits.sub_(highest)  # so that no exponential overflows
     target = logits.gather(1, labels)
     mean = logits.mean(dim=1, keepdim=True) if terms.label_smoothing else None
     total = logits.exp_().sum(dim=1, keepdim=True).double()
@@ -210,6 +216,7 @@ def loss_and_gradient_(logits: Tensor, labels: Tensor, terms: Terms, scale: Tens
     d loss / d l_v = p_v (1 + 2 z lse) - (1 - e) [v = y] - e / V, for smoothing e and z-loss z.
     """
     softmax = loss_(logits, labels, terms)
+    # The buffer now holds exponentials. One multiplication makes them scaled probabilities.
     pull = scale * (1 + 2 * terms.z_loss * softmax.log_total) if terms.z_loss else scale
     logits.mul_((pull / softmax.total).to(logits.dtype))
     if terms.label_smoothing:

@@ -121,12 +121,13 @@ class Tiles:
         for tile in self.of(q0):
             scores = self.scores(queries, self.keys(tile), tile)
             before, highest = highest, torch.maximum(highest, scores.amax(dim=-1, keepdim=True))
+            # A query that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
             subtracted = highest.masked_fill(highest == -torch.inf, 0)
             weights = scores.sub_(subtracted).exp_()
             shrink = (before - subtracted).exp_()
             total.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
             out.mul_(shrink).add_(weights @ self.values(tile))
-        total.masked_fill_(total == 0, 1)
+        total.masked_fill_(total == 0, 1)  # a query without visible keys gives zeros, not NaN
         highest = highest.masked_fill(highest == -torch.inf, 0)
         return out.div_(total), torch.cat((highest, total), dim=-1)
 
@@ -137,6 +138,7 @@ class Sums:
     def __init__(self, tiles: Tiles, needed: tuple[bool, ...]):
         of_q, of_k, of_v, of_mask = needed[:4]
         self.tiles = tiles
+        # A chunk writes its part of q's gradient once. The others are sums over chunks, so they need zeros in fp32.
         self.q = torch.empty_like(tiles.q) if of_q else None
         self.k = torch.zeros_like(tiles.k, dtype=tiles.dtype) if of_k else None
         self.v = torch.zeros_like(tiles.v, dtype=tiles.dtype) if of_v else None
@@ -149,6 +151,7 @@ class Sums:
         of_queries = torch.zeros_like(queries)
         highest, total = log_sum.split(1, dim=-1)
         gradient = gradient / total
+        # fp64 costs little for one number per query, and it is subtracted from every score's gradient.
         correction = (gradient.double() * out).sum(dim=-1, keepdim=True).to(tiles.dtype)
         for tile in tiles.of(q0):
             keys = tiles.keys(tile)
@@ -156,7 +159,7 @@ class Sums:
             if self.v is not None:
                 self.v[:, :, tile.k0 : tile.k1].add_(tiles.over_queries(weights, gradient))
             of_scores = (gradient @ tiles.values(tile).mT).sub_(correction).mul_(weights)
-            del weights
+            del weights  # one buffer of scores less while the products below run
             self.add_to_mask(tile, of_scores)
             if self.q is not None:
                 of_queries.add_(of_scores @ keys)

@@ -83,7 +83,7 @@ class Visibility:
         return self.window is None or max(ahead, behind) < self.window
 
     def out_of_reach(self, tile: Tile, device: torch.device) -> Tensor:
-        """(queries, keys), True where the position hides the key."""
+        """(queries, keys) booleans, True if the position hides the key."""
         i = torch.arange(tile.q0 + self.offset, tile.q1 + self.offset, device=device)[:, None]
         j = torch.arange(tile.k0, tile.k1, device=device)
         if self.window is None:

@@ -139,7 +139,7 @@ def chunked_loss(
     if reduction == "none":
         loss = TokenLosses.apply(hidden, weight, bias, tokens, terms, rows, dtype)
     else:
-        divisor = max(tokens.count, 1) if reduction == "mean" else 1
+        divisor = max(tokens.count, 1) if reduction == "mean" else 1  # with every label ignored: 0 / 1, not 0 / 0
         loss = TotalLoss.apply(hidden, weight, bias, tokens, terms, rows, dtype, divisor, torch.is_grad_enabled())
     return loss
 
@@ -197,6 +197,7 @@ class TotalLoss(torch.autograd.Function):
         ctx.divisor = divisor / inside
         ctx.dtypes = dtypes(hidden, weight, bias)
         needed = [recording and need for need in ctx.needs_input_grad[:3]]
+        # The dtypes of products and sums are chosen here. Autocast would cast the fp32 buffers back to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, dtype)
             gradients = Gradients(hidden, weight, bias, needed) if any(needed) else None

@@ -76,6 +76,7 @@ def _forward(
 def _backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
+    # Only autograd reaches FlexAttention's backward, so its forward runs again with a graph of its own.
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with torch.autocast(q.device.type, enabled=False), as_outside_of_kernels(), torch.enable_grad():
         return torch.autograd.grad(_attend(leaves[0], leaves[1], leaves[2], document_ids, *how), leaves, gradient)
@@ -93,7 +94,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
     """FlexAttention, compiled, or an error: without its kernel it would materialise the scores of all pairs."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)
+    return torch.compile(flex_attention, fullgraph=True)  # `fullgraph`: a graph break would fall back to eager scores
 
 
 _LIBRARY.impl("window_attention", _forward, "CUDA")
@@ -113,7 +114,7 @@ def _shapes_of_gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *how
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-# What is seen
+# Visibility
 
 
 def block_mask(q: Tensor, k: Tensor, document_ids: Tensor | None, causal: bool, window: int | None) -> Any:

@@ -83,7 +83,7 @@ class Silu:
         return F.silu(x)
 
     def gradient_(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x, written over `gradient` where autograd does not watch."""
+        """The gradient of x, written over `gradient` unless autograd records."""
         if torch.is_grad_enabled():  # autograd's own formula, which can be differentiated again
             sigmoid = torch.sigmoid(x)
             return gradient * sigmoid * (1.0 + x * (1.0 - sigmoid))
@@ -100,8 +100,8 @@ class Gelu:
         return F.gelu(x, approximate=self.approximate)
 
     def gradient_(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x, written over `gradient` where autograd does not watch."""
-        if torch.is_grad_enabled():
+        """The gradient of x, written over `gradient` unless autograd records."""
+        if torch.is_grad_enabled():  # the functional form, which can be differentiated again
             return aten.gelu_backward.default(gradient, x, approximate=self.approximate)
         return aten.gelu_backward.grad_input(gradient, x, approximate=self.approximate, grad_input=gradient)
 

@@ -52,6 +52,7 @@ class Tiled(torch.autograd.Function):
         before = random_state(x.device)
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         out = torch.cat([function(part) for part in x.split(tokens, dim=1)], dim=1)
+        # Kept only if the function drew random numbers (dropout). Else backward has nothing to repeat.
         ctx.random = None if before == random_state(x.device) else before
         return out
 
@@ -68,7 +69,7 @@ class Tiled(torch.autograd.Function):
                 if of_x is not None:
                     of_x[:, rows] = 0 if of_part is None else of_part
                 sums = [grown(total, more) for total, more in zip(sums, made, strict=True)]
-                del of_part, made
+                del of_part, made  # a tile's gradients must not live while the next tile runs
         return (None, None, of_x, *sums)
 
 

@@ -62,6 +62,7 @@ class FrugalOptimizer(StrictStateOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        # `Optimizer.__init__` calls this for each group too, before all of them are known.
         if self._is_built:
             self.adopt(self.param_groups[-1]["params"])
 
@@ -86,6 +87,7 @@ class FrugalOptimizer(StrictStateOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rest = dict(state)
+        # The choice is copied, not made again: the states exist where the original optimizer put them.
         own, choice = rest.pop(_OWN), rest.pop(_CHOICE)
         self._is_built = True
         self.prepare(**own)

@@ -84,6 +84,7 @@ class BF16AdamW(FrugalOptimizer):
             parameter.copy_(rounded_stochastically(weight, self._chance(parameter, state)))
 
     def _chance(self, parameter: Tensor, state: dict[str, Any]) -> torch.Generator:
+        # Not from PyTorch's generator: dropout would then draw other numbers than with AdamW.
         count = int(state["step"]) * len(self._numbers) + self._numbers[parameter]
         generator = torch.Generator(parameter.device)
         generator.manual_seed((self.seed + count * _STRIDE) % 2**63)
@@ -108,5 +109,6 @@ def rounded_stochastically(number: Tensor, generator: torch.Generator) -> Tensor
     """Round fp32 numbers to one of their two bf16 neighbours, the nearer one more often. Returns bf16."""
     noise = torch.randint(0, 1 << _BITS, number.shape, dtype=torch.int32, device=number.device, generator=generator)
     bits = noise.add_(number.view(torch.int32))
+    # Noise added to the bits of NaN could overflow them into a number.
     bits = torch.where(number.isfinite(), bits, number.view(torch.int32))
     return bits.bitwise_right_shift_(_BITS).to(torch.int16).view(torch.bfloat16)

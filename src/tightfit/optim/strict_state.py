@@ -24,14 +24,14 @@ class StrictStateOptimizer(torch.optim.Optimizer):
         return parameter.device
 
     def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a parameter's state of this name, where this optimizer keeps it."""
+        """Uninitialised memory for a parameter's state, on the device where this optimizer holds it."""
         place = self.state_device(parameter, key)
-        if tuple(shape) == tuple(parameter.shape):  # with the strides that the optimizer gives it
+        if tuple(shape) == tuple(parameter.shape):  # as the optimizer itself allocates it
             return torch.empty_like(parameter, dtype=dtype, device=place, memory_format=torch.preserve_format)
         return torch.empty(shape, dtype=dtype, device=place)
 
     def states_were_read(self) -> None:
-        """Told after weights and states were read into their memory from a checkpoint."""
+        """Called after a checkpoint was read into the memory of weights and states."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load settings and states, all or nothing.
@@ -40,7 +40,7 @@ class StrictStateOptimizer(torch.optim.Optimizer):
         """
         owners = _owners(self.param_groups, state_dict)
         for index, states in state_dict["state"].items():
-            _check(owners, index, states)
+            _check(owners, index, states)  # all of them before the first change
         self.state = defaultdict(dict)
         for index, states in state_dict["state"].items():
             self.state[owners[index]] = {key: self._taken(owners[index], key, value) for key, value in states.items()}
@@ -51,6 +51,7 @@ class StrictStateOptimizer(torch.optim.Optimizer):
         """A copy of a saved state on this optimizer's device. Counts of steps stay on theirs."""
         if not isinstance(value, Tensor):
             return value
+        # Counts of steps have no dimension. PyTorch keeps them on the CPU, whatever the parameter's device.
         device = value.device if value.dim() == 0 and parameter.dim() > 0 else self.state_device(parameter, key)
         return value.detach().to(device, copy=True)
 
@@ -62,6 +63,7 @@ def _owners(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict
         raise InputError(f"load_state_dict: the saved state has {len(saved)} parameter groups, this optimizer has "
                          f"{len(groups)}: build it over the same groups")  # fmt: skip
     owners: dict[Any, Tensor] = {}
+    # The lengths are compared first: a `zip` in `load_state_dict` would hide a mismatch and shift all states (torchao).
     for position, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(other["params"]):
             raise InputError(

@@ -61,6 +61,7 @@ def lose_sight(tensor: torch.Tensor, *, lasting: bool) -> None:
     storage = tensor.untyped_storage()
     root = existing_root(storage)
     if root is not None:
+        # Roots of operators recorded so far promised the present content, and nobody will announce the write.
         root.hold_copy()
         forget_root(storage)
     set_product(storage, None)

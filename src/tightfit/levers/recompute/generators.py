@@ -43,6 +43,8 @@ class GeneratorState:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """A context in which the generator repeats the draw. Afterwards it continues from its present state."""
+        # Also the user's own generators: a replay that does not rewind them draws new numbers (40 of 45 gradients wrong
+        # under PyTorch's checkpoint, with the same loss).
         present = GeneratorState.of(self.generator)
         self.put_back()
         try:

@@ -81,7 +81,7 @@ def install(forwards: Iterable[FrugalForward]) -> Applied:
     installed = []
     for forward in forwards:
         if isinstance(forward.previous, FrugalForward):
-            Applied(installed).undo()
+            Applied(installed).undo()  # a refused call must not leave half of its levers on the model
             raise LeverError(
                 f"{forward.path} is already {forward.previous.does}: undo that first, by the handle's undo() or, where "
                 "there is none (a copy of a model), by tightfit.undo(model)"

@@ -53,6 +53,7 @@ def rerun(operation: Operation | Fetch) -> None:
     random = operation.generator_state
     with nullcontext() if random is None else random.repeated(), default_dtype(operation.default_dtype):
         results = operation.call(replaced)
+    # Products that nothing references any more are not filled, so their memory is freed at once.
     for position, product in operation.outputs:
         give(product(), results[position])
     for index, product in operation.becomes:
