@@ -126,6 +126,8 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     refuse_without_memory(model)
     loss = loss or model_loss
     batch = as_tensors(batch)
+    # The exact levers alone must be bit-equal, even in a plan that rounds: otherwise a broken exact lever could hide in
+    # the allowed rounding.
     not_compiled = tuple(choice for choice in plan.choices if choice.action != "compile")
     exact_levers = tuple(lever for lever in plan.levers if lever.exactness is Exactness.EXACT)
     exact = replace(plan, levers=exact_levers, choices=not_compiled)
@@ -218,7 +220,7 @@ def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:
 def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> tuple[float, float]:
     """The relative errors of all gradients against fp64, of the plain and of the planned run, with dropout off."""
     training = {name: module.training for name, module in model.named_modules()}
-    model.eval()
+    model.eval()  # dropout would draw other numbers in fp64
     try:
         exact = at_full_width(copy.deepcopy(model)).double()
         double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))

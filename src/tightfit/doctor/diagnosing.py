@@ -77,6 +77,7 @@ def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
     expected = symptoms.of_step(found.subject, step_figures(priced.plain))
     if not found.by_category:
         found = replace(found, by_category=expected.by_category, holders=expected.holders, category=expected.category)
+    # A subject that is itself a prediction would be compared with another prediction.
     predicted = isinstance(error_or_trace, Plan | Estimate | StepFigures | StepTrace)
     compared = () if predicted else (_compared(found, expected, request.device.name),)
     return replace(
@@ -146,6 +147,7 @@ def _compared(found: Diagnosis, expected: Diagnosis, device: str) -> str:
     assert expected.peak_bytes is not None, "a dry run has a peak"
     place = f"{expected.phase}, {expected.module or 'top level'}"
     line = f"A dry run of this step on {device} expects {format_bytes(expected.peak_bytes)}, in {place}"
+    # The peak before an out-of-memory error is not the step's: the step did not end.
     actual = found.peak_bytes if found.requested_bytes is None else None
     if actual is None and found.limit_bytes is not None:
         over = expected.peak_bytes - found.limit_bytes

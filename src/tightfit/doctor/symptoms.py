@@ -141,6 +141,7 @@ def available(said: OutOfMemory) -> int | None:
     """The bytes available for tensors: allocated, idle and free ones together, at most the user's limit."""
     if said.allocated_bytes is None or said.free_bytes is None:
         return None
+    # Idle bytes count as available: the allocator returns free segments before it raises.
     total = said.allocated_bytes + (said.unallocated_bytes or 0) + said.free_bytes
     return total if said.limit_bytes is None else min(total, said.limit_bytes)
 

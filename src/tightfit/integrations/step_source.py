@@ -146,6 +146,8 @@ def _step_in(frame: FrameType, tree: ast.Module) -> WrittenStep | None:
         block, first = levels[depth - 1].block, levels[depth - 1].index
         found = ((i, _backward(block[i])) for i in range(first, len(block)))
         last, call = next(((i, call) for i, call in found if call is not None), (0, None))
+        # If the running statement is compound and contains the `backward()` itself, it is the loop around the step, and
+        # that `backward()` does not follow the call.
         if call is None or (last == first and isinstance(block[first], _COMPOUND)):
             continue
         loss = _loss_of(call)
@@ -162,7 +164,7 @@ def _levels(tree: ast.Module, line: int) -> Iterator[Level]:
     node: ast.AST | None = tree
     while node is not None:
         if isinstance(node, _SCOPES):
-            levels = []
+            levels = []  # the names of an outer function's lines are not those of this frame
         holder, node = node, None
         for block in _blocks(holder):
             for index, statement in enumerate(block):
@@ -221,7 +223,7 @@ def _read_first(statements: Iterable[ast.stmt], bound: set[str]) -> set[str]:
             read |= _read_first(statement.body, bound)
         else:
             read |= _loads(statement) - bound
-            if not isinstance(statement, _COMPOUND):
+            if not isinstance(statement, _COMPOUND):  # the body of an `if` or a loop may not run
                 bound |= {part.id for part in ast.walk(statement) if _is_bound(part)}
     return read
 

@@ -169,6 +169,7 @@ class Monitor:
     def _start_tracing(self) -> None:
         self._modules = WatchedModules(self._models, self.stage.aside)
         self._modules.__enter__()
+        # No operator of compiled code passes the dispatcher, so the traced steps run eagerly.
         self._stance = compiled_code_off()
         self._run = RealRun(self._device, self._modules, self.stage.backward_begins, self.stage.aside)
         self._run.phase = self.stage.phase
@@ -364,6 +365,8 @@ class Monitor:
         else:
             by_category, by_module = {str(c): size for c, size in self._held().items()}, {}
         sampler = self._sampler
+        # The most direct measurement wins: CUDA's counter, then the traced step, then resident memory, which includes
+        # Python and libraries.
         if sampler.allocated_peaks:
             peak, source, phases = sampler.allocated_peak, "CUDA allocator", sampler.allocated_peaks
         elif traced is not None:

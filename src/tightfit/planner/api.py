@@ -187,7 +187,7 @@ def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
     search = Search(asked.request(may_choose=True), budget)
     found = search.run()
     if not curve:
-        return as_plan(search, found)
+        return as_plan(search, found)  # a curve needs further traces
     tradeoff = Tradeoff(search)
     drawn = tradeoff.curve()
     tradeoff.try_forbidden()
@@ -232,6 +232,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
         modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
+    # Compiled blocks have no policy inside: the compiler decides what they save, by their share.
     compiled = candidate.combination.get(CompiledBlocks)
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
@@ -275,7 +276,7 @@ def levers_of(request: Request, candidate: Candidate) -> tuple[Lever, ...]:
 
 def offload_of(request: Request, trace: StepTrace) -> Offload | None:
     """The lever offload for a traced step, with the bytes it holds at once: all that one micro-batch copies away."""
-    first, last = trace.repeated
+    first, last = trace.repeated  # one micro-batch: its backward fetches everything before the next one begins
     copied = sum(o.copied_bytes for o in trace.operators[first:last] if o.name == AWAY)
     if not copied:
         return None

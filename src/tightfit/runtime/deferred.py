@@ -69,6 +69,7 @@ class Deferral(importlib.abc.Loader):
         self.gave_way: str | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        # Submodules are imported by their full names.
         mine = any(name == package or name.startswith(f"{package}.") for package in self.packages)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
 
@@ -90,6 +91,7 @@ class Deferral(importlib.abc.Loader):
         for name, module in list(sys.modules.items()):
             if isinstance(module, _StandIn) and module.__dict__["_deferral"] is self:
                 del sys.modules[name]
+                # Importing a submodule also sets it as an attribute of its parent, which may be a real package.
                 parent, _, child = name.rpartition(".")
                 above = sys.modules.get(parent)
                 if above is not None and above.__dict__.get(child) is module:
@@ -105,7 +107,7 @@ class _StandIn(ModuleType):
         self.__dict__["__path__"] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python asks every module for `__path__`, `__file__` and the like
             raise AttributeError(name)
         self.__dict__[name] = found = _Name(self.__dict__["_deferral"], f"{self.__name__}.{name}")
         return found

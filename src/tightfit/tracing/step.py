@@ -142,7 +142,7 @@ def _dry(
     """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards."""
     batch = list(tensors_in([part.batch for part in parts]))
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
-    if role is not None:
+    if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     plain = plain_tensors(model)
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
@@ -214,6 +214,7 @@ def run_twice(
     Returns the operators at which the micro-batches of the second step begin, and the end of the last one.
     """
     boundaries: list[int] = []
+    # The first step has no states before its optimizer phase. Every later step does, so the second one is recorded.
     for recorded in (False, True):
         if recorded:
             dry.begin_again()
@@ -223,6 +224,7 @@ def run_twice(
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, key, state in named_states(optimizer):
             dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
+        # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.
         for state in host_states(optimizer) if on_cuda else ():
             dry.ledger.on_host(state)
     return boundaries
@@ -236,6 +238,7 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
             forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
+        # Labelled here: the optimizer sets gradients to None, and an offloading one has moved them to the host.
         for name in dry.with_gradient:
             gradient = gradient_memory(model.get_parameter(name))
             if gradient is not None:

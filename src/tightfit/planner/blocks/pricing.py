@@ -91,6 +91,7 @@ def price(
     order = [w.path for w in spans]
     kinds = {graphs[window.path].kind: window for window in spans}
     frugal = {
+        # The search for frugal sets reads the levels of one block's backward, which other blocks must not interrupt.
         kind: frugal_sets(plain, graphs[window.path], window) if Recompute in levers and in_turn else ()
         for kind, window in kinds.items()
     }
@@ -103,7 +104,7 @@ def price(
         priced = {kind: _apart(members[kind], by_kind[kind], plain, trace) for kind in by_kind}
         chain = _heap(plain, [priced[graphs[p].kind] for p in order], fixed_bytes)
         return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
-    calls = {path: calls_of(plain, path) for path in order}
+    calls = {path: calls_of(plain, path) for path in order}  # a graph holds one call, and each call is replayed
     plain_prints = {w.path: footprint(plain, w) for w in spans}
     measured = _measure(order, graphs, by_kind, plain_prints, trace, beside)
     options = tuple(

@@ -25,6 +25,8 @@ def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
     spans = _spans(trace, paths)
     order = sorted(spans, key=lambda p: spans[p].forward[0])
     starts = [spans[p].forward[0] for p in order]
+    # Operators between two blocks belong to the window of the block before them, so that windows leave no gap in which
+    # a level would be missed.
     forwards = [*zip(starts, [*starts[1:], spans[order[-1]].forward[1] + 1], strict=True)] if order else []
     result: list[Window] = []
     begin = min((spans[p].backward[0] for p in order), default=trace.end_of_forward)
@@ -64,6 +66,7 @@ def _spans(trace: StepTrace, paths: Sequence[str]) -> dict[str, _Span]:
         path = owners[operator.call]
         if path is not None:
             (forward if operator.phase is Phase.FORWARD else backward).setdefault(path, []).append(index)
+    # A frozen block, or one whose output is unused, has no backward and no choice to make.
     both = [path for path in forward if path in backward]
     return {p: _Span((forward[p][0], forward[p][-1]), (backward[p][0], backward[p][-1])) for p in both}
 
