@@ -31,8 +31,10 @@ def batch_size(batch: Batch) -> int:
 
 
 def inseparable_samples(batch: Batch, loss: Loss) -> int:
-    """How many samples a batch has that cannot be split: its rows, or, where the loss compares rows (a preference
-    pair's two answers), groups of `loss.rows_together` of them.
+    """The number of inseparable samples of a batch.
+
+    A sample is a row. If the loss compares rows, as it does the two answers of a preference pair, a sample is a group
+    of `loss.rows_together` rows.
     """
     return batch_size(batch) // getattr(loss, "rows_together", 1)
 

@@ -49,6 +49,7 @@ class Visibility:
         """The tiles of the query chunk that starts at q0, without those in which all keys are hidden."""
         q1 = min(q0 + size, queries)
         seen = self.keys(q0, q1, keys)
+        # Document ids do not descend within a row, so the chunk's first query has the earliest document.
         first = 0 if self.earliest is None else self.earliest[q0]
         starts = (k0 for k0 in range(seen.start, seen.stop, size) if k0 + size > first)
         return [Tile(q0, q1, k0, min(k0 + size, seen.stop)) for k0 in starts]
