@@ -87,9 +87,9 @@ def resumed_again_and_again(killed: Killed, count: int) -> None:
 
 def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path):
     killed = Killed(nursery, training(tmp_path))
-    for moment in moments(killed, 4):
+    for moment in moments(killed, 3):
         killed.ends_the_same(**moment)
-    resumed_again_and_again(killed, 3)
+    resumed_again_and_again(killed, 2)
 
 
 def with_everything(folder: Path, *, in_background: bool = False) -> Config:

@@ -64,9 +64,15 @@ def timeless(folder: Path) -> tuple[Any, ...]:
     "sections",
     [
         {"model": {"dropout": 0.1}, "training": {"gradient_accumulation_steps": 2, "schedule": "wsd"}},
-        {"training": {"precision": "fp16"}},
-        {"training": {"step_in_backward": True, "grad_clip": None}, "model": {"dropout": 0.1}},
-        {"memory": {"budget": "0.6x", "levers": "exact"}, "model": {"dropout": 0.1}},
+        pytest.param({"training": {"precision": "fp16"}}, marks=pytest.mark.slow),  # the state alone: test_state.py
+        pytest.param(
+            {"training": {"step_in_backward": True, "grad_clip": None}, "model": {"dropout": 0.1}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"memory": {"budget": "0.6x", "levers": "exact", "max_slowdown": None}, "model": {"dropout": 0.1}},
+            marks=pytest.mark.slow,  # two plans
+        ),
     ],
     ids=["accumulation", "scaler", "step in backward", "planned"],
 )
@@ -156,12 +162,11 @@ def test_what_would_train_something_else_is_refused(tmp_path: Path, override: st
 def test_what_trains_the_same_may_change(tmp_path: Path):
     config = settings(tmp_path)
     interrupted(config, 2)
-    changed = ["training.log_every=3", "memory.budget=0.7x", "checkpoint.keep_last=1", "training.num_threads=1"]
+    changed = ["training.log_every=3", "memory.recover=false", "checkpoint.keep_last=1", "training.num_threads=1"]
 
     result = train(config, changed, resume=True)
 
     assert (result.steps, result.resumed_from) == (4, 2)
-    assert result.budget_bytes is not None
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -226,7 +231,12 @@ def test_checkpoints_of_the_best_loss_are_kept_beside_the_last(tmp_path: Path, m
 def test_the_planned_step_is_the_same_after_a_resume_though_seconds_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = settings(tmp_path, memory={"budget": "0.5x", "levers": "rounding"})
+    config = settings(
+        tmp_path,
+        model={"hidden_size": 16, "num_layers": 1},
+        training={"batch_size": 4},
+        memory={"budget": "0.9x", "levers": "exact"},
+    )
     interrupted(config, 2)
     planned = json.loads((tmp_path / "run" / "plan.json").read_text())
 
@@ -237,6 +247,16 @@ def test_the_planned_step_is_the_same_after_a_resume_though_seconds_are_others(
     train(config, resume=True)
 
     assert json.loads((tmp_path / "run" / "plan.json").read_text()) == planned
+
+
+@pytest.mark.slow  # a plan before and one after
+def test_another_budget_makes_another_plan(tmp_path: Path):
+    config = settings(tmp_path, memory={"budget": "0.9x", "levers": "exact"})
+    interrupted(config, 2)
+
+    result = train(config, ["memory.budget=0.7x"], resume=True)
+
+    assert (result.resumed_from, result.budget_bytes) == (2, int(0.7 * result.plain_peak_bytes))
 
 
 def test_lines_of_metrics_after_the_checkpoint_are_dropped(tmp_path: Path):
