@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DataError
 from tightfit.planner.plans import Plan
 from tightfit.planner.step_figures import fingerprint
+from tightfit.training.buckets import Bucket
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
@@ -50,6 +51,7 @@ class Context:
             "data": self.data,
             "around": self.around,
             "copy_bytes": fitted.copy_bytes,
+            "buckets": [asdict(bucket) for bucket in fitted.buckets],
         }
 
     @staticmethod
@@ -78,10 +80,23 @@ class Context:
         return Record(**stored["counts"])
 
     def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None) -> Corrections:
-        """What the training had learnt until the checkpoint; nothing where its plan is not gone on with."""
-        if checkpoint is None or fitted is None:
+        """What the training had learnt until the checkpoint; nothing where the plan that it began with is not gone on
+        with, or where the device or the section `memory` is another now.
+        """
+        if checkpoint is None or not self._is_same(checkpoint):
             return Corrections()
-        return Corrections.from_dict(checkpoint.record["corrections"])
+        if fitted is None and PLAN in checkpoint.manifest.files:
+            return Corrections()
+        try:
+            return Corrections.from_dict(checkpoint.record["corrections"])
+        except (KeyError, TypeError, ValueError):  # of another version
+            return Corrections()
+
+    def _is_same(self, checkpoint: Checkpoint) -> bool:
+        """Whether the training runs on the same device and with the same section `memory` as before the checkpoint."""
+        stored = checkpoint.record
+        same = stored["config"]["memory"] == self.config.model_dump(mode="json")["memory"]
+        return same and stored["around"]["device"] == self.around["device"]
 
     def fitted(self, checkpoint: Checkpoint | None, model: nn.Module) -> Fit | None:
         """The plan of a checkpoint as it is, so that the steps after it are the same ones; None where there is none, or
@@ -90,13 +105,13 @@ class Context:
         if checkpoint is None or PLAN not in checkpoint.manifest.files:
             return None
         stored = checkpoint.record
-        same = stored["config"]["memory"] == self.config.model_dump(mode="json")["memory"]
-        if not same or stored["around"]["device"] != self.around["device"]:
+        if not self._is_same(checkpoint):
             return None
         try:
             plan = Plan.from_dict(json.loads(checkpoint.read_file(PLAN)))
         except (KeyError, TypeError, ValueError):  # of another version
             return None
-        fitted = fit_of(plan, model, self.config, self.device)
+        buckets = tuple(Bucket(**bucket) for bucket in stored["buckets"])
+        fitted = replace(fit_of(plan, model, self.config, self.device), buckets=buckets)
         fits = fitted.copy_bytes == stored["copy_bytes"] and plan.fingerprint == fingerprint(model)
         return fitted if fits else None

@@ -122,8 +122,9 @@ class RunFiles:
     def _metrics_bytes(self) -> int:
         training = self.config.training
         figure = -1 / 3e-300  # no float is written in more characters
-        longest = StepMetrics(training.max_steps, figure, figure, figure, 2**63, figure, figure, 2**63)
-        return (training.max_steps // training.log_every + 2) * (len(longest.to_json()) + 1)
+        longest = StepMetrics(training.max_steps, figure, figure, figure, 2**63, figure, figure, 2**63, False, figure)
+        evaluations = training.max_steps // (training.evaluate_every or training.max_steps)
+        return (training.max_steps // training.log_every + evaluations + 2) * (len(longest.to_json()) + 1)
 
 
 def other_places(needed_bytes: int) -> Iterator[Path]:

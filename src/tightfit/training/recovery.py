@@ -34,12 +34,13 @@ NOTED = 0.001  # of the predicted peak: a measured one that is more above it is 
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans the step of one training, for whichever batch and budget."""
+    """Plans the step of one training for a budget: on `longest`, which stands for all batches, or on the one given."""
 
     model: nn.Module
     loss: Loss
     config: Config
     device: DeviceSpec
+    longest: Mapping[str, Any] | None = None
 
     def within(
         self,
@@ -56,7 +57,8 @@ class StepPlanner:
         if overhead != 1.0:
             recording, replaying = device.recording_seconds * overhead, device.replaying_seconds * overhead
             device = replace(device, recording_seconds=recording, replaying_seconds=replaying)
-        return fit_within(budget_bytes, self.model, _on_host(batch), self.loss, self.config, device, levers=levers)
+        batch = _on_host(batch) if self.longest is None else self.longest
+        return fit_within(budget_bytes, self.model, batch, self.loss, self.config, device, levers=levers)
 
     def plain_peak_bytes(self, batch: Mapping[str, Any]) -> int:
         """The predicted peak without levers, in one micro-batch."""
@@ -145,7 +147,7 @@ class RecoveringStepper(Stepper):
         if budget is not None:
             fitted = replace(fitted, plan=replace(fitted.plan, budget_bytes=budget))
         self.levers.replace(fitted)
-        self.micro_batches = fitted.micro_batches
+        self.micro_batches, self.micro_batches_for = fitted.micro_batches, None  # a new plan sizes no buckets
         assert fitted.plan is not None
         self.corrections = replace(self.corrections, plan=fitted.plan, bound_bytes=bound_bytes)
         self._pace.begin_again()
@@ -171,7 +173,7 @@ class RecoveringStepper(Stepper):
 
     def _watch_budget(self, batch: Mapping[str, Any], number: int, peak: int) -> None:
         fitted = self.levers.fitted
-        predicted, budget = fitted.planned.peak_bytes, fitted.budget_bytes
+        predicted, budget = fitted.peak_bytes - fitted.copy_bytes, fitted.budget_bytes  # the copy lies beside the step
         if peak <= max(predicted * (1 + NOTED) + UNSEEN_BYTES, self._reported_bytes):
             return
         self._reported_bytes = peak

@@ -1,8 +1,9 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
+from tightfit.training.boundaries import demand_boundaries
 from tightfit.training.context import Context
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
@@ -40,6 +42,7 @@ from tightfit.training.resume import Earlier, look_back
 from tightfit.training.saving import Saver
 from tightfit.training.state import seed_generators
 from tightfit.training.storage import METRICS, RunFolder
+from tightfit.training.tracking import TrackingReporter
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -89,7 +92,8 @@ def train(
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()
     reporter = reporter or SilentReporter()
     claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
-    with claimed as is_locked, _threads(settings.training.num_threads):
+    tracked = TrackingReporter(reporter, settings, folder)
+    with claimed as is_locked, _threads(settings.training.num_threads), tracked as reporter:
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
         earlier = look_back(settings, folder, reporter) if resume else Earlier()
@@ -133,13 +137,16 @@ class _Run:
         self.reporter.on_note(_what_is_trained(model, data))
         if (rounding := rounding_note(model, training.optimizer)) is not None:
             self.reporter.on_note(rounding)
-        first = next(_batches(config, data))
+        if config.data.packing != "none":
+            demand_boundaries(model, vocabulary=data.tokenizer.vocab_size, longest=config.data.sequence_length)
+        longest, *shorter = [counted(batch) for batch in data.for_dry_runs(training.batch_size)]
         stored = context.fitted(checkpoint, model)
-        fitted = stored or fit(model, counted(first), CausalLMLoss(), config, device)
+        fitted = stored or fit(model, longest, CausalLMLoss(), config, device, shorter)
         model.to(device.kind)
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
             if config.memory.verify:
+                first = next(_batches(config, data))
                 _verify(model, counted(first, device.kind), fitted.plan, self.reporter)
         files = RunFiles(config, data.tokenizer, model, fitted)
         files.demand_room(self.folder)
@@ -148,19 +155,23 @@ class _Run:
             corrected = context.corrections(checkpoint, stored).corrected_plan()
             in_force = fitted if corrected is None else fit_of(corrected, model, config, device)
             with LeversInForce(in_force, model) as levers:
-                stepper = self._stepper(model, levers, device)
+                stepper = self._stepper(model, levers, device, longest)
                 if checkpoint is None:
                     seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
                 else:
                     stepper.corrections = context.corrections(checkpoint, stored)
                     self._restore(stepper, checkpoint, record)
                 saver = self._saver(stepper, levers, data, context, fitted, record)
-                self._steps(stepper, _batches(config, data, record.position), levers.fitted, record, saver)
+                batches = _batches(config, data, record.position)
+                evaluate = partial(self._validation, model, levers, data)
+                self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
                 if not record.steps:
                     self.folder.clear()
                     return None
                 fitted = levers.fitted  # out of memory may have put another one in force
-                validation = self._validation(model, fitted, data)
+                validation = record.held_out()
+                if validation is None:
+                    validation = evaluate()
             sample = self._sample(model, data)
             saver.end(record, self.interrupt)
             result = result_of(
@@ -175,10 +186,12 @@ class _Run:
                 skipped_lines=data.skipped_lines,
                 resumed_from=None if checkpoint is None else checkpoint.step,
             )
-            files.write_end(result, record.unwritten, self.folder, self.reporter)
+            files.write_end(result, record.lines(), self.folder, self.reporter)
         return result
 
-    def _stepper(self, model: nn.Module, levers: LeversInForce, device: DeviceSpec) -> Stepper:
+    def _stepper(
+        self, model: nn.Module, levers: LeversInForce, device: DeviceSpec, longest: Mapping[str, Any]
+    ) -> Stepper:
         training, memory = self.config.training, self.config.memory
         parts: dict[str, Any] = {
             "model": model,
@@ -186,10 +199,11 @@ class _Run:
             "loss": CausalLMLoss(),
             "settings": StepSettings(training.precision, training.grad_clip),
             "micro_batches": levers.fitted.micro_batches,
+            "micro_batches_for": levers.fitted.micro_batches_for if levers.fitted.buckets else None,
         }
         if not memory.recover:
             return Stepper(**parts)
-        planner = StepPlanner(model, CausalLMLoss(), self.config, device)
+        planner = StepPlanner(model, CausalLMLoss(), self.config, device, longest)
         note, slowdown = self.reporter.on_note, memory.max_slowdown
         return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
 
@@ -205,7 +219,8 @@ class _Run:
             self.reporter.on_note(f"{where}: lacks {lacking} bytes of the steps before the checkpoint")
         # The last step of a run is logged whatever its number; it is not the last one of a longer run.
         was_last = checkpoint.record["max_steps"] == record.steps < self.config.training.max_steps
-        if was_last and record.steps % self.config.training.log_every and record.steps != 1:
+        is_else_logged = record.steps == 1 or record.held_out() is not None
+        if was_last and record.steps % self.config.training.log_every and not is_else_logged:
             self.folder.drop_last_line(METRICS, f'"step": {record.steps},')
 
     def _saver(
@@ -225,11 +240,19 @@ class _Run:
             context=context.to_dict(fitted),
             files=context.files(fitted),
             max_steps=self.config.training.max_steps,
-            held_out_loss=lambda: self._validation(stepper.model, levers.fitted, data),
+            held_out_loss=lambda: self._validation(stepper.model, levers, data),
             saved=record.steps or None,
         )
 
-    def _steps(self, stepper: Stepper, batches: BatchStream, fitted: Fit, record: Record, saver: Saver) -> None:
+    def _steps(
+        self,
+        stepper: Stepper,
+        batches: BatchStream,
+        fitted: Fit,
+        record: Record,
+        saver: Saver,
+        evaluate: Callable[[], float | None],
+    ) -> None:
         training = self.config.training
         saver.announce(fitted.state_bytes)
         self.reporter.on_start(
@@ -239,6 +262,7 @@ class _Run:
                 predicted_peak_bytes=fitted.peak_bytes,
                 predicted_step_seconds=fitted.planned.step_seconds,
                 budget_bytes=fitted.whole_budget_bytes,
+                device=stepper.device.type,
             )
         )
         run_steps(
@@ -251,9 +275,10 @@ class _Run:
             record=record,
             save=saver.after_step,
             copied_bytes=lambda: saver.copied_bytes,
+            evaluate=evaluate,
         )
 
-    def _validation(self, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
+    def _validation(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> float | None:
         """The held-out loss; None where a signal has come."""
         training, interrupt = self.config.training, self.interrupt
         device = next(model.parameters()).device
@@ -264,9 +289,10 @@ class _Run:
                         model,
                         data.validation,
                         CausalLMLoss(),
-                        micro_batch_size=training.batch_size // fitted.micro_batches,
+                        micro_batch_size=training.batch_size // levers.fitted.micro_batches,
                         precision=training.precision,
                         stop=lambda: interrupt.received is not None,
+                        note=self.reporter.on_note,
                     )
                 )
         except Cut:
@@ -291,8 +317,8 @@ def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     which = "" if trained == count else f" ({trained:,} trained)"
     return (
-        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {len(data.training)} samples "
-        f"of {data.training.tokens.shape[1]} tokens to train on, {len(data.validation)} held out"
+        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {data.training} to train on, "
+        f"{len(data.validation)} held out"
     )
 
 
@@ -314,7 +340,7 @@ def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     return generate_text(
         model,
         data.tokenizer,
-        data.tokenizer.decode(samples.tokens[0, :PROMPT_TOKENS].tolist()),
+        data.tokenizer.decode(samples.beginning(PROMPT_TOKENS)),
         max_new_tokens=SAMPLE_TOKENS,
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,

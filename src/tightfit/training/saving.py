@@ -120,7 +120,9 @@ class Saver:
     def _score(self, record: Record) -> float | None:
         if not self.settings.keep_best:
             return None
-        held_out = self.held_out_loss()
+        held_out = record.held_out()
+        if held_out is None:
+            held_out = self.held_out_loss()
         return record.last_loss if held_out is None else held_out
 
     def _prune(self) -> None:

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.errors import CheckpointError
 from tightfit.memory.allocator import memory_of
+from tightfit.names.run_files import MODEL
 from tightfit.optim.strict_state import StrictStateOptimizer
 
-MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+OPTIMIZER, RANDOM = "optimizer", "random"
 _EDGE = 1 << 16  # bytes at either end of a frozen weight that are compared
 
 
