@@ -15,9 +15,10 @@ from tiny_training import Listener, metrics, run, settings
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config, dump_config
+from tightfit.config import Config, dump_config, parse_config
 from tightfit.errors import CheckpointError, ConfigError, DataError, OutputError
 from tightfit.training import StepMetrics, TrainResult, train
+from tiny_adapters import saved_llama
 
 EVERY_TWO = {"every_steps": 2}
 
@@ -302,3 +303,26 @@ def test_a_result_of_an_earlier_version_is_read():
     result = TrainResult.from_json(json.dumps(figures))
 
     assert (result.resumed_from, result.skipped_lines) == (None, 0)
+
+
+@pytest.mark.parametrize("base", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
+def test_adapters_go_on_to_the_bit_and_their_base_is_not_saved(tmp_path: Path, base: str):
+    model = saved_llama(tmp_path / "base")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    configs = []
+    for folder in (whole, cut):
+        folder.mkdir()
+        raw = settings(folder, data={"source": str(tmp_path / "corpus.txt")}).model_dump(mode="json")
+        raw["model"] = {"path": str(model), "adapter": {"r": 4, "base": base, "dropout": 0.1}}
+        configs.append(parse_config(raw))
+    shutil.copy(cut / "corpus.txt", tmp_path / "corpus.txt")
+    train(configs[0])
+
+    interrupted(configs[1], 2)
+    checkpoint = Checkpoints(cut / "run" / "checkpoints").newest_intact().checkpoint
+    train(configs[1], resume=True)
+
+    assert checkpoint is not None
+    assert all("lora" in name for name in checkpoint.specs if name.startswith("model.") and name.endswith("weight"))
+    weights = [(folder / "run" / "adapter_model.safetensors").read_bytes() for folder in (whole, cut)]
+    assert weights[0] == weights[1]

@@ -42,7 +42,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         runs_beside = self.settings.in_background and self.settings.every_steps is not None
-        self._background = BackgroundSaver(self._checkpoints, self._prune) if runs_beside else None
+        self._background = BackgroundSaver(self._checkpoints, self._prune, daemon=True) if runs_beside else None
 
     def announce(self, state_bytes: int) -> None:
         """Say what a signal will do, and how long its checkpoint is expected to take."""
