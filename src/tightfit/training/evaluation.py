@@ -46,9 +46,8 @@ def evaluation_loss(
             share = _share(model, batch, loss, precision, device, may_fail=size > 1)
             if share is None:  # outside of the `except`, whose exception holds what the frames held
                 size //= 2
-                note(
-                    f"the evaluation is out of memory: it goes on with micro-batches of {size * samples.rows}; the training's stay"
-                )
+                rows = size * samples.rows
+                note(f"the evaluation is out of memory: it goes on with micro-batches of {rows}; the training's stay")
                 continue
             total += share
             tokens += batch[VALID_TOKENS]
