@@ -173,10 +173,10 @@ class _Run:
                 else:
                     stepper.corrections = context.corrections(checkpoint, stored)
                     self._restore(stepper, checkpoint, record)
-                saver = self._saver(stepper, levers, data, context, fitted, record)
                 batches = _batches(config, data, record.position)
                 evaluate = partial(self._validation, model, levers, data)
-                self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
+                with self._saver(stepper, levers, data, context, fitted, record) as saver:
+                    self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
                 if not record.steps:
                     self.folder.clear()
                     return None
