@@ -16,7 +16,7 @@ from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CheckpointError, VerificationFailed
+from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import continue_ids, generate_text
@@ -248,17 +248,23 @@ class _Run:
                 budget_bytes=fitted.whole_budget_bytes,
             )
         )
-        run_steps(
-            stepper,
-            batches,
-            training,
-            self.folder,
-            self.reporter,
-            self.interrupt,
-            record=record,
-            save=saver.after_step,
-            copied_bytes=lambda: saver.copied_bytes,
-        )
+        try:
+            run_steps(
+                stepper,
+                batches,
+                training,
+                self.folder,
+                self.reporter,
+                self.interrupt,
+                record=record,
+                save=saver.after_step,
+                copied_bytes=lambda: saver.copied_bytes,
+            )
+        except CannotFit:
+            if record.steps:  # the step that failed was undone: those before it are not lost
+                saver.save(record, now=True)
+                self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
+            raise
 
     def _validation(self, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
         """The held-out loss; None where a signal has come."""
