@@ -14,6 +14,7 @@ COMMANDS = (
     "verify",
     "generate",
     "score",
+    "runs",
     "profile",
     "doctor",
     "devices",

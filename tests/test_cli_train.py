@@ -2,6 +2,7 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -120,7 +121,7 @@ def metrics(step):
     return StepMetrics(step, 5.25, 1e-3, 0.5, 100 * step, 1234.0, 0.1, 700 * 2**20)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_bar_shows_steps_loss_speed_and_memory_on_one_line(width):
     screen = io.StringIO()
     reporter = ProgressReporter(Console(file=screen, force_terminal=True, width=width, color_system=None))
@@ -129,10 +130,35 @@ def test_the_bar_shows_steps_loss_speed_and_memory_on_one_line(width):
         reporter.on_step(metrics(7))
     last = screen.getvalue().split("\r")[-1].splitlines()[0]
     assert "7/30" in last
-    assert "loss 5.250" in last
-    assert "peak 256M of 512M" in last
-    assert ("now 700M  1,234 tok/s" in last) == (width >= 80)
+    assert "loss 5.250  peak 256M of 512M budget" in last
+    assert ("budget  1,234 tok/s" in last) == (width >= 80)
+    assert ("tok/s  process 700M" in last) == (width >= 120)
     assert len(last.removeprefix("\x1b[2K")) <= width
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "process"), ("cuda", "allocated")])
+def test_each_figure_of_memory_is_named_and_explained_once(device, name):
+    screen = io.StringIO()
+    reporter = ProgressReporter(Console(file=screen, width=80))
+    with reporter:
+        reporter.on_start(replace(START, device=device))
+        for step in (1, 2, 3):
+            reporter.on_step(metrics(step))
+    out = screen.getvalue()
+    assert "peak 256M of 512M budget  1,234 tok/s  " + name + " 700M" in out
+    assert "now " not in out
+    assert out.count(f"{name}: ") == 1
+
+
+def test_the_held_out_loss_stands_beside_the_loss_of_the_step_that_was_evaluated():
+    screen = io.StringIO()
+    reporter = ProgressReporter(Console(file=screen, width=80))
+    reporter.on_start(START)
+    reporter.on_step(replace(metrics(1), validation_loss=4.5))
+    reporter.on_step(metrics(30))
+    first, last = screen.getvalue().splitlines()[-2:]
+    assert "loss 5.250  held out 4.500  peak" in first
+    assert "held out" not in last
 
 
 def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step():
@@ -142,7 +168,8 @@ def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step():
         reporter.on_start(START)
         for step in range(1, 31):
             reporter.on_step(metrics(step))
-    lines = screen.getvalue().splitlines()
+    legend, *lines = screen.getvalue().splitlines()
+    assert legend.startswith("peak: ")
     assert lines[0].startswith("step 1/30  loss 5.250")
     assert lines[-1].startswith("step 30/30")
     assert 10 < len(lines) < 20

@@ -27,7 +27,8 @@ def test_the_help_of_every_command_is_shown_without_torch():
     code = (
         "import contextlib, io, json, sys\n"
         "from tightfit.cli.app import app\n"
-        "for args in (['--help'], ['plan', '--help'], ['train', '--help'], ['--version']):\n"
+        "commands = ('plan', 'train', 'score', 'runs')\n"
+        "for args in (['--help'], *([name, '--help'] for name in commands), ['--version']):\n"
         "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
         "        app(args)\n"
         "print(json.dumps(sorted(sys.modules)))"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.memory.settings import set_allocator
     from tightfit.models.scoring import TextScore, score
     from tightfit.monitoring.watch import monitor
+    from tightfit.multiple_choice.scoring import ChoiceScores, score_choices
     from tightfit.planner.api import curve, estimate, plan
     from tightfit.planner.curves import Curve
     from tightfit.planner.estimates import Estimate
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
 __version__ = VERSION
 
 _HOMES: dict[str, str] = {
+    "ChoiceScores": "tightfit.multiple_choice.scoring",
     "Curve": "tightfit.planner.curves",
     "Diagnosis": "tightfit.doctor.diagnosis",
     "Estimate": "tightfit.planner.estimates",
@@ -52,6 +54,7 @@ _HOMES: dict[str, str] = {
     "plan": "tightfit.planner.api",
     "recompute": "tightfit.levers.recompute",
     "score": "tightfit.models.scoring",
+    "score_choices": "tightfit.multiple_choice.scoring",
     "set_allocator": "tightfit.memory.settings",
     "tile": "tightfit.levers.tile",
     "train": "tightfit.training",
@@ -60,6 +63,7 @@ _HOMES: dict[str, str] = {
 }
 
 __all__ = [
+    "ChoiceScores",
     "Curve",
     "Diagnosis",
     "Estimate",
@@ -81,6 +85,7 @@ __all__ = [
     "plan",
     "recompute",
     "score",
+    "score_choices",
     "set_allocator",
     "tile",
     "train",

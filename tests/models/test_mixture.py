@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tightfit import estimate, plan, recompute, verify
-from tightfit.errors import ModelError
+from tightfit import compile_blocks, estimate, plan, recompute, verify
+from tightfit.errors import CompileError, ModelError
+from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.decoder_config import PRESETS
@@ -14,6 +15,8 @@ from tightfit.step import StepSettings, forward_backward, model_loss
 from tightfit.training.objective import CausalLMLoss, counted
 from tiny import allocator_peak, decoder, token_batch
 
+# dynamo asks a gradient of what it is given
+BY_THE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 48}
 TINY = {"hidden_size": 32, "num_layers": 2, "vocab_size": 64}
 
@@ -241,3 +244,23 @@ def test_its_presets_have_their_published_sizes():
         with torch.device("meta"):
             model = Decoder(DecoderConfig(**PRESETS[name]))
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
+
+
+@BY_THE_COMPILER
+def test_a_plan_leaves_out_compiled_blocks_with_products_that_the_compiler_does_not_know():
+    model, data = tiny(), batch()
+    with compile_paths(model, {"layers.0": 1.0}), pytest.raises(CompileError, match="cannot be compiled as a whole"):
+        estimate(model, data)
+
+
+@pytest.mark.slow  # builds some thirty kernels
+@BY_THE_COMPILER
+def test_compiled_blocks_compute_the_same_within_rounding():
+    model, data = tiny(), batch()
+    model(**data).loss.backward()
+    plain = gradients(model)
+    model.zero_grad()
+    with compile_blocks(model, "layers.*"):
+        model(**data).loss.backward()
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(gradient, plain[name], atol=1e-6), name

@@ -111,7 +111,7 @@ def test_losses_and_gradients_do_not_depend_on_the_micro_batches_of_a_bucket():
     for counts in (None, fitted.micro_batches_for):
         model, stream = decoder(), data.batches(BATCH, seed=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        stepper = Stepper(model, optimizer, CausalLMLoss(), StepSettings(), 1, counts)
+        stepper = Stepper(model, optimizer, CausalLMLoss(), StepSettings(), 1, micro_batches_for=counts)
         found.append([stepper.step(counted(next(stream))).loss for _ in range(6)])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
@@ -128,7 +128,7 @@ def test_held_out_documents_of_any_length_are_evaluated_within_the_prediction():
             resident_tensors(model, optimizer, {}),
         )
     states = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    assert peak + states <= fitted.predicted_peak_bytes
+    assert peak + states <= fitted.peak_bytes
     one_by_one = evaluation_loss(model, data.validation, CausalLMLoss(), micro_batch_size=1)
     assert found[0] == pytest.approx(one_by_one, rel=1e-5)
 

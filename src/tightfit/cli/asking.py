@@ -144,7 +144,7 @@ def planned(subject: "Subject", *, curve: bool = False) -> "Plan":
     return subject.plan(budget_of(subject), curve=curve)
 
 
-def write(what: str, to_file: Callable[[Path], None], path: Path | None) -> None:
+def write(what: str, to_file: Callable[[Path], Any], path: Path | None) -> None:
     """Write an answer to a file, if one was asked for. Raises `OutputError`."""
     if path is None:
         return

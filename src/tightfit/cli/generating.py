@@ -1,15 +1,20 @@
 """`generate`: text from what a run has trained."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.data.tokenizer import TextTokenizer
 
 LARGEST_SEED = 2**63 - 1  # that `torch.Generator.manual_seed` takes
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)],
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer the prompt, as a turn of the user in the run's chat template.")
@@ -25,11 +30,10 @@ def generate(
 
     [dim]tightfit generate runs/quickstart --prompt "def main(" --max-new-tokens 60[/]
     """
-    from tightfit.data.tokenizer import answer_prompt, load_tokenizer
+    from tightfit.data.tokenizer import answer_prompt
     from tightfit.models.generation import continue_ids, generate_text
-    from tightfit.models.saving import load_model
 
-    model, tokenizer = load_model(run), load_tokenizer(run)
+    model, tokenizer = loaded(run)
     if chat:
         asked, stop = answer_prompt(tokenizer, prompt)
         answer = continue_ids(
@@ -41,3 +45,13 @@ def generate(
         model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
     )
     typer.echo(text)
+
+
+def loaded(run: Path) -> "tuple[nn.Module, TextTokenizer]":
+    """What a run has trained so far. Where its weights are those of a checkpoint, a line on stderr says of which."""
+    from tightfit.run_folders.loading import load_run
+
+    found = load_run(run)
+    for line in found.source:
+        typer.echo(line, err=True)
+    return found.model, found.tokenizer

@@ -12,7 +12,14 @@ from tightfit.planner.plans import Plan
 from tightfit.report.plan_tables import summary
 from tightfit.report.terminal import rendered
 from tightfit.training import Start, StepMetrics, TrainResult
+from tightfit.units import brief_bytes
 
+# What the figures of memory are: of the process on a CPU, of the allocator on a card.
+PEAK = "peak: the most memory that the tensors of a step take, which a budget limits"
+LEGEND = {
+    "cpu": f"{PEAK}; process: all memory of this process, Python and libraries included",
+    "cuda": f"{PEAK}; allocated: what tensors take between two steps",
+}
 LINES = 15  # of a training whose output is no terminal, beside the first and the last
 BESIDE = 21  # columns that step, bar and remaining time take at least
 
@@ -68,6 +75,7 @@ class ProgressReporter:
     def on_start(self, start: Start) -> None:
         self._start = start
         self._bar.update(self._task, total=start.max_steps)
+        self.on_note(LEGEND[start.device])
         self._show(self._bar.start)
 
     def on_peak(self, measured_peak_bytes: int) -> None:
@@ -75,11 +83,14 @@ class ProgressReporter:
 
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._start is not None, "a training starts before its first step"
-        shown = [f"loss {metrics.loss:.3f}", *self.memory(metrics), f"{metrics.tokens_per_second:,.0f} tok/s"]
+        peak, now = self.memory(metrics)
+        shown = [f"loss {metrics.loss:.3f}", peak, f"{metrics.tokens_per_second:,.0f} tok/s", now]
+        if metrics.validation_loss is not None:
+            shown[0] += f"  held out {metrics.validation_loss:.3f}"
         if not self._bar.disable:
             room = self.console.width - BESIDE
             while len("  ".join(shown)) > room and len(shown) > 1:
-                shown.pop()
+                shown.pop()  # the least telling figure stands last
             self._bar.update(self._task, completed=metrics.step, description="  ".join(shown))
         elif metrics.step in (1, self._start.max_steps) or metrics.step % max(1, self._start.max_steps // LINES) == 0:
             self.on_note("  ".join((f"step {metrics.step}/{self._start.max_steps}", *shown)))
@@ -95,14 +106,10 @@ class ProgressReporter:
                 self._is_gone = True
 
     def memory(self, metrics: StepMetrics) -> tuple[str, str]:
-        """The peak of a step beside its budget, and what is in use now."""
+        """The peak of a step beside its budget, and what the whole process has now, which no budget limits."""
         assert self._start is not None, "a training starts before its first step"
         peak = self._start.predicted_peak_bytes if self._peak_bytes is None else self._peak_bytes
         budget = self._start.budget_bytes
-        within = brief(peak) if budget is None else f"{brief(peak)} of {brief(budget)}"
-        return f"peak {within}", f"now {brief(metrics.memory_bytes)}"
-
-
-def brief(count: int) -> str:
-    """Bytes in as few characters as a bar has room for: `238M`, `21.4G`, in binary units."""
-    return f"{count / 2**30:.1f}G" if count >= 2**30 else f"{count / 2**20:.0f}M"
+        within = brief_bytes(peak) if budget is None else f"{brief_bytes(peak)} of {brief_bytes(budget)} budget"
+        now = "process" if self._start.device == "cpu" else "allocated"
+        return f"peak {within}", f"{now} {brief_bytes(metrics.memory_bytes)}"

@@ -235,6 +235,8 @@ class TrainingConfig(Section):
     """Seed of the initial weights and of dropout."""
     log_every: Count = 1
     """Steps between two lines of metrics."""
+    evaluate_every: Count | None = None
+    """Steps between two evaluations on the samples held out; null: one after the last step."""
     device: Annotated[str, Field(min_length=1)] = "auto"
     """`auto` uses CUDA where it is present; `cpu`; `cuda`; for estimate and plan, also a card such as `rtx4090`, or
     one with figures of your own: `rtx3080,memory=8GiB`."""
@@ -325,6 +327,9 @@ class OutputConfig(Section):
     """The run's folder, relative to the working folder."""
     overwrite: bool = False
     """Replace the files of an earlier run in the folder."""
+    track: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], BeforeValidator(_as_tuple)] = ()
+    """Trackers that receive the figures of metrics.jsonl too: a list of `tensorboard` (event files in the run's
+    folder), `trackio` and `wandb` (offline in the run's folder where there is no key). None of them needs a network."""
 
 
 class CheckpointConfig(Section):
@@ -369,6 +374,15 @@ class Config(Section):
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}: lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_evaluate_on(self) -> Self:
+        if self.training.evaluate_every is not None and not self.data.validation_fraction:
+            raise ValueError(
+                "training.evaluate_every is set, and data.validation_fraction 0 holds no samples out: raise the "
+                "fraction, or remove training.evaluate_every"
             )
         return self
 

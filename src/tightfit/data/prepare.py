@@ -73,7 +73,7 @@ def prepare_data(
     """
     found = tokenized(config, model, notice)
     learns = resolve_objective(objective, found.store.kind)
-    store = found.store.all_learnt() if learns == "causal" else found.store
+    store = found.store.all_learnt() if learns == "causal" and found.store.has_learnt else found.store
     return PreparedData(
         found.tokenizer,
         *arrange(store, config, pad_id=found.tokenizer.end_of_text),

@@ -13,11 +13,10 @@ from tightfit.models.adapters import ADAPTER_CONFIG, adapter_state, is_adapted, 
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_config, save_decoder
+from tightfit.names.run_files import CONFIG as RUN_CONFIG
 from tightfit.weights.low_bit import freeze_in_low_bits
 
 __all__ = ["CONFIG_FILE", "MODEL_TYPE", "RUN_CONFIG", "WEIGHTS_FILE", "load_model", "save_model", "saved_bytes"]
-
-RUN_CONFIG = "config.yaml"  # what a training writes beside the model
 
 
 def save_model(model: nn.Module, folder: str | Path) -> None:

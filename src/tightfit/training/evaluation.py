@@ -1,6 +1,6 @@
 """The loss on samples that are not trained on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.data.samples import Samples
+from tightfit.memory.failure import parse_out_of_memory
 from tightfit.models.mode import evaluating
 from tightfit.step import Loss, Precision, autocast
 from tightfit.training.objective import VALID_TOKENS, counted
@@ -22,30 +23,46 @@ def evaluation_loss(
     micro_batch_size: int,
     precision: Precision = "fp32",
     stop: Callable[[], bool] = lambda: False,
+    note: Callable[[str], None] = lambda line: None,
 ) -> float | None:
     """Mean loss over the valid tokens of all samples, in evaluation mode; None where there is not one valid token, or
     where `stop`, asked before each micro-batch, says so.
 
     With the training's micro-batch size, and its levers in force, an evaluation needs no more memory than a training
-    step: it runs the same forward and keeps nothing for backward.
+    step: it runs the same forward and keeps nothing for backward. Where it runs out of memory all the same, its own
+    micro-batches are halved, and `note` is told; those of the training stay as they are. One sample that does not fit
+    raises what the allocator raised.
     """
     device = next(model.parameters()).device
-    total, tokens = 0.0, 0
+    # Those of unlike length by length, so that few are padded much; the longest first, so that an evaluation that runs
+    # out of memory does so at once.
+    order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
+    total, tokens, first, size = 0.0, 0, 0, max(micro_batch_size // samples.rows, 1)
     with evaluating(model):
-        for batch in _batches(samples, micro_batch_size, device):
+        while first < len(samples):
             if stop():
                 return None
-            with autocast(precision, device.type):
-                total += float(loss(model, batch)) * batch[VALID_TOKENS]
+            batch = counted(samples.batch(order[first : first + size]), device)
+            share = _share(model, batch, loss, precision, device, may_fail=size > 1)
+            if share is None:  # outside of the `except`, whose exception holds what the frames held
+                size //= 2
+                rows = size * samples.rows
+                note(f"the evaluation is out of memory: it goes on with micro-batches of {rows}; the training's stay")
+                continue
+            total += share
             tokens += batch[VALID_TOKENS]
+            first += size
     return total / tokens if tokens else None
 
 
-def _batches(samples: Samples, size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """All samples in batches of at most `size` rows; those of unlike length by length, so that few are padded much, the
-    longest first, so that an evaluation that runs out of memory does so at once.
-    """
-    order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
-    size = max(size // samples.rows, 1)
-    for first in range(0, len(samples), size):
-        yield counted(samples.batch(order[first : first + size]), device)
+def _share(
+    model: nn.Module, batch: dict[str, Any], loss: Loss, precision: Precision, device: torch.device, *, may_fail: bool
+) -> float | None:
+    """The summed loss of one micro-batch; None where it ran out of memory and may."""
+    try:
+        with autocast(precision, device.type):
+            return float(loss(model, batch)) * batch[VALID_TOKENS]
+    except RuntimeError as error:
+        if not may_fail or parse_out_of_memory(str(error)) is None:
+            raise
+        return None

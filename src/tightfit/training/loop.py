@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -196,6 +196,9 @@ class Record:
     measured_peak_bytes: int = 0
     unwritten: list[str] = field(default_factory=list)  # lines of metrics that have found no room yet
     position: Mapping[str, int] | None = None  # of the batches, after the last step
+    validation: tuple[int, float] | None = None  # the last step that was evaluated, and its loss
+    best: tuple[int, float] | None = None  # the one with the lowest loss
+    unevaluated: dict[str, Any] | None = None  # the metrics of a step whose evaluation a signal has cut
     earlier_seconds: float | None = None  # the median step before a resume
     seconds: list[float] = field(default_factory=list)
     settled_seconds: list[float] = field(default_factory=list)  # of steps that are alike and were not profiled
@@ -221,9 +224,26 @@ class Record:
         self.skipped += outcome.skipped
         self.seconds.append(seconds)
 
+    def held_out(self) -> float | None:
+        """The loss on held-out samples after the last step, if that was evaluated."""
+        return self.validation[1] if self.validation is not None and self.validation[0] == self.steps else None
+
+    def evaluated(self, loss: float) -> None:
+        """The last step's loss on held-out samples."""
+        self.validation = (self.steps, loss)
+        if math.isfinite(loss) and (self.best is None or loss < self.best[1]):
+            self.best = self.validation
+
+    def lines(self) -> list[str]:
+        """Lines of metrics that are not written, that of a step whose evaluation was cut among them."""
+        return [*self.unwritten, *([] if self.unevaluated is None else [StepMetrics(**self.unevaluated).to_json()])]
+
     def to_dict(self) -> dict[str, Any]:
         """What a resumed training goes on with, as JSON."""
-        kept = ("steps", "first_loss", "last_loss", "tokens", "skipped", "measured_peak_bytes", "unwritten", "position")
+        kept = (
+            "steps", "first_loss", "last_loss", "tokens", "skipped", "measured_peak_bytes", "unwritten", "position",
+            "validation", "best", "unevaluated",
+        )  # fmt: skip
         return {**{name: getattr(self, name) for name in kept}, "earlier_seconds": self.step_seconds}
 
 
@@ -238,14 +258,19 @@ def run_steps(
     record: Record | None = None,
     save: Callable[[Record], object] = lambda record: None,
     copied_bytes: Callable[[], int] = lambda: 0,
+    evaluate: Callable[[], float | None] = lambda: None,
 ) -> Record:
     """All steps after those in `record`, or those until a signal comes: it cuts a step, which is undone.
 
     `save` is called after each step. `copied_bytes` are those of copies for saving in the background, which lie in a
-    CPU's memory during a step.
+    CPU's memory during a step. `evaluate` returns the loss on held-out samples, None where there are none or where a
+    signal cuts it; a resumed training makes that evaluation again.
     """
     record = Record() if record is None else record
-    watch = _Watch(training, reporter, measured_steps(training.max_steps, begun=record.steps), copied_bytes)
+    measured = measured_steps(training.max_steps, begun=record.steps)
+    watch = _Watch(training, reporter, measured, copied_bytes, is_cut=lambda: interrupt.received is not None)
+    if record.unevaluated is not None:
+        _conclude(StepMetrics(**record.unevaluated), record, watch, folder, evaluate)
     stepper.interrupt = interrupt
     with interrupt.heeded_in_backward(stepper.model):
         while record.steps < training.max_steps and interrupt.received is None:
@@ -254,9 +279,7 @@ def run_steps(
             except Cut:
                 record.is_whole = _undone(stepper)
                 break
-            if metrics.step % training.log_every == 0 or metrics.step in (1, training.max_steps):
-                _log(metrics, record, folder, reporter)
-            reporter.on_step(metrics)
+            _conclude(metrics, record, watch, folder, evaluate)
             save(record)
     return record
 
@@ -277,6 +300,26 @@ class _Watch(NamedTuple):
     reporter: Reporter
     measured: frozenset[int]
     copied_bytes: Callable[[], int]
+    is_cut: Callable[[], bool]
+
+
+def _conclude(
+    metrics: StepMetrics, record: Record, watch: _Watch, folder: RunFolder, evaluate: Callable[[], float | None]
+) -> None:
+    """Evaluate a step that was made, if it is time, and report it."""
+    every = watch.training.evaluate_every
+    record.unevaluated = None
+    if every is not None and metrics.step % every == 0:
+        loss = evaluate()
+        if loss is None and watch.is_cut():
+            record.unevaluated = asdict(metrics)
+            return
+        if loss is not None:
+            record.evaluated(loss)
+            metrics = replace(metrics, validation_loss=loss)
+    if metrics.is_logged(watch.training.log_every, watch.training.max_steps):
+        _log(metrics, record, folder, watch.reporter)
+    watch.reporter.on_step(metrics)
 
 
 def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Reporter) -> None:

@@ -9,13 +9,16 @@ from tightfit.training.result import StepMetrics, TrainResult
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first step. `predicted_peak_bytes` is that of the step as it will run."""
+    """What is known before the first step. `predicted_peak_bytes` is that of the step as it will run; `device` is the
+    kind that it runs on, `cpu` or `cuda`.
+    """
 
     max_steps: int
     log_every: int
     predicted_peak_bytes: int
     predicted_step_seconds: float
     budget_bytes: int | None
+    device: str = "cpu"
 
 
 class Reporter(Protocol):

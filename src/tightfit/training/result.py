@@ -24,11 +24,18 @@ class StepMetrics:
     seconds: float
     memory_bytes: int
     skipped: bool = False  # the gradient scaler found an overflow: the weights did not move
+    validation_loss: float | None = None  # on the samples held out, where this step was evaluated
+
+    def is_logged(self, log_every: int, max_steps: int) -> bool:
+        """Whether metrics.jsonl has a line of this step."""
+        return self.step % log_every == 0 or self.step in (1, max_steps) or self.validation_loss is not None
 
     def to_json(self) -> str:
         """One line of metrics.jsonl. What is not finite becomes null: JSON has no such numbers."""
         figures = asdict(self)
         figures["grad_norm"] = figures.pop("gradient_norm")
+        if self.validation_loss is None:
+            del figures["validation_loss"]
         return json.dumps({name: finite(value) for name, value in figures.items()}, allow_nan=False)
 
 

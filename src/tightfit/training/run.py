@@ -1,8 +1,9 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tightfit.training.resume import Earlier, look_back
 from tightfit.training.saving import Saver
 from tightfit.training.state import seed_generators
 from tightfit.training.storage import METRICS, RunFolder
+from tightfit.training.tracking import TrackingReporter
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -90,7 +92,8 @@ def train(
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()
     reporter = reporter or SilentReporter()
     claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
-    with claimed as is_locked, _threads(settings.training.num_threads):
+    tracked = TrackingReporter(reporter, settings, folder)
+    with claimed as is_locked, _threads(settings.training.num_threads), tracked as reporter:
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
         earlier = look_back(settings, folder, reporter) if resume else Earlier()
@@ -159,12 +162,16 @@ class _Run:
                     stepper.corrections = context.corrections(checkpoint, stored)
                     self._restore(stepper, checkpoint, record)
                 saver = self._saver(stepper, levers, data, context, fitted, record)
-                self._steps(stepper, _batches(config, data, record.position), levers.fitted, record, saver)
+                batches = _batches(config, data, record.position)
+                evaluate = partial(self._validation, model, levers, data)
+                self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
                 if not record.steps:
                     self.folder.clear()
                     return None
                 fitted = levers.fitted  # out of memory may have put another one in force
-                validation = self._validation(model, fitted, data)
+                validation = record.held_out()
+                if validation is None:
+                    validation = evaluate()
             sample = self._sample(model, data)
             saver.end(record, self.interrupt)
             result = result_of(
@@ -179,7 +186,7 @@ class _Run:
                 skipped_lines=data.skipped_lines,
                 resumed_from=None if checkpoint is None else checkpoint.step,
             )
-            files.write_end(result, record.unwritten, self.folder, self.reporter)
+            files.write_end(result, record.lines(), self.folder, self.reporter)
         return result
 
     def _stepper(
@@ -212,7 +219,8 @@ class _Run:
             self.reporter.on_note(f"{where}: lacks {lacking} bytes of the steps before the checkpoint")
         # The last step of a run is logged whatever its number; it is not the last one of a longer run.
         was_last = checkpoint.record["max_steps"] == record.steps < self.config.training.max_steps
-        if was_last and record.steps % self.config.training.log_every and record.steps != 1:
+        is_else_logged = record.steps == 1 or record.held_out() is not None
+        if was_last and record.steps % self.config.training.log_every and not is_else_logged:
             self.folder.drop_last_line(METRICS, f'"step": {record.steps},')
 
     def _saver(
@@ -232,11 +240,19 @@ class _Run:
             context=context.to_dict(fitted),
             files=context.files(fitted),
             max_steps=self.config.training.max_steps,
-            held_out_loss=lambda: self._validation(stepper.model, levers.fitted, data),
+            held_out_loss=lambda: self._validation(stepper.model, levers, data),
             saved=record.steps or None,
         )
 
-    def _steps(self, stepper: Stepper, batches: BatchStream, fitted: Fit, record: Record, saver: Saver) -> None:
+    def _steps(
+        self,
+        stepper: Stepper,
+        batches: BatchStream,
+        fitted: Fit,
+        record: Record,
+        saver: Saver,
+        evaluate: Callable[[], float | None],
+    ) -> None:
         training = self.config.training
         saver.announce(fitted.state_bytes)
         self.reporter.on_start(
@@ -246,6 +262,7 @@ class _Run:
                 predicted_peak_bytes=fitted.peak_bytes,
                 predicted_step_seconds=fitted.planned.step_seconds,
                 budget_bytes=fitted.whole_budget_bytes,
+                device=stepper.device.type,
             )
         )
         try:
@@ -259,6 +276,7 @@ class _Run:
                 record=record,
                 save=saver.after_step,
                 copied_bytes=lambda: saver.copied_bytes,
+                evaluate=evaluate,
             )
         except CannotFit:
             if record.steps:  # the step that failed was undone: those before it are not lost
@@ -266,7 +284,7 @@ class _Run:
                 self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
             raise
 
-    def _validation(self, model: nn.Module, fitted: Fit, data: PreparedData) -> float | None:
+    def _validation(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> float | None:
         """The held-out loss; None where a signal has come."""
         training, interrupt = self.config.training, self.interrupt
         device = next(model.parameters()).device
@@ -277,9 +295,10 @@ class _Run:
                         model,
                         data.validation,
                         CausalLMLoss(),
-                        micro_batch_size=training.batch_size // fitted.micro_batches,
+                        micro_batch_size=training.batch_size // levers.fitted.micro_batches,
                         precision=training.precision,
                         stop=lambda: interrupt.received is not None,
+                        note=self.reporter.on_note,
                     )
                 )
         except Cut:

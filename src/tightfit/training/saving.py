@@ -46,10 +46,15 @@ class Saver:
 
     def announce(self, state_bytes: int) -> None:
         """Say what a signal will do, and how long its checkpoint is expected to take."""
-        seconds = self.folder.seconds_to_write(min(state_bytes, _PROBE_BYTES)) * max(1, state_bytes / _PROBE_BYTES)
+        try:
+            probe = min(state_bytes, _PROBE_BYTES)
+            seconds = self.folder.seconds_to_write(probe) * max(1, state_bytes / _PROBE_BYTES)
+            takes = f", which takes about {format_seconds(seconds)}"
+        except OutputError:  # the disk is full now; it may have room when a signal comes
+            takes = " if it finds room"
         self.reporter.on_note(
             "Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end this training with a checkpoint of "
-            f"{format_bytes(state_bytes)}, which takes about {format_seconds(seconds)}: go on from it with --resume"
+            f"{format_bytes(state_bytes)}{takes}: go on from it with --resume"
         )
 
     def after_step(self, record: Record) -> None:
@@ -107,7 +112,9 @@ class Saver:
     def _score(self, record: Record) -> float | None:
         if not self.settings.keep_best:
             return None
-        held_out = self.held_out_loss()
+        held_out = record.held_out()
+        if held_out is None:
+            held_out = self.held_out_loss()
         return record.last_loss if held_out is None else held_out
 
     def _prune(self) -> None:

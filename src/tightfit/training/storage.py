@@ -22,13 +22,15 @@ from tightfit.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tightfit.models.saving import CONFIG_FILE, RUN_CONFIG, WEIGHTS_FILE, save_model
+from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
+from tightfit.names.run_files import CHECKPOINTS, CONFIG, METRICS, PAGE, PICTURE, PLAN, RESULT
+from tightfit.tracking.base import FOLDER as TRACKING
+from tightfit.tracking.base import IDENTITY
 from tightfit.training.lock import locked
 from tightfit.units import format_bytes
 
-CHECKPOINTS = "checkpoints"
-CONFIG, PLAN, METRICS, RESULT = RUN_CONFIG, "plan.json", "metrics.jsonl", "result.json"
-PICTURE, PAGE = "memory.png", "report.html"
+__all__ = ["CHECKPOINTS", "CONFIG", "METRICS", "PAGE", "PICTURE", "PLAN", "RESULT", "RUN_FILES", "RunFolder"]
+
 RUN_FILES = (
     CONFIG,
     PLAN,
@@ -84,7 +86,8 @@ class RunFolder:
         """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
         with self._writing(self.path):
             free = shutil.disk_usage(self.path).free
-            free += sum(path.stat().st_blocks * _BLOCK for path in self._earlier())
+            held = [*self._earlier(), *(path for path in self.checkpoints.rglob("*") if path.is_file())]
+            free += sum(path.stat().st_blocks * _BLOCK for path in held)
         if free < needed_bytes:
             raise OutputError(
                 f"{self.path}: {format_bytes(free)} are free, and this training writes {format_bytes(needed_bytes)} "
@@ -101,8 +104,8 @@ class RunFolder:
         return bool(checkpoint_paths(self.checkpoints))
 
     def clear(self, *, keep: Sequence[str] = (), checkpoints: bool = True) -> None:
-        """Remove the files of an earlier run but for those named, its checkpoints too unless told otherwise; and
-        nothing else.
+        """Remove the files of an earlier run but for those named, its checkpoints and its trackers' files too unless
+        told otherwise; and nothing else.
         """
         for path in self._earlier():
             if path.name not in keep:
@@ -111,6 +114,9 @@ class RunFolder:
         if checkpoints:
             with self._writing(self.checkpoints):
                 self._clear_checkpoints()
+            with self._writing(self.path / TRACKING):
+                if (self.path / TRACKING / IDENTITY).is_file():  # else it is somebody's own folder
+                    self._files.remove(self.path / TRACKING)
         for part in (part for pattern in _PARTS for part in self.path.glob(pattern)):
             with self._writing(part):
                 self._files.remove(part)

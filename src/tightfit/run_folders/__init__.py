@@ -1,0 +1,1 @@
+"""What the folders of runs hold, read without torch, whatever state they are in."""
