@@ -19,7 +19,7 @@ from tightfit.data.samples import Samples
 from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CheckpointError, VerificationFailed
+from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import continue_ids, generate_text
@@ -322,18 +322,24 @@ class _Run:
                 device=stepper.device.type,
             )
         )
-        run_steps(
-            stepper,
-            batches,
-            training,
-            self.folder,
-            self.reporter,
-            self.interrupt,
-            record=record,
-            save=saver.after_step,
-            copied_bytes=lambda: saver.copied_bytes,
-            evaluate=evaluate,
-        )
+        try:
+            run_steps(
+                stepper,
+                batches,
+                training,
+                self.folder,
+                self.reporter,
+                self.interrupt,
+                record=record,
+                save=saver.after_step,
+                copied_bytes=lambda: saver.copied_bytes,
+                evaluate=evaluate,
+            )
+        except CannotFit:
+            if record.steps:  # the step that failed was undone: those before it are not lost
+                saver.save(record, now=True)
+                self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
+            raise
 
     def _validation(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> float | None:
         """The held-out loss; None where a signal has come."""
