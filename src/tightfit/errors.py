@@ -18,6 +18,8 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 └── VerificationFailed           exit code 4: a plan changed what the step computes
 """
 
+LONGEST_LINE = 1000  # characters that an error about a configuration has
+
 
 class TightfitError(Exception):
     """Base of every error raised on purpose; its text is one clear line."""
@@ -30,7 +32,15 @@ class InputError(TightfitError):
 
 
 class ConfigError(InputError):
-    """A key, a value or a section of the configuration is wrong."""
+    """A key, a value or a section of the configuration is wrong.
+
+    The line quotes keys and overrides as the user wrote them: line ends and control characters in it are escaped, and
+    the middle of a very long one is left out.
+    """
+
+    def __init__(self, message: str):
+        line = "".join(mark if mark.isprintable() else ascii(mark)[1:-1] for mark in message)
+        super().__init__(line if len(line) <= LONGEST_LINE else f"{line[:600]} ... {line[-300:]}")
 
 
 class DataError(InputError):

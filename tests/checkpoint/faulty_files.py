@@ -18,16 +18,16 @@ class Call(NamedTuple):
 
 
 class Recorder(Files):
-    """Does every call, and keeps a list of them; `marks` holds what the test did between them, by their number."""
+    """Does every call, and keeps a list of them; `marks` says what is done after how many of them."""
 
     def __init__(self, root: Path):
         self.root = root
         self.calls: list[Call] = []
-        self.marks: list[tuple[int, object]] = []
+        self.marks: list[tuple[int, int]] = []
         self._opened: dict[int, tuple[str, int]] = {}
         self._files = 0
 
-    def mark(self, what: object) -> None:
+    def mark(self, what: int) -> None:
         self.marks.append((len(self.calls), what))
 
     def _did(self, kind: str, path: Path, target: Path | None = None) -> None:

@@ -51,9 +51,23 @@ Tree = dict[str, "Tree | bytes"]
 class Disk:
     """Mutable: files and folders, what of them is on the disk and what is not yet."""
 
-    def __init__(self) -> None:
-        self._nodes: list[_File | _Folder] = [_Folder()]
+    def __init__(self, tree: Tree | None = None) -> None:
+        """With these files on it, all of them synced."""
+        self._nodes: list[_File | _Folder] = []
         self._opened: dict[int, int] = {}
+        self._keep(tree or {})
+
+    def _keep(self, tree: Tree) -> int:
+        number = len(self._nodes)
+        self._nodes.append(folder := _Folder())
+        for name, node in tree.items():
+            if isinstance(node, bytes):
+                self._nodes.append(_File(node, node))
+                folder.now[name] = len(self._nodes) - 1
+            else:
+                folder.now[name] = self._keep(node)
+        folder.durable = dict(folder.now)
+        return number
 
     def do(self, call: Call) -> None:
         folder, name = self._parent(call.path)

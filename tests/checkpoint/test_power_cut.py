@@ -39,30 +39,32 @@ def life(root: Path, recorder: Recorder) -> None:
     Checkpoints(folder, recorder).prune(1, keep_best=1)
 
 
-def cuts(recorder: Recorder, seed: int, more: int = 0) -> Iterator[tuple[int, Tree]]:
-    """Each different state after a cut, with the number of calls that were done: `more` random ones at each call."""
-    disk, chance = Disk(), random.Random(seed)
+def cuts(recorder: Recorder, seed: int, more: int = 0, before: Tree | None = None) -> Iterator[tuple[int, str, Tree]]:
+    """What is done by then (the highest mark), where the cut is, and the state after it; each once.
+
+    There are `more` random states at each call. `before` is what the disk held before the first call.
+    """
+    disk, chance, seen = Disk(before), random.Random(seed), set()
     for number in range(len(recorder.calls) + 1):
         if number:
             disk.do(recorder.calls[number - 1])
-        states = [*disk.after_a_cut(chance), *(disk.some(chance) for _ in range(more))]
-        for position, state in enumerate(states):
-            if state not in states[:position]:
-                yield number, state
+        done = max([0, *(mark for at, mark in recorder.marks if at <= number)])
+        for state in [*disk.after_a_cut(chance), *(disk.some(chance) for _ in range(more))]:
+            if (key := (done, repr(state))) not in seen:
+                seen.add(key)
+                yield done, f"after call {number}, {recorder.calls[number - 1]}: {state}", state
 
 
 def check_cuts(scratch: Path, recorder: Recorder, seed: int, more: int = 0) -> int:
     count = 0
-    for number, state in cuts(recorder, seed, more):
-        done = max([0, *(mark for at, mark in recorder.marks if at <= number and isinstance(mark, int))])
+    for done, where, state in cuts(recorder, seed, more):
         root = scratch / "after"
         rebuild(state, root)
         folder = root / "run" / "checkpoints"
         found = newest(folder)
-        assert (found or 0) >= done, (
-            f"after call {number} of {recorder.calls[number - 1]}: {found}, not {done}: {state}"
-        )
-        if count % 7 == 0:  # the run goes on from there
+        assert (found or 0) >= done, f"{found}, not {done}: {where}"
+        assert all(entry.checkpoint for entry in Checkpoints(folder).listed()), f"one is half there: {where}"
+        if count % 5 == 0:  # the run goes on from there
             save(folder, 50, 7, Unsynced())
             assert newest(folder) == 7
             assert all(name == name.lstrip(".") and step_of(name) for name in names_in(folder))
@@ -92,14 +94,35 @@ def test_a_complete_checkpoint_is_there_after_a_cut_at_any_call(scratch: Path, r
     life(recorder.root, recorder)
 
     assert len(recorder.calls) > 120
-    assert check_cuts(scratch, recorder, seed=0) > 300
+    assert check_cuts(scratch, recorder, seed=0, more=3) > 200
 
 
 @pytest.mark.slow  # 40 random selections of what was not synced at each call: a minute
 def test_a_complete_checkpoint_is_there_whatever_selection_of_what_was_not_synced_is(scratch: Path, recorder: Recorder):
     life(recorder.root, recorder)
 
-    assert check_cuts(scratch, recorder, seed=1, more=40) > 3000
+    assert check_cuts(scratch, recorder, seed=1, more=40) > 500
+
+
+@pytest.mark.slow  # a second cut at each call of the save that follows a first: half a minute
+def test_a_complete_checkpoint_is_there_after_a_second_cut(scratch: Path, recorder: Recorder):
+    life(recorder.root, recorder)
+    states = [state for *_, state in cuts(recorder, seed=6)]
+    count = 0
+    for state in random.Random(6).sample(states, 40):
+        rebuild(state, root := scratch / "first")
+        folder = Path("run") / "checkpoints"
+        least = newest(root / folder) or 0
+        second = Recorder(root)
+        save(root / folder, 50, 7, second)
+        for *_, after in cuts(second, seed=7, more=2, before=state):
+            rebuild(after, scratch / "second")
+            assert newest(scratch / "second" / folder) in ({least, 7} if least else {None, 7}), state
+            shutil.rmtree(scratch / "second")
+            count += 1
+        assert newest(root / folder) == 7
+        shutil.rmtree(root)
+    assert count > 500
 
 
 class Forgetful(Recorder):
@@ -157,12 +180,11 @@ def test_a_file_of_the_run_is_the_old_or_the_new_one_after_a_cut_at_any_call(scr
         folder.write(RESULT, texts[number] or "")
         recorder.mark(number)
 
-    for number, state in cuts(recorder, seed=3, more=4):
-        done = max([0, *(mark for at, mark in recorder.marks if at <= number and isinstance(mark, int))])
+    for done, where, state in cuts(recorder, seed=3, more=4):
         rebuild(state, root := scratch / "after")
         path = root / "run" / RESULT
         text = path.read_text() if path.exists() else None
-        assert text in [texts[each] for each in range(done, 4)], f"after call {number}: {text!r}"
+        assert text in [texts[each] for each in range(done, 4)], f"{text!r} {where}"
         shutil.rmtree(root)
 
 
@@ -174,9 +196,8 @@ def test_lines_that_were_synced_are_there_after_a_cut(scratch: Path, recorder: R
         folder.sync("metrics.jsonl")
         recorder.mark(number)
 
-    for number, state in cuts(recorder, seed=4, more=4):
-        done = max([0, *(mark for at, mark in recorder.marks if at <= number and isinstance(mark, int))])
+    for done, where, state in cuts(recorder, seed=4, more=4):
         rebuild(state, root := scratch / "after")
         lines = RunFolder(root / "run").lines("metrics.jsonl")
-        assert lines[:done] == [f"line {each}" for each in range(1, done + 1)]
+        assert lines[:done] == [f"line {each}" for each in range(1, done + 1)], where
         shutil.rmtree(root)

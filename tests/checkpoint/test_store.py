@@ -243,6 +243,13 @@ def test_a_further_file_has_a_plain_name(scratch: Path, name: str):
     assert names_in(scratch) == []
 
 
+def test_a_record_that_is_no_json_is_refused_before_anything_is_written(scratch: Path):
+    with pytest.raises(OutputError, match=r"step-00000001: cannot be written: record\.x\[1\]: a set is no JSON"):
+        Checkpoints(scratch / "checkpoints").save(1, {"a": torch.ones(2)}, {"x": [1, {2}]})
+
+    assert names_in(scratch) == []
+
+
 def test_a_checkpoint_may_be_of_nothing(scratch: Path):
     Checkpoints(scratch).save(0, {}, {})
 

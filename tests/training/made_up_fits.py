@@ -10,10 +10,10 @@ from tightfit.training import fitting
 from tightfit.training.fitting import Fit
 
 
-def made_up_fit(model: Any, batch: Any, loss: Any, config: Any, device: Any) -> Fit:
+def made_up_fit(model: Any, batch: Any, loss: Any, config: Any, device: Any, shorter: Any = ()) -> Fit:
     """Of a training without a budget; planned as ever with one."""
     if config.memory.budget is not None or config.memory.recompute is not None:
-        return fitting.fit(model, batch, loss, config, device)
+        return fitting.fit(model, batch, loss, config, device, shorter)
     figures = StepFigures(
         peak_bytes=1 << 20,
         step_seconds=0.01,

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from tightfit.checkpoint import find, reading
+from tightfit.checkpoint import record as records
 from tightfit.checkpoint.files import FILES, Files
 from tightfit.checkpoint.find import Entry, Found
 from tightfit.checkpoint.manifest import (
@@ -65,6 +66,7 @@ class Checkpoints:
         assert 0 <= step < MAX_STEP, step
         target = self.folder / name_of(step)
         with self._writing(target):
+            records.encoded(record)  # what is no JSON is said before anything is written
             self._make_folder()
             with _alone(self.folder):
                 self._tidy()

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 import tightfit
-from tightfit.cli import asking, generating, measuring, minimind, observing, runs, scoring, training
+from tightfit.cli import asking, exporting, generating, measuring, minimind, observing, runs, scoring, training
 from tightfit.cli.light import leave_out_idle_lines
 from tightfit.errors import OutputError, TightfitError
 from tightfit.memory.disk import NO_ROOM
@@ -83,6 +83,7 @@ app.command()(asking.verify)
 app.command()(generating.generate)
 app.command()(scoring.score)
 app.add_typer(runs.app, name="runs")
+app.command()(exporting.export)
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)
 app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)

@@ -16,6 +16,9 @@ LARGEST_SEED = 2**63 - 1  # that `torch.Generator.manual_seed` takes
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer the prompt, as a turn of the user in the run's chat template.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="At most so many tokens more.")] = 100,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Draw from the K likeliest.")] = 50,
@@ -23,13 +26,21 @@ def generate(
         int | None, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="For the same text again.")
     ] = None,
 ) -> None:
-    """Continue a text with a trained model.
+    """Continue a text with a trained model, or answer it.
 
     [dim]tightfit generate runs/quickstart --prompt "def main(" --max-new-tokens 60[/]
     """
-    from tightfit.models.generation import generate_text
+    from tightfit.data.tokenizer import answer_prompt
+    from tightfit.models.generation import continue_ids, generate_text
 
     model, tokenizer = loaded(run)
+    if chat:
+        asked, stop = answer_prompt(tokenizer, prompt)
+        answer = continue_ids(
+            model, asked, stop=stop, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
+        typer.echo(tokenizer.decode(answer))
+        return
     text = generate_text(
         model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
     )

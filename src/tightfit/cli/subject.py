@@ -15,6 +15,7 @@ from tightfit.cli import sources
 from tightfit.cli.question import LENGTH, SIZE, Question
 from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
 from tightfit.data.prepare import prepare_data
+from tightfit.data.samples import two_documents
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
 from tightfit.models.loading import build_model, position_limit, vocabulary_size, without_weights
@@ -140,14 +141,15 @@ def _from_config(question: Question, dry: bool) -> Subject:
 
 def _ids(model: nn.Module, config: Config) -> dict[str, Tensor]:
     """A batch of the right shape, without reading the corpus."""
-    length = config.data.sequence_length
-    return _tokens(model, config.training.batch_size, length, "data.sequence_length").tensors()
+    size, length = config.training.batch_size, config.data.sequence_length
+    batch = _tokens(model, size, length, "data.sequence_length").tensors()
+    return {**batch, "position_ids": two_documents(size, length)} if config.data.packing != "none" else batch
 
 
 def _first_batch(config: Config) -> dict[str, Tensor]:
-    """The batch that the training would begin with."""
+    """The batch that the training is planned for."""
     data = prepare_data(config.data, config.model, objective=config.training.objective)
-    return next(data.batches(config.training.batch_size, seed=config.data.seed, shuffle=config.data.shuffle))
+    return data.for_dry_runs(config.training.batch_size)[0]
 
 
 def _build(config: Config, dry: bool) -> nn.Module:

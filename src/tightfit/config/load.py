@@ -58,7 +58,7 @@ def _without_preset(model: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: model.preset and model.path are both given: keep one of them")
     if name is None:
         return own
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PRESETS)}"
         raise ConfigError(f"{source}: model.preset {name!r} is not known: {hint}")

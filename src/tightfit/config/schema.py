@@ -161,7 +161,14 @@ class DataConfig(Section):
     max_bad_lines: CountOrZero | None = None
     """With `bad_lines: skip`, the most lines that are skipped; null: 1000, or 5% of the lines if that is more."""
     sequence_length: Count = 256
-    """Tokens in one sample."""
+    """Tokens in one sample, or the most of them where samples are padded."""
+    packing: Literal["none", "best_fit"] = "none"
+    """`none`: text is one stream that is cut evenly, and a conversation has a row to itself, padded to the longest of
+    its batch. `best_fit`: whole documents or conversations fill rows of `sequence_length`; none sees another, and
+    positions restart at each."""
+    buckets: bool = False
+    """Batches of samples of alike length, the longest first, each in the fewest micro-batches whose predicted bytes fit
+    the budget. Text then has a document a row, padded."""
     tokenizer: str = "train"
     """`train` (a byte-level BPE on the source), `model` (the one in the folder of model.path), a tokenizer.json,
     or a folder that holds one."""
@@ -175,6 +182,14 @@ class DataConfig(Section):
     """Shuffle documents before packing and samples in every epoch."""
     seed: CountOrZero = 0
     """Seed of the shuffling."""
+
+    @model_validator(mode="after")
+    def _rows_have_one_length_or_many(self) -> Self:
+        if self.buckets and self.packing != "none":
+            raise ValueError(
+                f"buckets and packing {self.packing} are both set: packed rows are all of one length, remove one"
+            )
+        return self
 
 
 class TrainingConfig(Section):
@@ -291,8 +306,8 @@ class MemoryConfig(Section):
     """If a step runs out of memory, undo it and run it again on the same samples and random numbers with a tighter
     plan. Batch and schedule stay unchanged. false: the training ends with the error."""
     max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 0.5
-    """Largest measured slowdown of the planned step against the plain one: 0.5 is 50% more time. Beyond it, the training
-    tries a looser plan that still fits the budget and computes the same bits, and keeps it if it is faster; null: off."""
+    """Largest measured slowdown of the planned step against the plain one: 0.5 is 50% more time. Beyond it, a looser
+    plan takes over if it fits the budget, computes the same bits and is measured faster; null: off."""
 
     @model_validator(mode="after")
     def _one_hand_on_recompute(self) -> Self:

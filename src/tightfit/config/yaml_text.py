@@ -20,12 +20,23 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+            if not _is_hashable(key):
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is no name", problem_mark=key_node.start_mark)
+            if key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key!r} stands here twice", problem_mark=key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _is_hashable(key: object) -> bool:
+    """Whether it can be a key; a tuple says that it can, though what it holds may not."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 class _Dumper(yaml.SafeDumper):

@@ -27,7 +27,7 @@ def parse_line(line: bytes, *, is_first: bool = False) -> tuple[Any, str]:
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text: {error.reason}: {what_to_do(line)}", error.start + 1) from None
     try:
-        record = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        record = _DECODER.decode(text)
     except _Twice as twice:
         raise BadLine(f"the key {twice.key!r} stands twice in one object: keep one of them", _second(text)) from None
     except _Constant as constant:
@@ -81,6 +81,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise _Constant(name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
 
 
 def _positions(text: str, values: frozenset[str] = frozenset()) -> Iterator[tuple[Path, int]]:

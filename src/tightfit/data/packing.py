@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightfit.data.order import Buckets, Epochs, permutation
+from tightfit.data.samples import Samples
 from tightfit.data.tokenizer import TextTokenizer
-from tightfit.errors import DataError
+from tightfit.errors import ConfigError, DataError
 
 # Documents handed to the tokenizer at once: enough for its threads, few enough that their ids take little memory.
 ENCODED_AT_ONCE = 64
@@ -24,10 +26,37 @@ class PackedSamples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batch(self, rows: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
-        """The samples at `rows` as input_ids and labels, both (B, T) int64 and equal: the loss makes the shift."""
-        ids = torch.from_numpy(self.tokens[np.asarray(rows)].astype(np.int64))
+    @property
+    def rows(self) -> int:
+        """Rows of a batch that a sample gives."""
+        return 1
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all samples have one length."""
+        return True
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample: all are alike."""
+        return np.full(len(self.tokens), self.tokens.shape[1], np.int64)
+
+    def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
+        """These samples as input_ids and labels, both (B, T) int64 and equal: the loss makes the shift."""
+        ids = torch.from_numpy(self.tokens[np.asarray(samples)].astype(np.int64))
         return {"input_ids": ids, "labels": ids.clone()}
+
+    def fullest(self, size: int, length: int) -> dict[str, Tensor]:
+        """`size` rows: all batches of a stream need the same memory."""
+        batch = self.batch(np.arange(size) % len(self))
+        return {name: tensor[:, :length] for name, tensor in batch.items()}
+
+    def beginning(self, count: int) -> list[int]:
+        """The first tokens of the first sample."""
+        return self.tokens[0, :count].tolist()
+
+    def __str__(self) -> str:
+        return f"{len(self)} samples of {self.tokens.shape[1]} tokens"
 
 
 def encode_documents(documents: Iterable[str], tokenizer: TextTokenizer) -> list[np.ndarray]:
@@ -65,14 +94,6 @@ def hold_out(samples: PackedSamples, fraction: float) -> tuple[PackedSamples, Pa
     return PackedSamples(samples.tokens[:kept]), PackedSamples(samples.tokens[kept:])
 
 
-def permutation(count: int, *seeds: int) -> np.ndarray:
-    """An order of `count` things, the same for the same seeds on every machine and in every version of numpy.
-
-    numpy keeps the stream of `RandomState` frozen, and that of its newer generators not (NEP 19).
-    """
-    return np.random.RandomState(seeds).permutation(count)
-
-
 def _ended(ids: np.ndarray, end_of_text: int) -> np.ndarray:
     return np.append(ids, ids.dtype.type(end_of_text))
 
@@ -88,35 +109,38 @@ class StreamPosition:
 class BatchStream(Iterator[dict[str, Tensor]]):
     """Batches without end: every epoch gives each sample once, in an order drawn from the seed and the epoch.
 
-    A batch may reach over the end of an epoch, so every batch is full. All that moves is `position`: a stream made with
-    the same samples, batch size and seed continues from it with the same batches.
+    A batch has `batch_size` rows; it may reach over the end of an epoch, so every batch is full. All that moves is
+    `position`: a stream made with the same samples, batch size and seed continues from it with the same batches. With
+    `buckets` the samples of a batch are of alike length, and an epoch begins with the longest. Raises `ConfigError`
+    where `batch_size` rows are no whole number of samples.
     """
 
     def __init__(
         self,
-        samples: PackedSamples,
+        samples: Samples,
         batch_size: int,
         *,
         seed: int = 0,
         shuffle: bool = True,
         position: StreamPosition | None = None,
+        buckets: bool = False,
     ):
-        self.samples, self.batch_size, self.seed, self.shuffle = samples, batch_size, seed, shuffle
+        if batch_size % samples.rows:
+            raise ConfigError(
+                f"training.batch_size {batch_size} counts sequences, and a preference pair is {samples.rows} of them: "
+                "make it even"
+            )
+        self.samples, self.batch_size = samples, batch_size
         self.position = position or StreamPosition()
-        self._order = self._order_of(self.position.epoch)
+        self._size = batch_size // samples.rows
+        self._epochs = Epochs(len(samples), seed=seed, shuffle=shuffle)
+        self._buckets = Buckets(self._epochs, self._size, lambda: samples.lengths) if buckets else None
 
     def __next__(self) -> dict[str, Tensor]:
-        rows: list[int] = []
-        epoch, sample = self.position.epoch, self.position.sample
-        while len(rows) < self.batch_size:
-            if sample == len(self.samples):
-                epoch, sample = epoch + 1, 0
-                self._order = self._order_of(epoch)
-            taken = self._order[sample : sample + self.batch_size - len(rows)]
-            rows.extend(taken.tolist())
-            sample += len(taken)
-        self.position = StreamPosition(epoch, sample)
-        return self.samples.batch(rows)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        return permutation(len(self.samples), self.seed, epoch) if self.shuffle else np.arange(len(self.samples))
+        first = self.position.epoch * len(self.samples) + self.position.sample
+        if self._buckets is None:
+            chosen = self._epochs.samples(first, first + self._size)
+        else:
+            chosen = self._buckets.batch(first // self._size)
+        self.position = StreamPosition(*divmod(first + self._size, len(self.samples)))
+        return self.samples.batch(chosen)

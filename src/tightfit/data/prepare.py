@@ -5,8 +5,14 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from torch import Tensor
+
 from tightfit.config.schema import DataConfig, ModelConfig
-from tightfit.data.packing import BatchStream, PackedSamples, StreamPosition, hold_out, pack
+from tightfit.data.arrange import arrange
+from tightfit.data.order import bucket_lengths
+from tightfit.data.packing import BatchStream, StreamPosition
+from tightfit.data.samples import Samples
 from tightfit.data.store import Kind, TokenStore
 from tightfit.data.tokenized import tokenized
 from tightfit.data.tokenizer import TextTokenizer
@@ -27,18 +33,30 @@ class PreparedData:
     """
 
     tokenizer: TextTokenizer
-    training: PackedSamples
-    validation: PackedSamples
+    training: Samples
+    validation: Samples
     fingerprint: str = ""
     skipped_lines: int = 0
     kind: Kind = "text"
     objective: Objective = "causal"
+    buckets: bool = False
 
     def batches(
         self, batch_size: int, *, seed: int = 0, shuffle: bool = True, position: StreamPosition | None = None
     ) -> BatchStream:
         """The training samples in batches, from `position` on."""
-        return BatchStream(self.training, batch_size, seed=seed, shuffle=shuffle, position=position)
+        return BatchStream(
+            self.training, batch_size, seed=seed, shuffle=shuffle, position=position, buckets=self.buckets
+        )
+
+    def for_dry_runs(self, batch_size: int) -> list[dict[str, Tensor]]:
+        """Batches that need at least the memory of every one of the training and the evaluation: the longest first, and
+        with buckets the shorter ones to whose length others are rounded up.
+        """
+        lengths = np.concatenate((self.training.lengths, self.validation.lengths))
+        longest = int(lengths.max())
+        grid = bucket_lengths(lengths, longest) if self.buckets else [longest]
+        return [self.training.fullest(batch_size, length) for length in reversed(grid)]
 
 
 def prepare_data(
@@ -56,15 +74,14 @@ def prepare_data(
     found = tokenized(config, model, notice)
     learns = resolve_objective(objective, found.store.kind)
     store = found.store.all_learnt() if learns == "causal" else found.store
-    documents = [store.tokens(item) for item in range(len(store))]
-    samples = pack(documents, config.sequence_length, shuffle=config.shuffle, seed=config.seed)
     return PreparedData(
         found.tokenizer,
-        *hold_out(samples, config.validation_fraction),
+        *arrange(store, config, pad_id=found.tokenizer.end_of_text),
         fingerprint=_fingerprint(store, found.tokenizer, config),
         skipped_lines=store.skipped_lines,
         kind=store.kind,
         objective=learns,
+        buckets=config.buckets,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tightfit.data.bad_lines import BadLine
 from tightfit.data.chat_template import CHATML, TURN_BEGIN, TURN_END, ChatTemplate
 from tightfit.data.chats import ChatEncoder
 from tightfit.errors import DataError, OutputError
@@ -59,7 +60,7 @@ class TextTokenizer:
             )
         return ChatEncoder(self._tokenizer, self._template)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id: the rows that a model's embedding must have."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -70,11 +71,10 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, in the smallest unsigned dtype that holds the vocabulary; in parallel over texts."""
-        dtype = self.dtype
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """The smallest unsigned dtype that holds the vocabulary: uint16 or uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32)
@@ -105,6 +105,16 @@ class TextTokenizer:
                 path.write_text(text, "utf-8")
             except OSError as error:
                 raise OutputError(f"{path}: the tokenizer cannot be written: {error.strerror}") from error
+
+
+def answer_prompt(tokenizer: TextTokenizer, prompt: str) -> tuple[list[int], int]:
+    """The ids that ask for an answer to a turn of the user, and the id that ends the answer. Raises `DataError`."""
+    try:
+        asked = tokenizer.chat.prompt([{"role": "user", "content": prompt}])
+        stop = tokenizer.chat.end_of_turn()
+    except BadLine as bad:
+        raise DataError(f"the prompt cannot be put into the chat template: {bad.reason}") from None
+    return asked, tokenizer.end_of_text if stop is None else stop
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = False) -> TextTokenizer:

@@ -11,9 +11,10 @@ Both plan when a training begins, for the first batch and for the longest that c
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from tightfit.errors import InputError, LeverError, VerificationFailed
 from tightfit.integrations.batches import checked_length, first_samples
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.guests import missing
-from tightfit.integrations.in_force import note, take_off_earlier
+from tightfit.integrations.in_force import PlanInForce, note, take_off_earlier
 from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
+from tightfit.integrations.recovering import GuestRecovery
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
@@ -50,6 +52,8 @@ class MemoryBudget(TrainerCallback):
     `budget`, `levers` and `blocks` are those of `tightfit.plan`; the batch is not split (`FrugalTrainer` does that).
     `max_length` is the longest sequence in tokens that a batch can have; without it the samples of the data set are
     searched for the longest. `verify=True` proves the plan on a part of the first batch before the training begins.
+    With `recover=True` a step that runs out of memory is undone and runs again with a tighter plan: the same batches,
+    random numbers and schedule. Not with `fp16` inside the optimizer's step, which accelerate's scaler wraps.
 
     When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is distributed or
     compiled, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in force,
@@ -65,15 +69,19 @@ class MemoryBudget(TrainerCallback):
         blocks: str | None = None,
         max_length: int | None = None,
         verify: bool = False,
+        recover: bool = False,
     ):
         self.plan_settings = PlanSettings(budget, levers, blocks)
         self.max_length = checked_length(max_length)
         self.verifies = verify
+        self.recovers = recover
         self.plan: Plan | None = None
         self.own_peak_bytes: int | None = None  # of the gradient checkpointing that was taken over
         self.weighing: Weighing | None = None  # of micro-batches, once it was measured
         self.trainer: Trainer | None = None
         self._applied = Applied([])
+        self._plan_within: Callable[[int], Plan] | None = None  # so many bytes, for the batches of this training
+        self.recovery: GuestRecovery | None = None  # with `recover`, while a training runs
         allowed_levers(levers)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -94,8 +102,11 @@ class MemoryBudget(TrainerCallback):
                 taken.remove()
             raise
         parts: list[Removable] = [] if taken is None else [taken]
-        self._applied = Applied([*parts, self.plan.apply(model)])
+        in_force = PlanInForce(self.plan, model)
+        self._applied = Applied([*parts, in_force])
         note(self._applied, model)
+        if self.recovers:
+            self.recovery = self._recovery(trainer, model, in_force)
         if taken is not None:
             logger.warning(what_is_taken_over(self.own_peak_bytes, self.plan.peak_bytes))
         logger.info("%s", self.plan)
@@ -117,7 +128,23 @@ class MemoryBudget(TrainerCallback):
 
     def undo(self) -> None:
         """Take the plan off the model: done when a training ends, or a later one begins on the model."""
+        if self.recovery is not None:
+            self.recovery.remove()
+            self.recovery = None
         self._applied.undo()
+
+    def _recovery(self, trainer: Trainer, model: Any, in_force: PlanInForce) -> GuestRecovery:
+        optimizer: Any = trainer.optimizer
+
+        def replan(bound_bytes: int) -> Plan:
+            assert self._plan_within is not None
+            with nothing_noted(trainer):
+                self.plan = in_force.replace(partial(self._plan_within, bound_bytes))
+            return self.plan
+
+        recovery = GuestRecovery(model, getattr(optimizer, "optimizer", optimizer), lambda: in_force.plan, replan)
+        recovery.watch(trainer, "training_step")
+        return recovery
 
     def _planned(self, trainer: Trainer, model: Any, loader: Any, taken: TakenOver | None) -> Plan:
         batches = trainer_batches(trainer, loader, self.max_length)
@@ -133,7 +160,9 @@ class MemoryBudget(TrainerCallback):
             splits = False
         if self.weighing is not None:
             step = replace(step, loss=TrainerLoss(trainer, step.loss.items, self.weighing))
-        plan = plan_for_all(step, batches, self.plan_settings if splits else self.plan_settings.without_micro_batches())
+        settings = self.plan_settings if splits else self.plan_settings.without_micro_batches()
+        plan = plan_for_all(step, batches, settings)
+        self._plan_within = lambda bound: plan_for_all(step, batches, replace(settings, budget=bound))
         if self.verifies:
             prove(step, batches[0], plan)
         return plan
@@ -163,8 +192,8 @@ class MemoryBudget(TrainerCallback):
 class FrugalTrainer(Trainer):
     """A `Trainer` with a memory budget, which can also split its batches in micro-batches.
 
-    `memory_budget`, `memory_levers`, `memory_blocks`, `memory_max_length` and `memory_verify` are what `MemoryBudget`
-    takes. The gradient of a batch in micro-batches is that of the whole: what each counts in
+    `memory_budget`, `memory_levers`, `memory_blocks`, `memory_max_length`, `memory_verify` and `memory_recover` are
+    what `MemoryBudget` takes. The gradient of a batch in micro-batches is that of the whole: what each counts in
     it is measured on two samples before the training begins.
     """
 
@@ -176,6 +205,7 @@ class FrugalTrainer(Trainer):
         memory_blocks: str | None = None,
         memory_max_length: int | None = None,
         memory_verify: bool = False,
+        memory_recover: bool = False,
         **kwargs: Any,
     ):
         self._memory = MemoryBudget(
@@ -184,6 +214,7 @@ class FrugalTrainer(Trainer):
             blocks=memory_blocks,
             max_length=memory_max_length,
             verify=memory_verify,
+            recover=memory_recover,
         )
         super().__init__(*args, **kwargs)
         self._memory.trainer = self

@@ -25,6 +25,7 @@ from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
+from tightfit.integrations.in_force import PlanInForce
 from tightfit.integrations.lightning_step import (
     SkippedBatch,
     keeps_gradients,
@@ -32,8 +33,10 @@ from tightfit.integrations.lightning_step import (
     muted,
     refuse_unplannable,
     step_traits,
+    watch_closures,
 )
 from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
+from tightfit.integrations.recovering import GuestRecovery
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
@@ -42,6 +45,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.step_figures import fingerprint
+from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch
 
 __all__ = ["FrugalModule", "MemoryBudget", "checkpoint_blocks"]
@@ -90,6 +94,9 @@ class MemoryBudget(Callback):
     for a model that is distributed or compiled, that steps its optimizers itself or has none, or whose `training_step`
     takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a budget that is
     none. A batch for which `training_step` returns None is not planned for.
+
+    With `recover=True` a step that runs out of memory is undone and runs again with a tighter plan: the same batches,
+    random numbers and schedule. What `training_step` logs is then logged again.
     """
 
     def __init__(
@@ -99,12 +106,17 @@ class MemoryBudget(Callback):
         levers: str | Sequence[str] | None = None,
         blocks: str | None = None,
         max_length: int | None = None,
+        recover: bool = False,
     ):
         self.plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
+        self.recovers = recover
         self.max_length = checked_length(max_length)
         self.plan: Plan | None = None
         self.own_peak_bytes: int | None = None  # of the gradient checkpointing that is taken over
+        self.recovery: GuestRecovery | None = None  # with `recover`, while a training runs
         self._applied: Applied | None = None
+        self._in_force: PlanInForce | None = None
+        self._batch: tuple[Any, int] = (None, 0)
         self._extents = Extents()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -113,6 +125,8 @@ class MemoryBudget(Callback):
         for model in (trainer.strategy.model, pl_module):
             refuse_wrapped(model, "MemoryBudget")
         refuse_unplannable(trainer, pl_module)
+        if self.recovers:
+            self.recovery = self._recovery(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if getattr(trainer.fit_loop, "_skip_backward", False):
@@ -121,8 +135,9 @@ class MemoryBudget(Callback):
             return
         if batch_idx % trainer.accumulate_grad_batches == 0 and not keeps_gradients(trainer, pl_module):
             trainer.optimizers[0].zero_grad()
+        self._batch = (batch, batch_idx)
         flat = flattened(batch)
-        leaves = flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
+        leaves = self._longest(flat)
         traits = step_traits(trainer, pl_module)
         if self._extents.cover(leaves, traits):
             return
@@ -156,6 +171,12 @@ class MemoryBudget(Callback):
 
     def undo(self) -> None:
         """Take the plan off the model: done when a training ends or fails."""
+        if self.recovery is not None:
+            self.recovery.remove()
+            self.recovery = None
+        self._take_off()
+
+    def _take_off(self) -> None:
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
@@ -179,7 +200,7 @@ class MemoryBudget(Callback):
         """
         plan = None if self._applied is None or self._extents.are_of_another(traits) else self.plan
         plan_settings = self.plan_settings if plan is None else replace(self.plan_settings, budget=plan.budget_bytes)
-        self.undo()
+        self._take_off()
         taken = take_over(step.model)
         try:
             self.own_peak_bytes = own_peak(step, [leaves], taken)
@@ -205,7 +226,31 @@ class MemoryBudget(Callback):
         taken = take_over(model)
         if taken is not None:
             logger.warning(what_is_taken_over(self.own_peak_bytes, plan.peak_bytes))
-        self._applied = Applied([*([] if taken is None else [taken]), plan.apply(model)])
+        self._in_force = PlanInForce(plan, model)
+        self._applied = Applied([*([] if taken is None else [taken]), self._in_force])
+
+    def _longest(self, flat: Flattened) -> Batch:
+        return flat.leaves if self.max_length is None else stretched(flat.leaves, self.max_length)
+
+    def _recovery(self, trainer: Any, pl_module: Any) -> GuestRecovery:
+        def in_force() -> Plan:
+            assert self._in_force is not None, "a plan is made before the first training step"
+            return self._in_force.plan
+
+        def replan(bound_bytes: int) -> Plan:
+            assert self._in_force is not None
+            batch, index = self._batch
+            flat = flattened(batch)
+            step = lightning_step(trainer, pl_module, flat, index)
+            settings = replace(self.plan_settings, budget=bound_bytes)
+            with muted(pl_module):
+                self.plan = self._in_force.replace(lambda: self._plan_for_all(step, self._longest(flat), settings))
+            return self.plan
+
+        optimizer = trainer.optimizers[0]
+        recovery = GuestRecovery(pl_module, getattr(optimizer, "optimizer", optimizer), in_force, replan)
+        watch_closures(trainer, recovery)
+        return recovery
 
 
 class FrugalModule:

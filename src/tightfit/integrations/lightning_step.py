@@ -10,6 +10,7 @@ from torch import nn
 
 from tightfit.errors import LeverError, ModelError
 from tightfit.integrations.planning import GuestStep
+from tightfit.integrations.recovering import GuestRecovery
 from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch, Precision
 
@@ -96,6 +97,19 @@ def keeps_gradients(trainer: Any, module: Any) -> bool:
 def _comes_with_the_package(hook: Callable[..., Any]) -> bool:
     """Whether a hook is the one of Lightning or PyTorch, and not one that was put in its place."""
     return str(hook.__module__).split(".")[0] in ("lightning", "pytorch_lightning", "torch")
+
+
+def watch_closures(trainer: Any, recovery: GuestRecovery) -> None:
+    """Recover in forward and backward of each batch, which Lightning gives to the optimizer as a closure."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    make = loop._make_closure
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        closure = make(*args, **kwargs)
+        closure.closure = recovery.watched(closure.closure)  # it lives as long as its batch
+        return closure
+
+    recovery.replace(loop, "_make_closure", watched)
 
 
 @contextmanager

@@ -30,6 +30,13 @@ def batch_size(batch: Batch) -> int:
     raise LeverError("the batch holds no tensor with a batch dimension, so it cannot be split in micro-batches")
 
 
+def inseparable_samples(batch: Batch, loss: Loss) -> int:
+    """How many samples a batch has that cannot be split: its rows, or, where the loss compares rows (a preference
+    pair's two answers), groups of `loss.rows_together` of them.
+    """
+    return batch_size(batch) // getattr(loss, "rows_together", 1)
+
+
 def split_batch(batch: Batch, count: int) -> list[Batch]:
     """The batch in `count` parts along the first dimension, the longer ones last. What is not per sample goes to
     each.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
-from tightfit.weights.low_bit import LOW_BITS, freeze_in_low_bits
+from tightfit.weights.low_bit import freeze_in_low_bits, is_in_low_bits
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,7 +26,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     or a package is missing.
     """
     peft = _peft()
-    if config.base in LOW_BITS:
+    if config.base in ("int8", "nf4"):
         freeze_in_low_bits(model, config.base)
     targets = config.target_modules
     task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
@@ -77,6 +77,20 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
             return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{folder}: does not hold adapters of this model: {' '.join(str(error).split())}") from error
+
+
+def merged(model: Any) -> nn.Module:
+    """The model with what its adapters add in its own weights, and no adapters. Raises `ModelError` for weights in few
+    bits: what the adapters were trained beside cannot be written in them.
+    """
+    narrow = next((path for path, m in model.named_modules() if is_in_low_bits(m)), None)
+    if narrow is not None:
+        raise ModelError(
+            f"the adapters are for weights in few bits ({narrow}), into which they cannot be merged: use the run's "
+            "folder with peft, or train them on model.adapter.base bf16 or fp32"
+        )
+    with _no_idle_warnings():
+        return model.merge_and_unload()
 
 
 def _reason(text: str, model: nn.Module) -> str:

@@ -58,7 +58,8 @@ class RotaryTable(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)
-        frequencies = config.rope_theta ** (-pairs / config.head_width)
+        # A quotient, not a negative power, which rounds otherwise: an exported model's logits are equal bit for bit.
+        frequencies = 1.0 / config.rope_theta ** (pairs / config.head_width)
         angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -84,8 +85,9 @@ class Documents(NamedTuple):
     """Which tokens of packed rows belong together: tokens of different documents do not see each other.
 
     `ids` (B, T) int64, equal within a document. `mask` (B, 1, T, T) is what PyTorch's fused attention adds to its
-    scores, 0 or -inf, in the dtype of its computation; None where attention reads the ids instead. One mask serves all
-    layers: of a boolean one PyTorch would keep a copy in floats for each layer's backward.
+    scores, 0 or -inf, in the dtype of its computation; None where attention reads the ids instead: in chunks, or on a
+    CPU a document at a time. One mask serves all layers: of a boolean one PyTorch would keep a copy in floats for each
+    layer's backward.
     """
 
     ids: Tensor
@@ -103,6 +105,12 @@ def document_mask(ids: Tensor, dtype: torch.dtype) -> Tensor:
     hidden = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
     hidden = hidden | (ids[:, :, None] != ids[:, None, :])
     return torch.zeros(hidden.shape, dtype=dtype, device=ids.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention on such a tensor computes: autocast's where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Attention(nn.Module):
@@ -150,9 +158,16 @@ class Attention(nn.Module):
         return attention(q, k, v, causal=True, window=window, document_ids=ids, offset=offset, chunk_size=chunk_size)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        mask = None if documents is None else documents.mask
         if self.config.attends_in_chunks:
             return self._attend_in_chunks(q, k, v, None if documents is None else documents.ids)
+        mask = None if documents is None else documents.mask
+        if documents is not None and mask is None:
+            from tightfit.ops import attention
+            from tightfit.ops._documents import serves_documents
+
+            if serves_documents(q):
+                return attention(q, k, v, causal=True, document_ids=documents.ids)
+            mask = document_mask(documents.ids, computed_dtype(q))
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.config.kv_heads != self.config.num_heads
         return F.scaled_dot_product_attention(
@@ -283,12 +298,13 @@ class Decoder(nn.Module):
 
     def _documents(self, position_ids: Tensor, x: Tensor) -> Documents:
         """What the blocks need to know of packed rows."""
+        from tightfit.ops._documents import serves_documents
+
         ids = document_ids(position_ids)
-        if self.config.attends_in_chunks:
+        drops = self.training and self.config.attention_dropout > 0
+        if self.config.attends_in_chunks or (serves_documents(x) and not drops):
             return Documents(ids, None)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return Documents(ids, document_mask(ids, dtype))
+        return Documents(ids, document_mask(ids, computed_dtype(x)))
 
     def _initialise(self) -> None:
         """GPT-2's: what a block adds to the stream is scaled down by the number of additions, 2 per block."""

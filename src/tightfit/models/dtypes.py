@@ -6,11 +6,6 @@ from torch import nn
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """`fp32` or `bf16`: what the configuration calls a dtype of weights."""
-    return next(name for name, known in WEIGHT_DTYPES.items() if known == dtype)
-
-
 @torch.no_grad()
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Round the parameters to a dtype, one at a time; buffers (tables of angles) keep theirs."""

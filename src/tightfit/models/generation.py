@@ -79,20 +79,40 @@ def generate_text(
     An empty prompt starts a new document.
     """
     prefix = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    device = next(model.parameters()).device
-    ids = generate(
+    continuation = continue_ids(
         model,
-        torch.tensor([prefix], device=device),
+        prefix,
+        stop=tokenizer.end_of_text,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        end_of_text=tokenizer.end_of_text,
+    )
+    return tokenizer.decode(([] if not prompt else prefix) + continuation)
+
+
+def continue_ids(
+    model: nn.Module,
+    prefix: list[int],
+    *,
+    stop: int,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+) -> list[int]:
+    """What follows the ids `prefix`, such as a chat's prompt, up to the first `stop`, which is left out."""
+    ids = generate(
+        model,
+        torch.tensor([prefix], device=next(model.parameters()).device),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        end_of_text=stop,
     )
     continuation = ids[0, len(prefix) :].tolist()
-    if tokenizer.end_of_text in continuation:
-        continuation = continuation[: continuation.index(tokenizer.end_of_text)]
-    return tokenizer.decode(([] if not prompt else prefix) + continuation)
+    return continuation[: continuation.index(stop)] if stop in continuation else continuation
 
 
 class _Reading:

@@ -11,7 +11,7 @@ from tightfit.config.schema import ModelConfig, PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
 from tightfit.models.decoder import Decoder
-from tightfit.models.dtypes import WEIGHT_DTYPES, name_of
+from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decoder, stated_dtype
 from tightfit.models.pretrained import build_pretrained, find, stored_dtype
 
@@ -60,7 +60,7 @@ def weights_dtype(config: PretrainedModel) -> str:
     if config.random_init or config.gguf_file is not None:
         return "fp32"
     stored = stored_dtype(find(config.path))
-    return name_of(stored) if stored in WEIGHT_DTYPES.values() else "fp32"
+    return "bf16" if stored == torch.bfloat16 else "fp32"
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:

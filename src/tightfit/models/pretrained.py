@@ -112,11 +112,7 @@ def stored_dtype(place: Place) -> torch.dtype | None:
     """The dtype of a checkpoint's weights, as its configuration says or else its first weights show; None where neither
     does. Raises `ModelError`.
     """
-    transformers = _transformers()
-    try:
-        stated = place.config(transformers).dtype
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path {place.name!r} is not a language model: {_line(error)}") from error
+    stated = _configuration(place).dtype
     if stated is not None or not Path(place.name).is_dir():
         return stated
     for path in sorted(Path(place.name).glob("*.safetensors")):
@@ -124,6 +120,18 @@ def stored_dtype(place: Place) -> torch.dtype | None:
             kinds = [weights.get_slice(name).get_dtype() for name in weights.keys()]  # noqa: SIM118 - not a mapping
         return torch.bfloat16 if kinds and set(kinds) <= {"BF16"} else torch.float32
     return None
+
+
+def transformers_config(path: str) -> Any:
+    """The configuration in a folder, an object of `transformers` with every default. Raises `ModelError`."""
+    return _configuration(find(path))
+
+
+def _configuration(place: Place) -> Any:
+    try:
+        return place.config(_transformers())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path {place.name!r} is not a language model: {_line(error)}") from error
 
 
 def _new(transformers: Any, place: Place, dtype: torch.dtype) -> Any:

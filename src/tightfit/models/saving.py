@@ -14,7 +14,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_config, save_decoder
 from tightfit.names.run_files import CONFIG as RUN_CONFIG
-from tightfit.weights.low_bit import LOW_BITS, freeze_in_low_bits
+from tightfit.weights.low_bit import freeze_in_low_bits
 
 __all__ = ["CONFIG_FILE", "MODEL_TYPE", "RUN_CONFIG", "WEIGHTS_FILE", "load_model", "save_model", "saved_bytes"]
 
@@ -72,7 +72,7 @@ def _base_of(folder: Path) -> nn.Module:
     section = load_config(written).model if written.is_file() else None
     if isinstance(section, PretrainedModel) and section.adapter is not None:
         base = build_model(section.model_copy(update={"adapter": None, "dtype": weights_dtype(section)}))
-        if section.adapter.base in LOW_BITS:
+        if section.adapter.base in ("int8", "nf4"):
             freeze_in_low_bits(base, section.adapter.base)
         return base
     name = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")

@@ -1,5 +1,6 @@
 """Which keys a query sees, tile by tile: nothing here is ever as large as all pairs of positions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ class Tile:
 @dataclass(frozen=True)
 class Visibility:
     """What limits sight, but for the mask: see `attention`. `groups` query heads share a key head; the first query
-    stands where key `offset` does.
+    stands where key `offset` does. `earliest` holds the first key that any row's query sees for its document, by the
+    query's position: tiles of earlier keys alone are left out, which changes no bit of the others' sums.
     """
 
     causal: bool
@@ -27,6 +29,7 @@ class Visibility:
     document_ids: Tensor | None
     groups: int
     offset: int = 0
+    earliest: Sequence[int] | None = None
 
     def keys(self, q0: int, q1: int, keys: int) -> range:
         """The keys that a query of [q0, q1) may see by its position."""
@@ -43,7 +46,9 @@ class Visibility:
         """The tiles of the query chunk that starts at q0, without those that hold nothing to see."""
         q1 = min(q0 + size, queries)
         seen = self.keys(q0, q1, keys)
-        return [Tile(q0, q1, k0, min(k0 + size, seen.stop)) for k0 in range(seen.start, seen.stop, size)]
+        first = 0 if self.earliest is None else self.earliest[q0]
+        starts = (k0 for k0 in range(seen.start, seen.stop, size) if k0 + size > first)
+        return [Tile(q0, q1, k0, min(k0 + size, seen.stop)) for k0 in starts]
 
     def hide_(self, scores: Tensor, tile: Tile, mask: Tensor | None) -> None:
         """Write -inf over the scores (B, Hkv, groups, queries, keys) of pairs out of sight, and add a float mask."""

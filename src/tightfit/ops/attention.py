@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tightfit.errors import InputError
 from tightfit.ops import flex
+from tightfit.ops._documents import DocumentAttention, earliest_keys, runs, serves_documents
 from tightfit.ops._online_softmax import ChunkedAttention
 from tightfit.ops._visibility import Visibility
 
@@ -46,8 +47,9 @@ def attention(
     softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao 2023), summed in fp32 (fp64 for fp64 inputs).
     Within a window, time and memory grow with window times sequence. Without a size, the device's best serves:
     `F.scaled_dot_product_attention` where it needs no mask of our making, FlexAttention on CUDA for windows and
-    documents without a mask, else chunks of 128. Raises `InputError` for shapes, dtypes or options that do not fit.
-    What is not PyTorch's own attention cannot be differentiated twice.
+    documents without a mask, on a CPU the fused kernel for each document that is a run of tokens, else chunks of 128.
+    Raises `InputError` for shapes, dtypes or options that do not fit. What is not PyTorch's own attention cannot be
+    differentiated twice.
 
     Example:
         >>> import torch
@@ -70,9 +72,14 @@ def attention(
         return fused_attention(q, k, v, causal=causal, mask=mask, scale=scale)
     q, k, v = autocasted(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if chunk_size is None and document_ids is not None and causal and window is None and mask is None:
+        documents = runs(document_ids) if serves_documents(q) and q.shape[-1] == v.shape[-1] else None
+        if documents is not None:
+            return DocumentAttention.apply(q, k, v, documents, scale)
     if chunk_size is None and mask is None and offset == 0 and flex.serves(q, v):
         return flex.FlexAttention.apply(q, k, v, document_ids, causal, window, scale)
-    visibility = Visibility(causal, window, document_ids, q.shape[1] // k.shape[1], offset)
+    earliest = earliest_keys(document_ids) if document_ids is not None and serves_documents(q) else None
+    visibility = Visibility(causal, window, document_ids, q.shape[1] // k.shape[1], offset, earliest)
     result: Any = ChunkedAttention.apply(q, k, v, mask, visibility, scale, chunk_size or DEFAULT_CHUNK_SIZE)
     return result
 

@@ -13,7 +13,7 @@ from tightfit.devices.figures import CopyRates, copy_rates
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DeviceError, LeverError
 from tightfit.levers.handle import Applied
-from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, split_batch
+from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_samples, split_batch
 from tightfit.levers.offload import HostStore, OffloadSettings
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
@@ -93,7 +93,7 @@ class Request:
 
     @cached_property
     def size(self) -> int:
-        return batch_size(self.batch)
+        return inseparable_samples(self.batch, self.loss)
 
     def parts(self, micro_batches: int) -> list[Part]:
         return as_parts(split_batch(as_tensors(self.batch), micro_batches), self.loss)

@@ -9,14 +9,17 @@ import gc
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from tightfit.errors import RecoveryError
 from tightfit.memory.failure import OutOfMemory, parse_out_of_memory
 
 # The words of errors that are no `torch.OutOfMemoryError`: the runtime's own, and those of libraries that could not
 # allocate their workspace. None of them spoils the process: the next call can succeed.
 _WORDS = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
+TRIES = 4
 MOST_SPARED = 0.95  # of what is there: what fragmentation leaves unusable
 
 
@@ -67,6 +70,22 @@ def caught(call: Callable[[], None], device: torch.device) -> Failure | None:
     if failure is not None:
         free_memory(device)
     return failure
+
+
+def insist(call: Callable[[], Any], device: torch.device) -> Any:
+    """The result of `call`, which takes next to no memory and may be repeated. Raises `RecoveryError` where there is
+    not even that much.
+    """
+    results: list[Any] = []
+    failure = None
+    for _ in range(TRIES):
+        failure = caught(lambda: results.append(call()), device)
+        if failure is None:
+            return results[0]
+    raise RecoveryError(
+        f"{failure}, when next to nothing was needed: another process takes the memory; stop it, and resume from the "
+        "newest checkpoint"
+    )
 
 
 def free_memory(device: torch.device) -> None:

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from tightfit.errors import RecoveryError
 from tightfit.levers.recompute.generators import GeneratorState, default_generator
 from tightfit.runtime.module_paths import named_modules, plain_tensors_of
-from tightfit.tracing.restore import Contents, attributes_of, content_changed, put_content_back, set_state, state_of
+from tightfit.tracing.restore import Contents, content_changed, put_content_back, set_state, state_of
 
 OBSERVED = 2  # steps: the first one makes what is made lazily
 LARGEST = 16 * 2**20  # bytes of a tensor that is copied: frozen weights that are buffers are larger, and never written
+
+
+Content = tuple[Any, Any]  # a list, dict or set, and a copy of it
 
 
 @dataclass
@@ -71,18 +74,18 @@ class _Held:
 
 
 @dataclass
-class _Random:
-    """All random states that a step may draw from."""
+class RandomStates:
+    """The states of all generators that a step may draw from."""
 
     torch_states: list[GeneratorState]
-    own: list[tuple[Any, Any]]
+    others: list[tuple[Any, Any]]  # of generators of numpy's and Python's that modules hold
     python: Any = field(default_factory=random.getstate)
     numpy: Any = field(default_factory=numpy.random.get_state)
 
     def put_back(self) -> None:
         for state in self.torch_states:
             state.put_back()
-        for generator, state in self.own:
+        for generator, state in self.others:
             set_state(generator, state)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
@@ -91,16 +94,17 @@ class _Random:
 class StepState:
     """Mutable: what a step is about to change in a model, and what the steps so far have shown that they change."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, in_objects: bool = True):
         self._model = model
+        self._in_objects = in_objects  # attributes of objects that modules hold: a guest's whole trainer may be there
         devices = {p.device for p in model.parameters()} | {torch.device("cpu")}
         self._generators = [default_generator(device) for device in sorted(devices, key=str)]
         self._tensors: list[_Held] = []
         self._containers: dict[int, Any] = {}  # those that were seen to change
         self._own_generators: dict[int, Any] = {}  # random generators that modules hold
         self._observed = 0
-        self._random: _Random | None = None
-        self._contents: list[tuple[Any, Any]] = []
+        self._random: RandomStates | None = None
+        self._contents: list[Content] = []
 
     @property
     def is_observing(self) -> bool:
@@ -115,8 +119,18 @@ class StepState:
             self._contents = [(item, item.copy()) for item in self._containers.values()]
         for held in self._tensors:
             held.remember(copies=held.is_watched or (self.is_observing and held.is_small))
-        own = [(generator, state_of(generator)) for generator in self._own_generators.values()]
-        self._random = _Random([GeneratorState.of(generator) for generator in self._generators], own)
+        self._random = self.random_states()
+
+    def random_states(self) -> RandomStates:
+        """As they are now."""
+        own = self._own_generators.values()
+        torchs = [*self._generators, *(each for each in own if isinstance(each, torch.Generator))]
+        others = [(each, state_of(each)) for each in own if not isinstance(each, torch.Generator)]
+        return RandomStates([GeneratorState.of(generator) for generator in torchs], others)
+
+    def contents(self) -> list[Content]:
+        """What the containers hold now that a step may change."""
+        return [(item, item.copy()) for item, _ in self._contents]
 
     def settle(self) -> None:
         """After backward: learn what the step has changed, and let go of the copies."""
@@ -153,7 +167,8 @@ class StepState:
         self._random.put_back()
 
     def _look_around(self) -> None:
-        contents: Contents = attributes_of(self._model)
+        containers = (module.__dict__ for _, module in named_modules(self._model))
+        contents = Contents(containers, in_objects=self._in_objects)
         self._contents = contents.contents
         self._own_generators = {id(generator): generator for generator, _ in contents.generators}
         known = {id(held.reference()): held for held in self._tensors}

@@ -11,6 +11,7 @@ that is ahead, because a later write of it was made already, is refused by name.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tightfit.errors import RecoveryError
 from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.in_backward import has_stepped, only, steps_in_backward
 from tightfit.optim.offloaded import MASTER
+from tightfit.recovery.catching import TRIES, Failure, caught
 from tightfit.runtime.operators import flat, instances, traits_of, written_arguments
 
 # Optimizers whose step is a function of weight, gradient and state, parameter by parameter, in operators that
@@ -45,7 +47,7 @@ class UpdateGuard:
     """Mutable: how far one `optimizer.step()` has come. Made before it; for a step in backward, before forward."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._known = {p: dict(state) for p, state in optimizer.state.items()}
         self._noted = [(tensor, tensor._version) for tensor in self._tensors()]
@@ -62,16 +64,16 @@ class UpdateGuard:
     @property
     def has_written(self) -> bool:
         """Whether a weight or a state may have been changed."""
-        return has_stepped(self._optimizer) or self._finishing is not None or any(self._writes().values())
+        return has_stepped(self.optimizer) or self._finishing is not None or any(self._writes().values())
 
     def check(self) -> None:
         """Raise `RecoveryError` if the step cannot be finished after a failure in it."""
-        kind = type(self._optimizer).__name__
-        if steps_in_backward(self._optimizer):
+        kind = type(self.optimizer).__name__
+        if steps_in_backward(self.optimizer):
             if self.has_written:
                 raise _refusal(kind, "steps inside backward, and has changed weights before backward ended")
-        elif type(self._optimizer) not in FINISHABLE and not (
-            isinstance(self._optimizer, OffloadedAdamW) and not self.has_written
+        elif type(self.optimizer) not in FINISHABLE and not (
+            isinstance(self.optimizer, OffloadedAdamW) and not self.has_written
         ):
             raise _refusal(kind, "may have changed weights or states, and only PyTorch's own optimizers say which")
 
@@ -81,18 +83,18 @@ class UpdateGuard:
         """
         writes = self._writes()
         finished = set() if self._finishing is None else self._finishing.finished
-        for parameter in list(self._optimizer.state):
-            state, known = self._optimizer.state[parameter], self._known.get(parameter)
+        for parameter in list(self.optimizer.state):
+            state, known = self.optimizer.state[parameter], self._known.get(parameter)
             new = [t for t in _tensors_of(state) if known is None or all(t is not k for k in known.values())]
             is_updated = any(writes.get(_key(tensor)) for tensor in (parameter, *_tensors_of(state)))
-            if is_updated and new and type(self._optimizer) in _LATE_STATES:
+            if is_updated and new and type(self.optimizer) in _LATE_STATES:
                 finished.add(parameter)
             if is_updated or parameter in finished:
                 continue
             for tensor in new:
                 writes.pop(_key(tensor), None)  # its memory may be another tensor's next
             if known is None:
-                del self._optimizer.state[parameter]
+                del self.optimizer.state[parameter]
             else:
                 state.clear()
                 state.update(known)
@@ -104,9 +106,9 @@ class UpdateGuard:
         """
         self.check()
         if self._finishing is None:
-            self._finishing = _Finishing(type(self._optimizer).__name__, self._writes())
+            self._finishing = _Finishing(type(self.optimizer).__name__, self._writes())
         self.forget_unused_states()
-        one_by_one(self._optimizer, step, self._finishing)
+        one_by_one(self.optimizer, step, self._finishing)
 
     @property
     def writes_made(self) -> int:
@@ -119,9 +121,9 @@ class UpdateGuard:
             yield parameter
             if type(parameter.grad) is Tensor:
                 yield parameter.grad
-            yield from _tensors_of(self._optimizer.state.get(parameter, {}))
-        if isinstance(self._optimizer, OffloadedAdamW):
-            yield from self._optimizer.host_weights.values()
+            yield from _tensors_of(self.optimizer.state.get(parameter, {}))
+        if isinstance(self.optimizer, OffloadedAdamW):
+            yield from self.optimizer.host_weights.values()
 
     def _writes(self) -> dict[int, int]:
         """How often each tensor's memory has been written since."""
@@ -130,7 +132,7 @@ class UpdateGuard:
         if self._counted is not None:
             return {_key(tensor): self._counted.made.get(_key(tensor), 0) for tensor in self._tensors()}
         made = {_key(tensor): tensor._version - before for tensor, before in self._noted}
-        for parameter, state in self._optimizer.state.items():  # what was made since begins at zero writes
+        for parameter, state in self.optimizer.state.items():  # what was made since begins at zero writes
             known = self._known.get(parameter, {})
             new = {name: value for name, value in state.items() if name not in known and name != MASTER}
             for tensor in _tensors_of(new):
@@ -150,6 +152,38 @@ def one_by_one(
             continue
         with only(optimizer, parameter), nullcontext() if finishing is None else finishing.of(optimizer, parameter):
             step()
+
+
+def carry_out(
+    guard: UpdateGuard,
+    update: Callable[[Callable[[Callable[[], Any]], Any]], Any],
+    device: torch.device,
+    *,
+    single: bool,
+    failed: Callable[[Failure], None],
+) -> None:
+    """An update from its beginning to its end, however often memory runs out in it.
+
+    `update(run)` does what belongs to it, and calls `run(step)` with the optimizer's step; `single` runs that one
+    parameter at a time from the start. `failed` is told of each failure. Raises `RecoveryError` where the rest cannot
+    be computed, or finds no memory either.
+    """
+    optimizer = guard.optimizer
+    first = (lambda step: guard.run(partial(one_by_one, optimizer, step))) if single else guard.run
+    failure = caught(lambda: update(first), device)
+    in_vain = 0
+    while failure is not None:
+        guard.check()
+        failed(failure)
+        made = guard.writes_made
+        failure = caught(lambda: update(guard.finish), device)
+        in_vain = in_vain + 1 if guard.writes_made == made else 0
+        if failure is not None and in_vain == TRIES:
+            raise RecoveryError(
+                f"{failure} in the step of {type(optimizer).__name__}, one parameter at a time too; the weights in "
+                "memory are half updated and are not kept: resume from the newest checkpoint with a smaller batch, or "
+                "take an optimizer with less state"
+            )
 
 
 class _WritesCounted(TorchDispatchMode):

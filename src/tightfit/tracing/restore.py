@@ -100,6 +100,21 @@ def put_content_back(item: Any, content: Any) -> None:
         item.extend(content) if isinstance(item, list | deque) else item.update(content)
 
 
+def repeat_change(item: Any, before: Any, after: Any) -> None:
+    """Change a container as it was changed from `before` to `after`, two copies of it, whatever it holds now."""
+    if isinstance(item, dict):
+        for key in before.keys() - after.keys():
+            item.pop(key, None)
+        item.update({key: value for key, value in after.items() if key not in before or before[key] is not value})
+    elif isinstance(item, set):
+        item.difference_update(before - after)
+        item.update(after - before)
+    elif len(after) >= len(before) and all(a is b for a, b in zip(before, after, strict=False)):
+        item.extend(list(after)[len(before) :])
+    else:
+        put_content_back(item, after)
+
+
 def state_of(generator: Any) -> Any:
     """The state of a generator of PyTorch's, numpy's or Python's."""
     if isinstance(generator, torch.Generator):

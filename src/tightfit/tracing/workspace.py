@@ -61,7 +61,9 @@ def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
         per_thread += 2 * rows * columns * 2
         products = _narrow_products(min(query.shape[-2], 768), min(key.shape[-2], 512), query.shape[-1], query.dtype)
     _, heads, length, head_width = gradient.shape
-    in_place = gradient.stride == (length * heads * head_width, head_width, heads * head_width, 1)
+    strides = (length * heads * head_width, head_width, heads * head_width, 1)
+    sized = zip(gradient.shape, gradient.stride, strides, strict=True)  # the stride of a single one says nothing
+    in_place = all(size == 1 or stride == wanted for size, stride, wanted in sized)
     return torch.get_num_threads() * per_thread + rows * width + products + (0 if in_place else gradient.bytes)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DataError
 from tightfit.planner.plans import Plan
 from tightfit.planner.step_figures import fingerprint
+from tightfit.training.buckets import Bucket
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
@@ -50,6 +51,7 @@ class Context:
             "data": self.data,
             "around": self.around,
             "copy_bytes": fitted.copy_bytes,
+            "buckets": [asdict(bucket) for bucket in fitted.buckets],
         }
 
     @staticmethod
@@ -97,6 +99,7 @@ class Context:
             plan = Plan.from_dict(json.loads(checkpoint.read_file(PLAN)))
         except (KeyError, TypeError, ValueError):  # of another version
             return None
-        fitted = fit_of(plan, model, self.config, self.device)
+        buckets = tuple(Bucket(**bucket) for bucket in stored["buckets"])
+        fitted = replace(fit_of(plan, model, self.config, self.device), buckets=buckets)
         fits = fitted.copy_bytes == stored["copy_bytes"] and plan.fingerprint == fingerprint(model)
         return fitted if fits else None

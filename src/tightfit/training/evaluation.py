@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from tightfit.data.packing import PackedSamples
+from tightfit.data.samples import Samples
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.models.mode import evaluating
 from tightfit.step import Loss, Precision, autocast
@@ -16,7 +17,7 @@ from tightfit.training.objective import VALID_TOKENS, counted
 @torch.no_grad()
 def evaluation_loss(
     model: nn.Module,
-    samples: PackedSamples,
+    samples: Samples,
     loss: Loss,
     *,
     micro_batch_size: int,
@@ -31,18 +32,22 @@ def evaluation_loss(
     step: it runs the same forward and keeps nothing for backward. Where it runs out of memory all the same, its own
     micro-batches are halved, and `note` is told; those of the training stay as they are. One sample that does not fit
     raises what the allocator raised.
+
+    Samples of unlike length run by length, so that few are padded much, the longest first, so that an evaluation that
+    runs out of memory does so at once.
     """
     device = next(model.parameters()).device
-    total, tokens, first, size = 0.0, 0, 0, micro_batch_size
+    order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
+    total, tokens, first, size = 0.0, 0, 0, max(micro_batch_size // samples.rows, 1)
     with evaluating(model):
         while first < len(samples):
             if stop():
                 return None
-            batch = counted(samples.batch(range(first, min(first + size, len(samples)))), device)
+            batch = counted(samples.batch(order[first : first + size]), device)
             share = _share(model, batch, loss, precision, device, may_fail=size > 1)
             if share is None:  # outside of the `except`, whose exception holds what the frames held
                 size //= 2
-                note(f"the evaluation is out of memory: it goes on with micro-batches of {size}; the training's stay")
+                note(f"the evaluation is out of memory: it goes on with {size} samples at a time; the training's stay")
                 continue
             total += share
             tokens += batch[VALID_TOKENS]

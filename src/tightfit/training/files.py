@@ -35,7 +35,8 @@ class RunFiles:
 
     def demand_room(self, folder: RunFolder) -> None:
         """Raises `OutputError` unless all that will be written finds room."""
-        texts = len(self._config()) + len(self._plan()) + len(self.tokenizer.to_text().encode())
+        texts = len(self._config()) + len(self._plan())
+        texts += sum(len(text.encode()) for text in self.tokenizer.to_files().values())
         blocks = len(RUN_FILES) * folder.block_bytes()  # a file fills whole ones
         folder.demand_room(saved_bytes(self.model) + texts + self._metrics_bytes() + most_bytes(self.fitted) + blocks)
 

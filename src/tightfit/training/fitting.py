@@ -1,6 +1,6 @@
 """How the step of a training will run: planned for a budget, recomputing what was set by hand, or plain."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,17 +11,20 @@ from tightfit.config.schema import Config, RecomputeConfig
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.compiled import compile_blocks
+from tightfit.levers.micro_batch import inseparable_samples
 from tightfit.levers.recompute import recompute
 from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.levers import Recompute, allowed_levers
+from tightfit.planner.levers import MicroBatches, Recompute, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.runtime.module_paths import globs_of
-from tightfit.step import Loss
+from tightfit.step import Loss, model_loss
 from tightfit.tracing.record import Category
+from tightfit.training.buckets import Bucket, DryRun, sized
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.state import random_bytes, weights
 from tightfit.units import format_bytes, parse_budget
@@ -29,7 +32,11 @@ from tightfit.units import format_bytes, parse_budget
 
 @dataclass(frozen=True)
 class Fit:
-    """The step without and with its levers in figures, and the levers. Nothing is applied yet."""
+    """The step without and with its levers in figures, and the levers. Nothing is applied yet.
+
+    All figures are of the longest batch. `buckets` hold the shorter ones too, the shortest first, where the data comes
+    in batches of alike length.
+    """
 
     plain: StepFigures
     planned: StepFigures
@@ -40,6 +47,18 @@ class Fit:
     compiles_blocks: bool = False
     state_bytes: int = 0  # of a checkpoint's tensors
     copy_bytes: int = 0  # of the copy that is written in the background, where it lies beside the step
+    buckets: tuple[Bucket, ...] = ()
+
+    def micro_batches_for(self, length: int) -> int:
+        """The micro-batches of a batch whose rows have `length` tokens."""
+        return next((each.micro_batches for each in self.buckets if length <= each.length), self.micro_batches)
+
+    def peak_bytes_for(self, length: int) -> int:
+        """The peak that a step on a batch of such rows has at most: as predicted, and the few bytes that no dry run
+        sees.
+        """
+        found = next((each.peak_bytes for each in self.buckets if length <= each.length), self.planned.peak_bytes)
+        return found + UNSEEN_BYTES
 
     @property
     def budget_bytes(self) -> int | None:
@@ -53,8 +72,10 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the step as it will run, the copy included."""
-        return self.planned.peak_bytes + self.copy_bytes
+        """Predicted peak of the step as it will run, the copy included: the highest of all batches. A shorter one in
+        fewer micro-batches may need more than the longest.
+        """
+        return max([self.planned.peak_bytes, *(each.peak_bytes for each in self.buckets)]) + self.copy_bytes
 
     def words(self) -> str:
         """The levers in a few words."""
@@ -116,13 +137,28 @@ class LeversInForce:
         self.__enter__()
 
 
-def fit(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Fit:
+def fit(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss,
+    config: Config,
+    device: DeviceSpec,
+    shorter: Sequence[Mapping[str, Any]] = (),
+) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
-    `device` is the one that it will run on; the model may lie elsewhere. Where checkpoints are written in the
-    background on a CPU, the plan is made for the budget less their copy. Raises `CannotFit`, `LeverError` and
+    `device` is the one that it will run on; the model may be elsewhere. `shorter` are batches of fewer tokens a row,
+    whose micro-batches are sized by their predicted bytes. Where checkpoints are written in the background on a CPU,
+    the plan is made for the budget less their copy. Raises `CannotFit`, `LeverError` and
     `TraceError`.
     """
+    fitted = _fit_longest(model, batch, loss, config, device)
+    if not shorter:
+        return fitted
+    return replace(fitted, buckets=_buckets(_asked(model, batch, loss, config, device), fitted, shorter))
+
+
+def _fit_longest(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Fit:
     memory = config.memory
     asked = _asked(model, batch, loss, config, device)
     if memory.budget is not None and not _copies(config, device):
@@ -225,6 +261,28 @@ def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Confi
         offload_folder=memory.offload_folder,
         offload_budget=memory.offload_budget,
     )
+
+
+def _buckets(asked: Asked, fitted: Fit, shorter: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
+    """The shorter batches under the levers of the longest, and that one, whose figures are known."""
+    batches = {batch["input_ids"].shape[1]: batch for batch in shorter}
+    longest = Bucket(asked.batch["input_ids"].shape[1], fitted.micro_batches, fitted.planned.peak_bytes)
+    counts, size = [asked.count], inseparable_samples(asked.batch, asked.loss or model_loss)
+    if fitted.plan is not None and (asked.micro_batches == "auto" or MicroBatches.name in allowed_levers(asked.levers)):
+        counts += [each.count for each in MicroBatches.beyond(asked.count, size)]
+
+    def run_dry(length: int, count: int) -> DryRun:
+        found = estimate_asked(replace(asked, batch=batches[length], micro_batches=count))
+        if fitted.plan is None:
+            return DryRun(found.peak_bytes, fits=True)
+        worst = max(found.peak_bytes, found.worst_peak_bytes or 0)
+        room = fitted.plan.room
+        reserves_more = room is not None and (found.reserved_bytes or 0) > room.reserved_bytes
+        fits = worst + UNSEEN_BYTES <= fitted.plan.budget_bytes and found.fits
+        return DryRun(worst, fits and not (room is not None and room.is_bounded and reserves_more))
+
+    with fitted.apply(asked.model):
+        return sized(list(batches), counts, run_dry, longest)
 
 
 def recompute_by_hand(model: nn.Module, settings: RecomputeConfig) -> AbstractContextManager[Any]:

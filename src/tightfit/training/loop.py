@@ -69,6 +69,8 @@ class Stepper:
     loss: Loss
     settings: StepSettings
     micro_batches: int
+    # By the tokens of a row, where it depends on them.
+    micro_batches_for: Callable[[int], int] | None = field(default=None, kw_only=True)
     interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
     corrections = Corrections()  # no field: those of a stepper that recovers are one
 
@@ -91,6 +93,12 @@ class Stepper:
         step.end()
         return step.outcome()
 
+    def count_for(self, batch: Mapping[str, Any]) -> int:
+        """The micro-batches of a batch."""
+        if self.micro_batches_for is None:
+            return self.micro_batches
+        return self.micro_batches_for(batch["input_ids"].shape[1])
+
     def undo(self) -> None:
         """After a signal has cut a step in `compute_gradients`: everything as it was before the step. Can be called
         again. Raises `RecoveryError` where the step has written what no step before it had written.
@@ -105,12 +113,12 @@ class Stepper:
         """Step `number` of the training; a stepper that recovers from out of memory does so here."""
         return self.step(batch)
 
-    def observe(self, batch: Mapping[str, Any], step: "StepFigures") -> None:
+    def observe(self, batch: Mapping[str, Any], step: "StepMeasured") -> None:
         """Told of each step that is done, with what was measured of it."""
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepMeasured:
     """What was measured of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all
     others if it `is_settled`.
     """
@@ -132,11 +140,12 @@ class StepUnderWay:
         self._loss: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
         self._scale: float | None = None
+        self._is_scaled = False  # the scaler has the scale of the next step
 
     def compute_gradients(self) -> None:
         """Those of the batch in its micro-batches, clipped."""
         stepper = self._stepper
-        parts = as_parts(split_batch(self._batch, stepper.micro_batches), stepper.loss)
+        parts = as_parts(split_batch(self._batch, stepper.count_for(self._batch)), stepper.loss)
         precision, scaler = stepper.settings.precision, stepper.scaler
         in_backward = steps_in_backward(stepper.optimizer)
         watched = _UntilWeightsMove(stepper.interrupt, len(parts)) if in_backward else None
@@ -160,9 +169,10 @@ class StepUnderWay:
             del optimizer.step
 
     def end(self) -> None:
-        """The scale of the next step, and no gradients."""
-        if self._stepper.scaler is not None:
+        """The scale of the next step, and no gradients. Can be called again where it failed."""
+        if self._stepper.scaler is not None and not self._is_scaled:
             self._stepper.scaler.update()
+            self._is_scaled = True
         let_go(self._stepper.optimizer, self._stepper.settings)
 
     def outcome(self) -> StepOutcome:
@@ -350,7 +360,7 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
     seconds = time.perf_counter() - begun
     tokens = batch["input_ids"].numel()
     is_settled = len(record.seconds) >= SETTLED and step not in watch.measured
-    stepper.observe(batch, StepFigures(step, seconds, peak, is_settled))
+    stepper.observe(batch, StepMeasured(step, seconds, peak, is_settled))
     if is_settled:
         record.settled_seconds.append(seconds)
     record.add(outcome, tokens, seconds)

@@ -8,7 +8,7 @@ the schedule counts optimizer steps, so neither moves.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,35 +17,30 @@ from torch import nn
 
 from tightfit.config.schema import Config
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CannotFit, RecoveryError
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.recovery.catching import Failure, caught
-from tightfit.recovery.step_state import StepState
-from tightfit.recovery.update import UpdateGuard, one_by_one
-from tightfit.runtime.internals import forget_unscaled
+from tightfit.recovery.catching import Failure, caught, insist
+from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
+from tightfit.recovery.update import UpdateGuard, carry_out
 from tightfit.step import Loss
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce, fit_within, plain_peak_bytes
-from tightfit.training.loop import StepFigures, StepOutcome, Stepper, StepUnderWay
+from tightfit.training.loop import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.units import format_bytes
 
-# Of the peak in force: what the next plan may take after the first, second, ... failure of one step. Small steps first,
-# since a failure is most often a few per cent that a prediction does not have; then fast, since each try takes a plan.
-SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
-TRIES = 4  # of what takes a few bytes: the update's rest, the loss read as a number
 NOTED = 0.001  # of the predicted peak: a measured one that is more above it is reported
 
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans the step of one training, for whichever batch and budget."""
+    """Plans the step of one training for a budget: on `longest`, which stands for all batches, or on the one given."""
 
     model: nn.Module
     loss: Loss
     config: Config
     device: DeviceSpec
+    longest: Mapping[str, Any] | None = None
 
     def within(
         self,
@@ -62,7 +57,8 @@ class StepPlanner:
         if overhead != 1.0:
             recording, replaying = device.recording_seconds * overhead, device.replaying_seconds * overhead
             device = replace(device, recording_seconds=recording, replaying_seconds=replaying)
-        return fit_within(budget_bytes, self.model, _on_host(batch), self.loss, self.config, device, levers=levers)
+        batch = _on_host(batch) if self.longest is None else self.longest
+        return fit_within(budget_bytes, self.model, batch, self.loss, self.config, device, levers=levers)
 
     def plain_peak_bytes(self, batch: Mapping[str, Any]) -> int:
         """The predicted peak without levers, in one micro-batch."""
@@ -76,12 +72,11 @@ class RecoveringStepper(Stepper):
     levers: LeversInForce
     planner: StepPlanner
     note: Callable[[str], None]
-    corrections: Corrections = Corrections()
+    corrections: Corrections = field(default_factory=Corrections)
     max_slowdown: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._state = StepState(self.model)
         self._pace = Pace(self.max_slowdown)
         self._failed = 0  # the last step that ran out of memory
         self._reported_bytes = 0
@@ -95,12 +90,10 @@ class RecoveringStepper(Stepper):
         guard = UpdateGuard(self.optimizer) if steps_in_backward(self.optimizer) else None
         step = self._with_gradients(batch, number, guard)
         self._updated(step, number, guard or UpdateGuard(self.optimizer))
-        self._insist(step.end)
-        outcomes: list[StepOutcome] = []
-        self._insist(lambda: outcomes.append(step.outcome()))
-        return outcomes[0]
+        insist(step.end, self.device)
+        return insist(step.outcome, self.device)
 
-    def observe(self, batch: Mapping[str, Any], step: StepFigures) -> None:
+    def observe(self, batch: Mapping[str, Any], step: StepMeasured) -> None:
         """Hold what was measured of a step against what was predicted, and correct the plan where it is off."""
         if self._failed == step.number:  # the figures are of several attempts
             return
@@ -115,42 +108,30 @@ class RecoveringStepper(Stepper):
         tried: list[Fit] = []
         while True:
             step = StepUnderWay(self, batch)
-            self._state.remember()
+            insist(self._state.remember, self.device)
             failure = caught(step.compute_gradients, self.device)
             if failure is None:
-                self._state.settle()
+                insist(self._state.settle, self.device)
                 return step
             del step
             if guard is not None:
                 guard.check()
                 guard.forget_unused_states()
-            self._undo()
+            insist(self.undo, self.device)
             tried.append(self.levers.fitted)
             self._tighten(failure, batch, number, tried)
             self._state.put_back_random()
 
-    def _undo(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        if self.scaler is not None:
-            forget_unscaled(self.scaler)
-        self._state.put_back()
-
     def _tighten(self, failure: Failure, batch: Mapping[str, Any], number: int, tried: list[Fit]) -> None:
         """Put the next tighter plan in force. Raises `CannotFit` where there is none."""
         before = self.levers.fitted
-        bound = int(before.planned.peak_bytes * SHARES[min(len(tried), len(SHARES)) - 1])
-        bound = bound if failure.room_bytes is None else min(bound, failure.room_bytes)
+        bound = next_bound(failure, before.planned.peak_bytes, len(tried))
         with self.levers.aside():
-            found = self._tighter(before, batch, bound)
+            found = tighter(partial(self.planner.within, batch), bound, before.planned.peak_bytes)
         if found is None:
-            peaks = ", ".join(format_bytes(fitted.planned.peak_bytes) for fitted in tried)
-            raise CannotFit(
-                f"step {number}: {failure}, and no tighter plan is left: tried at a predicted peak of {peaks}; the "
-                "step was undone: lower training.batch_size or data.sequence_length, or allow more levers in "
-                "memory.levers",
-                before.planned.peak_bytes,
-            )
+            peaks = [fitted.planned.peak_bytes for fitted in tried]
+            todo = "lower training.batch_size or data.sequence_length, or allow more levers in memory.levers"
+            raise no_tighter_plan(failure, f"step {number}", peaks, todo)
         self._put_in_force(found, found.planned.peak_bytes)
         self.corrections = replace(self.corrections, failures=self.corrections.failures + 1)
         self._failed = number
@@ -160,28 +141,15 @@ class RecoveringStepper(Stepper):
             f"{found.words()}; batch and schedule stay unchanged"
         )
 
-    def _tighter(self, before: Fit, batch: Mapping[str, Any], bound: int) -> Fit | None:
-        """The fastest plan within a bound, else the one of least peak if that is below the present one."""
-        try:
-            return self.planner.within(batch, bound)
-        except CannotFit as error:
-            least = error.least_bytes + UNSEEN_BYTES
-        if least >= before.planned.peak_bytes:
-            return None
-        try:
-            return self.planner.within(batch, least)
-        except CannotFit:
-            return None
-
     def _put_in_force(self, fitted: Fit, bound_bytes: int | None) -> None:
         assert fitted.plan is not None, "only plans are put in force"
         budget = self.levers.fitted.budget_bytes  # the user's, not the bound
         if budget is not None:
             fitted = replace(fitted, plan=replace(fitted.plan, budget_bytes=budget))
         self.levers.replace(fitted)
-        self.micro_batches = fitted.micro_batches
+        self.micro_batches, self.micro_batches_for = fitted.micro_batches, None  # a new plan sizes no buckets
         assert fitted.plan is not None
-        self.corrections = self.corrections.with_plan(fitted.plan, bound_bytes)
+        self.corrections = replace(self.corrections, plan=fitted.plan, bound_bytes=bound_bytes)
         self._pace.begin_again()
         self._reported_bytes = 0
         if self.device.type == "cuda":
@@ -190,40 +158,16 @@ class RecoveringStepper(Stepper):
     # A step that fails in its update
 
     def _updated(self, step: StepUnderWay, number: int, guard: UpdateGuard) -> None:
-        failure = caught(partial(step.update, partial(self._run_update, guard)), self.device)
-        in_vain = 0
-        while failure is not None:
-            guard.check()
+        def failed(failure: Failure) -> None:
+            self._failed = number
             if not self.corrections.one_by_one:
                 self.corrections = replace(self.corrections, one_by_one=True)
                 self.note(
                     f"step {number}: {failure} in the optimizer's step; it goes on where it stopped, one parameter at "
                     "a time from now on: the same bits with less memory"
                 )
-            self._failed = number
-            made = guard.writes_made
-            failure = caught(partial(step.update, guard.finish), self.device)
-            in_vain = in_vain + 1 if guard.writes_made == made else 0
-            if failure is not None and in_vain == TRIES:
-                raise RecoveryError(
-                    f"step {number}: {failure} in the optimizer's step, one parameter at a time too; the weights in "
-                    "memory are half updated and are not kept: resume from the newest checkpoint with a smaller "
-                    "batch, or take an optimizer with less state (training.optimizer)"
-                )
 
-    def _run_update(self, guard: UpdateGuard, step: Callable[[], Any]) -> Any:
-        if self.corrections.one_by_one:
-            return guard.run(partial(one_by_one, self.optimizer, step))
-        return guard.run(step)
-
-    def _insist(self, call: Callable[[], None]) -> None:
-        """What takes next to no memory, and may be repeated."""
-        for _ in range(TRIES):
-            failure = caught(call, self.device)
-            if failure is None:
-                return
-        raise RecoveryError(f"{failure}: not even a number can be read: another process takes the memory; stop it, and "
-                            "resume from the newest checkpoint")  # fmt: skip
+        carry_out(guard, step.update, self.device, single=self.corrections.one_by_one, failed=failed)
 
     # A step that was done
 
@@ -233,22 +177,23 @@ class RecoveringStepper(Stepper):
         if peak <= max(predicted * (1 + NOTED) + UNSEEN_BYTES, self._reported_bytes):
             return
         self._reported_bytes = peak
-        above = f"step {number}: a peak of {format_bytes(peak)} is measured, {peak - predicted:,} bytes above prediction"
+        surplus = peak - predicted
+        above = f"step {number}: the measured peak is {format_bytes(peak)}, {surplus:,} bytes above the predicted one"
         if budget is None or peak <= budget:
             self.note(above)
             return
         with self.levers.aside():
-            tighter = self._tighter(fitted, batch, budget - (peak - predicted))
-        if tighter is None:
+            found = tighter(partial(self.planner.within, batch), budget - surplus, predicted)
+        if found is None:
             self.note(f"{above} and beyond the budget of {format_bytes(budget)}; there is no tighter plan")
             return
-        self._put_in_force(tighter, tighter.planned.peak_bytes)
+        self._put_in_force(found, found.planned.peak_bytes)
         self.note(
             f"{above} and beyond the budget of {format_bytes(budget)}; a plan takes over that leaves room for it: "
-            f"{format_bytes(tighter.planned.peak_bytes)}, {tighter.words()}"
+            f"{format_bytes(found.planned.peak_bytes)}, {found.words()}"
         )
 
-    def _watch_pace(self, batch: Mapping[str, Any], step: StepFigures) -> None:
+    def _watch_pace(self, batch: Mapping[str, Any], step: StepMeasured) -> None:
         if not self._pace.is_slow(step.seconds, self.levers.fitted.plain.step_seconds):
             return
         timed = TimedStep(self, self._state, self.levers, self.planner.plain_peak_bytes)

@@ -14,15 +14,18 @@ from tightfit.checkpoint.stored import Checkpoint
 from tightfit.config import Config, load_config, parse_config
 from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
+from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CheckpointError, VerificationFailed
+from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
-from tightfit.models.generation import generate_text
+from tightfit.models.generation import continue_ids, generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
+from tightfit.training.boundaries import demand_boundaries
 from tightfit.training.context import Context
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.files import RunFiles
@@ -134,13 +137,16 @@ class _Run:
         self.reporter.on_note(_what_is_trained(model, data))
         if (rounding := rounding_note(model, training.optimizer)) is not None:
             self.reporter.on_note(rounding)
-        first = next(_batches(config, data))
+        if config.data.packing != "none":
+            demand_boundaries(model, vocabulary=data.tokenizer.vocab_size, longest=config.data.sequence_length)
+        longest, *shorter = [counted(batch) for batch in data.for_dry_runs(training.batch_size)]
         stored = context.fitted(checkpoint, model)
-        fitted = stored or fit(model, counted(first), CausalLMLoss(), config, device)
+        fitted = stored or fit(model, longest, CausalLMLoss(), config, device, shorter)
         model.to(device.kind)
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
             if config.memory.verify:
+                first = next(_batches(config, data))
                 _verify(model, counted(first, device.kind), fitted.plan, self.reporter)
         files = RunFiles(config, data.tokenizer, model, fitted)
         files.demand_room(self.folder)
@@ -149,7 +155,7 @@ class _Run:
             corrected = context.corrections(checkpoint, stored).corrected_plan()
             in_force = fitted if corrected is None else fit_of(corrected, model, config, device)
             with LeversInForce(in_force, model) as levers:
-                stepper = self._stepper(model, levers, device)
+                stepper = self._stepper(model, levers, device, longest)
                 if checkpoint is None:
                     seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
                 else:
@@ -183,7 +189,9 @@ class _Run:
             files.write_end(result, record.lines(), self.folder, self.reporter)
         return result
 
-    def _stepper(self, model: nn.Module, levers: LeversInForce, device: DeviceSpec) -> Stepper:
+    def _stepper(
+        self, model: nn.Module, levers: LeversInForce, device: DeviceSpec, longest: Mapping[str, Any]
+    ) -> Stepper:
         training, memory = self.config.training, self.config.memory
         parts: dict[str, Any] = {
             "model": model,
@@ -191,10 +199,11 @@ class _Run:
             "loss": CausalLMLoss(),
             "settings": StepSettings(training.precision, training.grad_clip),
             "micro_batches": levers.fitted.micro_batches,
+            "micro_batches_for": levers.fitted.micro_batches_for if levers.fitted.buckets else None,
         }
         if not memory.recover:
             return Stepper(**parts)
-        planner = StepPlanner(model, CausalLMLoss(), self.config, device)
+        planner = StepPlanner(model, CausalLMLoss(), self.config, device, longest)
         note, slowdown = self.reporter.on_note, memory.max_slowdown
         return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
 
@@ -308,8 +317,8 @@ def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     which = "" if trained == count else f" ({trained:,} trained)"
     return (
-        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {len(data.training)} samples "
-        f"of {data.training.tokens.shape[1]} tokens to train on, {len(data.validation)} held out"
+        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {data.training} to train on, "
+        f"{len(data.validation)} held out"
     )
 
 
@@ -326,15 +335,34 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     """The beginning of a sample that was held out, if one was, and what the model makes of it."""
     samples = data.validation if len(data.validation) else data.training
+    if data.objective == "sft":
+        return _sample_answer(model, data.tokenizer, samples.batch([0]), seed=seed)
     return generate_text(
         model,
         data.tokenizer,
-        data.tokenizer.decode(samples.tokens[0, :PROMPT_TOKENS].tolist()),
+        data.tokenizer.decode(samples.beginning(PROMPT_TOKENS)),
         max_new_tokens=SAMPLE_TOKENS,
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,
         seed=seed,
     )
+
+
+def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, torch.Tensor], *, seed: int) -> str:
+    """What was said before the first answer of a sample, and the model's answer."""
+    learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
+    asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
+    stop = tokenizer.chat.end_of_turn()
+    answer = continue_ids(
+        model,
+        asked,
+        stop=tokenizer.end_of_text if stop is None else stop,
+        max_new_tokens=SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
+        seed=seed,
+    )
+    return tokenizer.decode(asked) + tokenizer.decode(answer)
 
 
 @contextmanager

@@ -153,8 +153,10 @@ class Pace:
                 if seconds is not None and seconds < FASTER * planned:
                     taken = f"a looser plan takes over, {1 - seconds / planned:.0%} faster: {candidate.words()}"
                     return Loosened(f"{line}; {taken}", candidate, gives_back)
-        return Loosened(f"{line}; no looser plan that fits and computes the same is faster: raise memory.budget, or set "
-                        "memory.max_slowdown to null")  # fmt: skip
+        return Loosened(
+            f"{line}; no looser plan that fits and computes the same bits is faster: raise memory.budget, or set "
+            "memory.max_slowdown to null"
+        )
 
 
 def _candidates(

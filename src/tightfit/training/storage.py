@@ -18,7 +18,7 @@ from tightfit.checkpoint.files import FILES, Files
 from tightfit.checkpoint.find import checkpoint_paths
 from tightfit.checkpoint.names import PART, part_name
 from tightfit.checkpoint.reading import digest_of
-from tightfit.data.tokenizer import TOKENIZER_FILE, TextTokenizer
+from tightfit.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -38,7 +38,7 @@ RUN_FILES = (
     RESULT,
     PICTURE,
     PAGE,
-    TOKENIZER_FILE,
+    *TOKENIZER_FILES,
     CONFIG_FILE,
     WEIGHTS_FILE,
     ADAPTER_CONFIG,

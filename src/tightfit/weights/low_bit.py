@@ -4,7 +4,7 @@ Inexact: the codes are not the weights. What they save, and what widening them f
 """
 
 import importlib
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from tightfit.errors import InputError, ModelError
 from tightfit.weights.int8 import Int8Linear
 
 LowBits = Literal["int8", "nf4"]
-LOW_BITS = get_args(LowBits)
 
 
 def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
@@ -54,6 +53,16 @@ def at_full_width(model: nn.Module) -> nn.Module:
             full = importlib.import_module("bitsandbytes").functional.dequantize_4bit(held.data, held.quant_state)
             _replace(model, path, _linear(full, module._parameters.get("bias")))
     return model
+
+
+def is_in_low_bits(module: nn.Module) -> bool:
+    """Whether the module's own weight is in few bits."""
+    weight = module._parameters.get("weight")
+    return (
+        isinstance(module, Int8Linear)
+        or (isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight))
+        or getattr(weight, "quant_state", None) is not None
+    )
 
 
 def _nf4(layer: nn.Linear) -> nn.Module:
