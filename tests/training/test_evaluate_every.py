@@ -12,8 +12,8 @@ from tightfit.config import parse_config
 from tightfit.data.packing import PackedSamples
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
-from tightfit.training import train
 from tightfit.training import run as module
+from tightfit.training import train
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss
