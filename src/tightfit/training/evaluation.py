@@ -32,10 +32,11 @@ def evaluation_loss(
     step: it runs the same forward and keeps nothing for backward. Where it runs out of memory all the same, its own
     micro-batches are halved, and `note` is told; those of the training stay as they are. One sample that does not fit
     raises what the allocator raised.
+
+    Samples of unlike length run by length, so that few are padded much, the longest first, so that an evaluation that
+    runs out of memory does so at once.
     """
     device = next(model.parameters()).device
-    # Those of unlike length by length, so that few are padded much; the longest first, so that an evaluation that runs
-    # out of memory does so at once.
     order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
     total, tokens, first, size = 0.0, 0, 0, max(micro_batch_size // samples.rows, 1)
     with evaluating(model):
@@ -46,8 +47,7 @@ def evaluation_loss(
             share = _share(model, batch, loss, precision, device, may_fail=size > 1)
             if share is None:  # outside of the `except`, whose exception holds what the frames held
                 size //= 2
-                rows = size * samples.rows
-                note(f"the evaluation is out of memory: it goes on with micro-batches of {rows}; the training's stay")
+                note(f"the evaluation is out of memory: it goes on with {size} samples at a time; the training's stay")
                 continue
             total += share
             tokens += loss.count(batch)
