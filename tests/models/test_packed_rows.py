@@ -103,3 +103,19 @@ def test_positions_beside_a_cache_or_of_other_rows_are_refused():
         model(row, cache=KVCache(model.config, 8), position_ids=positions(8)[None])
     with pytest.raises(ModelError, match=r"position_ids \(8,\) are for other rows than input_ids \(1, 8\)"):
         model(row, position_ids=positions(8))
+
+
+@torch.no_grad()
+def test_a_compiled_block_of_packed_rows_is_one_graph_for_all_lengths_of_documents():
+    model, row, compiled = decoder(num_layers=1, hidden_size=32), ids(LENGTH)[None], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    places = [positions(15, 13, 12)[None], positions(3, 30, 7)[None], positions(20, 20)[None]]
+    plain = [model(row, position_ids=each).logits for each in places]
+    model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend, fullgraph=True)
+    for expected, each in zip(plain, places, strict=True):
+        assert torch.allclose(model(row, position_ids=each).logits, expected, atol=1e-5)
+    assert len(compiled) == 1
