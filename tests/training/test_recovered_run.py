@@ -6,7 +6,9 @@ from safetensors.torch import load_file
 from tiny_training import Listener, metrics, settings
 
 from injected_out_of_memory import OutOfMemoryAt
+from tightfit.errors import CannotFit
 from tightfit.training import train
+from tightfit.training.recovery import StepPlanner
 
 NUMBER = 150  # of the operators of a step, in the middle of it
 
@@ -38,6 +40,12 @@ def weights(folder):
     return load_file(folder / "run" / "model.safetensors")
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """They take most of the time of a run as small as these."""
+    monkeypatch.setattr("tightfit.training.files.write_pictures", lambda *drawn: None)
+
+
 EXACT = {"memory": {"levers": "exact"}, "training": {"max_steps": 4, "batch_size": 8, "device": "cpu"}}
 
 
@@ -61,6 +69,27 @@ def test_a_recovered_run_is_the_uninterrupted_one_and_a_resumed_one_keeps_its_pl
     later = Listener()
     train(config, ["training.max_steps=5"], reporter=later, resume=True)
     assert dict(later.told)["start"].predicted_peak_bytes == result.predicted_peak_bytes
+
+
+def test_where_nothing_is_tighter_the_steps_before_are_in_a_checkpoint(tmp_path, monkeypatch):
+    plain, failing = tmp_path / "plain", tmp_path / "failing"
+    plain.mkdir()
+    failing.mkdir()
+    train(settings(plain, **EXACT))
+
+    def nothing_fits(*args, **options):
+        raise CannotFit("nothing fits", least_bytes=10**12)
+
+    config, listener = settings(failing, **EXACT), Failing(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepPlanner, "within", nothing_fits)
+        with pytest.raises(CannotFit, match="step 3: out of memory"):
+            train(config, reporter=listener)
+    listener.mode.__exit__(None, None, None)
+    assert [path.name for path in (failing / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert ("note", "step 2 is in a checkpoint: go on with --resume and other memory.*") in listener.told
+    train(config, resume=True)
+    assert all(torch.equal(tensor, weights(plain)[name]) for name, tensor in weights(failing).items())
 
 
 def test_without_recovery_the_run_ends_with_the_error(tmp_path):
