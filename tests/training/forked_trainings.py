@@ -98,6 +98,7 @@ class _Trainings:
 
     def __init__(self) -> None:
         import pytest
+        import torch._dynamo  # noqa: F401 - PyTorch's optimizers import it when the first of them is made
         from made_up_fits import leave_out_predictions, made_up_fit
 
         from quick_trainings import leave_out_pictures
