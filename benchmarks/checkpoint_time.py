@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,10 +35,21 @@ FULL, SMALL = ("cpu26", 8, 256), ("cpu8", 2, 64)  # preset, sequences, tokens
 EVERY = 50  # steps between two saves
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
+class Taken(NamedTuple):
+    """Seconds by the clock, and of all processors together: on a busy machine only those say what something costs."""
+
+    clock: float
+    processor: float
+
+
+def seconds_of(call: Callable[[], Any]) -> Taken:
+    clock, processor = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - begun
+    return Taken(time.perf_counter() - clock, time.process_time() - processor)
+
+
+def median(taken: Sequence[Taken]) -> Taken:
+    return Taken(statistics.median(t.clock for t in taken), statistics.median(t.processor for t in taken))
 
 
 def measure(preset: str, size: int, length: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -69,19 +80,22 @@ def measure(preset: str, size: int, length: int, rounds: int, folder: Path) -> d
     assert found is not None
     loading = [seconds_of(lambda: stepper.state.restore(found)) for _ in range(2)]
     verifying = [seconds_of(found.verify) for _ in range(2)]
-    step, save, copy = (statistics.median(times) for times in (alone, in_front, waited))
-    slower = sum(max(0.0, seconds - step) for seconds in beside) / rounds
+    step, save, copy = (median(taken) for taken in (alone, in_front, waited))
+    slower = sum(max(0.0, taken.clock - step.clock) for taken in beside) / rounds
     return {
         "case": [preset, size, length],
         "bytes": copy_bytes(state.tensors),
-        "step_seconds": step,
-        "save_seconds": save,
-        "copy_seconds": copy,
-        "steps_beside_a_save_seconds": statistics.median(beside) if beside else None,
-        "verify_seconds": min(verifying),
-        "load_seconds": min(loading),
-        "longer_in_front": save / (EVERY * step),
-        "longer_in_background": (copy + slower) / (EVERY * step),
+        "step": step._asdict(),
+        "save": save._asdict(),
+        "copy": copy._asdict(),
+        "step_beside_a_save": median(beside)._asdict() if beside else None,
+        "verify": median(verifying)._asdict(),
+        "load": median(loading)._asdict(),
+        "longer": {
+            "in_front": save.clock / (EVERY * step.clock),
+            "in_front_by_processor_time": save.processor / (EVERY * step.processor),
+            "in_background": (copy.clock + slower) / (EVERY * step.clock),
+        },
         "all": {"alone": alone, "in_front": in_front, "waited": waited, "beside": beside},
     }
 

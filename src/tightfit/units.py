@@ -77,7 +77,7 @@ def format_bytes(count: int | float) -> str:
 
 
 def brief_bytes(count: int | float) -> str:
-    """Bytes in as few characters as a bar or a narrow column has room for: `238M`, `21.4G`, in binary units."""
+    """Bytes in binary units and few characters, for a progress bar or a narrow column: `238M`, `21.4G`."""
     if count >= 2**30:
         return f"{count / 2**30:.1f}G"
     return f"{count / 2**20:.0f}M" if count >= 10 * 2**20 else f"{count / 2**20:.1f}M"

@@ -195,18 +195,18 @@ def test_no_tensor_is_left_on_a_module():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_its_peak_is_predicted_for_any_routing(precision):
-    settings, data = StepSettings(precision=precision), token_batch(4, 64)
-    model = decoder(num_layers=2, num_shared_experts=1, **EXPERTS)
+    settings, data = StepSettings(precision=precision), token_batch(2, 64)
+    model = decoder(num_layers=1, num_shared_experts=1, **EXPERTS)
     found = estimate(model, data, precision=precision)
     assert found.peak_bytes == pytest.approx(allocator_peak(model, data, settings=settings), rel=1e-3)
     assert found.worst_peak_bytes in (None, found.peak_bytes)
     one_sided(model)
-    assert model.layers[0].mlp(model.embedding(data["input_ids"]))[1].tolist() == [256, 256, 0, 0]
+    assert model.layers[0].mlp(model.embedding(data["input_ids"]))[1].tolist() == [128, 128, 0, 0]
     assert found.peak_bytes == pytest.approx(allocator_peak(model, data, settings=settings), rel=1e-3)
 
 
 def test_a_plan_keeps_to_its_budget_and_changes_no_bit():
-    model, data = decoder(num_layers=2, hidden_size=32, **EXPERTS), token_batch(2, 48)
+    model, data = decoder(num_layers=2, hidden_size=32, **EXPERTS), token_batch(2, 32)
     budget = int(0.85 * estimate(model, data).peak_bytes)
     made = plan(model, data, budget, levers="exact")
     assert verify(model, data, made).ok

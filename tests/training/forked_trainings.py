@@ -118,9 +118,9 @@ class _Trainings:
         key = json.dumps({name: raw[name] for name in ("data", "model", "training", "memory", "checkpoint")})
         if key not in self._known:
             data = self._data(config.data, config.model, objective=config.training.objective)
-            batch = counted(next(run._batches(config, data)))
+            longest, *shorter = [counted(batch) for batch in data.for_dry_runs(config.training.batch_size)]
             model = run.build_model(config.model, seed=config.training.seed)
-            self._known[key] = data, self._fit(model, batch, CausalLMLoss(), config, lookup_present("cpu"))
+            self._known[key] = data, self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
         data, fitted = self._known[key]
         run.prepare_data = lambda *_, **__: data
         run.fit = lambda *_: fitted

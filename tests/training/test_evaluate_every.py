@@ -9,10 +9,11 @@ from tiny_training import Listener, metrics, run, settings
 
 from quick_trainings import leave_out_measuring
 from tightfit.config import parse_config
+from tightfit.data.packing import PackedSamples
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
-from tightfit.training import evaluation, train
 from tightfit.training import run as module
+from tightfit.training import train
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss
@@ -128,7 +129,7 @@ def test_an_evaluation_that_is_out_of_memory_halves_its_own_batches_and_no_other
     assert result.validation_loss == pytest.approx(truth.validation_loss, rel=1e-6)
     assert result.last_loss == truth.last_loss
     notes = [line for kind, line in listener.told if kind == "note" and "the evaluation is out of memory" in line]
-    assert notes[-1].endswith("it goes on with micro-batches of 2; the training's stay")
+    assert notes[-1].endswith("it goes on with 2 samples at a time; the training's stay")
     assert sizes[:3] == [8, 4, 2]
     assert set(trained) == {8}
 
@@ -138,7 +139,7 @@ def test_one_sample_that_does_not_fit_raises_what_the_allocator_raised(monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     model = torch.nn.Linear(1, 1)
-    samples = evaluation.PackedSamples(torch.zeros(3, 4, dtype=torch.int64).numpy())
+    samples = PackedSamples(torch.zeros(3, 4, dtype=torch.int64).numpy())
     with pytest.raises(torch.OutOfMemoryError):
         evaluation_loss(model, samples, full, micro_batch_size=4)
     with pytest.raises(RuntimeError, match="a bug"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_fits import leave_out_predictions
 from test_state import stepper, trained
 from tiny_training import run, settings
 
@@ -61,6 +62,7 @@ def test_saving_takes_no_memory_and_saving_in_the_background_the_predicted_copy(
 def test_a_training_goes_on_while_a_checkpoint_is_written_and_writes_what_was_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    leave_out_predictions(monkeypatch)
     in_front, beside = tmp_path / "in_front", tmp_path / "beside"
     for folder in (in_front, beside):
         folder.mkdir()

@@ -89,10 +89,6 @@ def resolve_objective(objective: Literal["auto", "causal", "sft", "dpo"], kind: 
     """What is learnt from data of a kind: `auto` is its usual objective. Raises `ConfigError` where it has no such."""
     usual = _OBJECTIVES[kind]
     chosen = usual if objective == "auto" else objective
-    if chosen == "dpo":
-        raise ConfigError(
-            "training.objective dpo (preference pairs) cannot be trained yet: give texts or conversations"
-        )
     if chosen != usual and not (chosen == "causal" and kind == "conversations"):
         wanted = next(kind for kind, learns in _OBJECTIVES.items() if learns == chosen)
         raise ConfigError(

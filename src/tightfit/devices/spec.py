@@ -86,8 +86,7 @@ class DeviceSpec:
     - `fresh_threshold_bytes`: outputs from this size on are new memory from the system each time, and cost
       `fresh_seconds_per_byte` for first touch and release; None if the allocator keeps freed memory.
     - `framework_seconds`: PyTorch's own time for each operator on a CPU, without the kernel. The recompute executor
-    adds
-      `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it.
+      adds `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it.
     - `launch_seconds`: on CUDA, the time of a launch in eager PyTorch. No kernel's price is below it.
     - `workspace_bytes`: on CUDA, the measured scratch memory, by library (`"cublas"`, `"attention"`).
     - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).

@@ -95,7 +95,9 @@ def work_of(
 
 
 def _dtype(family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
-    """The dtype that decides the rate: not the one of attention's log-sum-exp, and not the one of a product's sum."""
+    """The dtype that decides the kernel's rate."""
+    # Only the first input counts for attention (the query, or the gradient in backward), and only the operands count
+    # for a product. The log-sum-exp in fp32, or a sum in a wider dtype, would make them "mixed".
     if _is_attention(family):
         return dtype_key(inputs[:1], ())
     return dtype_key(inputs, () if family is Family.PRODUCT else outputs)
@@ -197,11 +199,11 @@ def _bytes_moved(
         spread = math.prod(inputs[0].shape) - _numel(inputs[0])
         return read + written + 2 * spread * inputs[0].dtype.itemsize
     if base_name(name) in ("nll_loss_forward", "nll_loss2d_forward"):
-        return read - _bytes(inputs[0]) + written  # one number of each row
+        return read - _bytes(inputs[0]) + written  # the kernel reads one number of each row of its first input
     if base_name(name) == "masked_fill" and not is_in_place(name):
         return read + 3 * written  # a copy, which is then filled
     if base_name(name) == "copy" and is_in_place(name):
-        return read  # source and target
+        return read  # the inputs are source and target, and the target is only written
     if base_name(name).startswith("_fused_adam"):
         return read + 3 * sum(map(_bytes, inputs[: _list_length(arguments)]))  # parameter and both moments
     if is_in_place(name):
@@ -287,7 +289,8 @@ def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, .
     batch, heads, length, width = query.shape
     keys, causal = key.shape[-2], _is_causal(arguments)
     if name.startswith("tightfit."):
-        # our own operator: (..., causal, window, scale); a row reaches over its window, whatever documents hide
+        # Our own operator ends with (..., causal, window, scale). A query is charged for its whole window, because the
+        # shapes do not show how many keys the documents hide.
         causal, window, _ = arguments[-3:]
         if window is not None:
             keys, causal = min(keys, window if causal else 2 * window - 1), False

@@ -17,15 +17,16 @@ _PUT_ON: weakref.WeakKeyDictionary[Applied, weakref.ref[nn.Module]] = weakref.We
 
 
 class PlanInForce:
-    """A plan on a model, which another one can replace. Mutable: `plan`."""
+    """A plan that is applied to a model and can be replaced. Mutable: `plan`."""
 
     def __init__(self, plan: Plan, model: nn.Module):
         self.plan, self._model = plan, model
         self._applied = plan.apply(model)
 
     def replace(self, make: Callable[[], Plan]) -> Plan:
-        """Put the plan that `make` returns in its place, made without levers on the model; where it raises, the old one
-        stays. Its budget is the user's, within whatever it was made.
+        """Replace the plan by the one that `make` returns. If `make` raises, the old plan stays in force.
+
+        `make` sees the model without levers. The new plan gets the user's budget, even if `make` used a tighter bound.
         """
         self._applied.undo()
         try:

@@ -32,7 +32,7 @@ class DeferringForward(FrugalForward):
 
 
 class NeededLogits(DeferringForward):
-    """The same where no gradients are recorded: an evaluation reads the logits of a few tokens."""
+    """Defers logits under `torch.no_grad`, for an evaluation that reads the logits of a few tokens."""
 
     def __call__(self, input: torch.Tensor) -> Any:
         head = self.module
@@ -57,7 +57,7 @@ def _tensors(head: nn.Linear, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_plain_product(head: nn.Linear, hidden: torch.Tensor) -> bool:
-    """Whether the product is one that `F.linear` would make of plain tensors."""
+    """Whether `F.linear` accepts the operands, and all of them are plain tensors."""
     tensors = _tensors(head, hidden)
     plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
     fits = hidden.dim() >= 2 and hidden.shape[-1] == head.weight.shape[-1]
@@ -80,9 +80,9 @@ def apply_chunked_loss(model: nn.Module, head_path: str, chunk_size: int | None 
 
 
 def apply_needed_logits(model: nn.Module, head_path: str, chunk_size: int | None = None) -> Applied:
-    """Compute the logits that an evaluation reads and no others; for code under `torch.no_grad`.
+    """Let an evaluation compute only the logits that it reads. Works under `torch.no_grad`.
 
-    The arguments and errors are those of `apply_chunked_loss`.
+    Arguments, result and errors are those of `apply_chunked_loss`.
     """
     return _applied(NeededLogits, model, head_path, chunk_size)
 

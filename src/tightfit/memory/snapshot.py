@@ -85,7 +85,8 @@ def read_snapshot(path: Path) -> Snapshot:
         return snapshot_of(raw)
     except _CodeInPickle as error:
         raise InputError(
-            f"{path}: the pickle asks for {error}, which no memory snapshot does: refused, nothing of it was run"
+            f"{path}: refused, because the pickle refers to {error} and a memory snapshot contains plain containers "
+            "only. No code of the pickle was run."
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, EOFError, pickle.UnpicklingError) as error:
         raise InputError(
@@ -117,6 +118,7 @@ def snapshot_of(raw: Any) -> Snapshot:
     idle = [block["size"] for block in blocks if block["state"] not in _USED]
     used = [block for block in blocks if block["state"] in _USED]
     traces = [trace for trace in raw.get("device_traces", []) if trace]
+    # The snapshot has one trace per device. The longest is the one of the device that trained.
     history = max(traces, key=len, default=[])
     peak = _peak(history, [block for segment in _with_addresses(segments) for block in segment if _is_used(block)])
     return Snapshot(
@@ -179,17 +181,20 @@ def _peak(history: Sequence[Mapping[str, Any]], final: Sequence[Mapping[str, Any
         if level > highest:
             highest, at = level, index
     live: dict[int, _Allocation] = {}
+    # The allocator hands out a freed address again, so only the events up to the peak are replayed.
     for event in history[: at + 1]:
         if event["action"] == "alloc":
             live[event["addr"]] = _Allocation(event["size"], _frames(event))
         elif event["action"] == "free_completed":
             live.pop(event["addr"], None)
+    # Blocks that no event allocated are older than the history, so they were in use at the peak too.
     recorded = {event["addr"] for event in history if event["action"] == "alloc"}
     older = [_Allocation(_requested(b), _frames(b)) for b in final if b["address"] not in recorded]
     return _Peak(highest, (*live.values(), *older))
 
 
 def _change(event: Mapping[str, Any]) -> int:
+    # A block whose free was only requested stays in use until other streams are done with it, so it still counts.
     return event["size"] if event["action"] == "alloc" else -event["size"] if event["action"] == "free_completed" else 0
 
 

@@ -21,7 +21,7 @@ def serves_documents(tensor: Tensor) -> bool:
 
     It does on a CPU, except in compiled code, which would be recompiled for other document lengths.
     """
-    return tensor.device.type == "cpu" and not now.playing_cuda and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and not now.playing_cuda
 
 
 def runs(document_ids: Tensor) -> list[tuple[int, int, int]] | None:

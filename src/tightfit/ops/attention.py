@@ -78,6 +78,7 @@ def attention(
     q, k, v = autocasted(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if chunk_size is None and document_ids is not None and causal and window is None and mask is None:
+        # PyTorch's CPU kernel refuses values whose head size differs from the keys'.
         documents = runs(document_ids) if serves_documents(q) and q.shape[-1] == v.shape[-1] else None
         if documents is not None:
             return DocumentAttention.apply(q, k, v, documents, scale)

@@ -55,6 +55,7 @@ def build_optimizer(
     """
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(kind, torch.optim.Optimizer):
+        # The user's own optimizer must not be stepped: its states are part of the training.
         return _twin(kind)
     if callable(kind):
         return kind(trained)

@@ -133,9 +133,9 @@ def trace_part(
 def trace_inference(
     model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, role: CudaRole | None = None
 ) -> StepTrace:
-    """`call(model, batch)` without gradients, run dry: an evaluation, all of it in the phase forward.
+    """Run an evaluation, `call(model, batch)` without gradients, dry. All of it counts as the phase forward.
 
-    Nothing of the model, the batch or the random generators is changed.
+    Does not change the model, the batch or the random generators.
     """
     with _dry(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role) as dry:
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tightfit.checkpoint.background import BackgroundSaver
 from tightfit.checkpoint.store import Checkpoints
@@ -42,7 +42,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         runs_beside = self.settings.in_background and self.settings.every_steps is not None
-        self._background = BackgroundSaver(self._checkpoints, self._prune) if runs_beside else None
+        self._background = BackgroundSaver(self._checkpoints, self._prune, daemon=True) if runs_beside else None
 
     def announce(self, state_bytes: int) -> None:
         """Say what a signal will do, and how long its checkpoint is expected to take."""
@@ -100,6 +100,14 @@ class Saver:
                 f"step {record.steps + 1} was cut, and it had moved a buffer that it had not moved before: there is no "
                 "checkpoint after the one that is there"
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """After an error, what is written in the background is on its disk. A second signal does not wait for it."""
+        if kind is not None and issubclass(kind, Exception):
+            self._finish()
 
     def _finish(self) -> None:
         try:
