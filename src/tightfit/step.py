@@ -1,7 +1,7 @@
 """One training step, defined once: the dry run, the verification, the benchmarks and the trainer all run this.
 
-A step is: for each micro-batch forward, loss and backward, then clipping and the optimizer, then gradients set to
-None, or to zero where a loop of one's own does that.
+A step runs forward, loss and backward for each micro-batch, then clipping and the optimizer. Then it sets gradients to
+None, or to zero if the user's own loop does that.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TokenBatch(NamedTuple):
-    """The shape of a batch of token ids, where there is no batch at hand."""
+    """The shape of a batch of token ids, in place of a real batch."""
 
     size: int
     length: int
@@ -35,10 +35,10 @@ class TokenBatch(NamedTuple):
 
 
 def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss that the model computes itself: `model(**batch).loss`, or the first of the results that is a scalar."""
+    """The loss that the model computes itself: `model(**batch).loss`, or its last scalar result."""
     outputs = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
-    # A result with a field for the loss says so where it has none: its other numbers are none (an auxiliary loss).
+    # A result with an empty field for the loss has no loss. Its other scalars are something else (an auxiliary loss).
     if loss is None and isinstance(outputs, tuple | list) and not hasattr(outputs, "loss"):
         loss = next((o for o in reversed(outputs) if isinstance(o, torch.Tensor) and o.dim() == 0), None)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
@@ -50,7 +50,7 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _checked(loss: Any) -> torch.Tensor:
-    """What a loss function returned, if backward can begin there. Raises `ModelError`."""
+    """Check that backward can begin at the result of a loss function. Raises `ModelError`."""
     if not isinstance(loss, torch.Tensor):
         raise ModelError(f"the loss is a {type(loss).__name__}, wanted a tensor of one number")
     if loss.numel() != 1:
@@ -61,13 +61,13 @@ def _checked(loss: Any) -> torch.Tensor:
 
 
 class Observer(Protocol):
-    """Told which part of the step runs."""
+    """An observer of a step's phases."""
 
     def phase(self, name: str) -> AbstractContextManager[Any]: ...
 
 
 class NoObserver:
-    """Nobody is watching."""
+    """An observer that does nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -79,11 +79,11 @@ class StepSettings:
 
     precision: Precision = "fp32"
     grad_clip: float | None = None
-    keep_gradients: bool = False  # set to zero after a step, not to None: they stay where they are through all steps
+    keep_gradients: bool = False  # gradients are set to zero after a step, not to None, so they keep their memory
 
 
 class Part(NamedTuple):
-    """A micro-batch and the factor of its loss in the loss of the whole batch."""
+    """A micro-batch, and the weight of its loss in the loss of the whole batch."""
 
     batch: Batch
     weight: float
@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
 @contextmanager
 def autocast(precision: Precision, device_type: str) -> Iterator[None]:
-    """The autocast context of a precision; none for fp32."""
+    """The autocast context of a precision. It does nothing for fp32."""
     dtype = AUTOCAST_DTYPES.get(precision)
     with nullcontext() if dtype is None else torch.autocast(device_type, dtype):
         yield
@@ -106,20 +106,22 @@ def forward_backward(
     scaler: torch.amp.GradScaler | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
-    """Accumulate the gradients of all micro-batches. Returns the loss of the whole batch, detached."""
+    """Accumulate the gradients of all micro-batches, and return the loss of the whole batch, detached."""
     observer = observer or NoObserver()
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     total: torch.Tensor | None = None
     for number, part in enumerate(parts, start=1):
         with observer.phase("forward"), autocast(precision, device_type):
             value = _checked(loss(model, part.batch))
+            # Weighted before backward. A mean of the micro-batches' means is another loss if they have different
+            # numbers of valid tokens (14.5% gradient error on one batch: transformers#34191).
             if part.weight != 1.0:
                 value = value * part.weight
         more_follow = number < len(parts)
         with observer.phase("backward"), accumulation() if more_follow else nullcontext():
             (value if scaler is None else scaler.scale(value)).backward()
         total = value.detach() if total is None else total + value.detach()
-        del value
+        del value  # its graph must not live during the next micro-batch's forward
     assert total is not None, "a step has at least one micro-batch"
     return total
 
@@ -132,8 +134,9 @@ def update(
     scaler: torch.amp.GradScaler | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor | None:
-    """Clip, step and let go of the gradients, or set them to zero. Returns their norm before clipping, if it was asked
-    for.
+    """Clip the gradients, step the optimizer, and free the gradients or set them to zero.
+
+    Returns the gradients' norm before clipping, if it was requested.
     """
     with (observer or NoObserver()).phase("optimizer"):
         norm = clip(model, optimizer, settings, scaler)
@@ -141,7 +144,7 @@ def update(
             optimizer.step()
         else:
             scaler.step(optimizer)
-            scaler.update()
+            scaler.update()  # without it the scale never changes after an overflow
         let_go(optimizer, settings)
     return norm
 
@@ -149,16 +152,17 @@ def update(
 def clip(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: StepSettings, scaler: torch.amp.GradScaler | None
 ) -> torch.Tensor | None:
-    """What is done to gradients between backward and the optimizer: without the scale, and clipped. Returns their norm
-    before clipping, if it was asked for.
+    """Unscale and clip the gradients, between backward and the optimizer's step.
+
+    Returns their norm before clipping, if it was requested.
     """
     if scaler is not None:
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # before clipping, which would otherwise compare scaled gradients with the limit
     if settings.grad_clip is None:
         return None
     return nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
 
 
 def let_go(optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
-    """What is done to gradients after the optimizer."""
+    """Free the gradients after the optimizer's step, or set them to zero."""
     optimizer.zero_grad(set_to_none=not settings.keep_gradients)

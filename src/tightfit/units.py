@@ -1,4 +1,4 @@
-"""Bytes, seconds and rates, between what people write and what programs count."""
+"""Converts bytes, budgets and seconds between text and numbers."""
 
 import re
 from typing import Literal
@@ -10,12 +10,12 @@ BYTE_UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_ANY_BYTES = 2**60  # every share of it that can be written is a byte at least
+_ANY_BYTES = 2**60  # so large that every share that can be written is at least a byte
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
 
 
 def parse_bytes(text: int | str) -> int:
-    """`"22GiB"`, `"24GB"`, `"512 MB"` or an int, as a count of bytes. Raises `BudgetError`."""
+    """A number of bytes from `"22GiB"`, `"24GB"`, `"512 MB"` or an int. Raises `BudgetError` for other text."""
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise BudgetError(f"{text!r} is not an amount of memory: give an integer, or for example 22GiB or 24GB")
     if isinstance(text, int):
@@ -31,7 +31,7 @@ def parse_bytes(text: int | str) -> int:
 def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak_bytes: int | None = None) -> int:
     """A budget in bytes from `"22GiB"`, an int, `"80%"` (of the device) or `"0.5x"` (of the plain peak).
 
-    Raises `BudgetError` where the text is not a budget, or is relative to something that is not known.
+    Raises `BudgetError` if the text is not a budget, or is relative to an unknown quantity.
     """
     match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
     unit = match.group(2).lower() if match else None
@@ -57,12 +57,12 @@ def parse_budget(text: int | str, *, device_bytes: int | None = None, plain_peak
 
 
 def check_budget(text: int | str) -> None:
-    """Raises `BudgetError` for what is no budget on any device and for any plain peak."""
+    """Raise `BudgetError` for a text that is a budget on no device and for no plain peak."""
     parse_budget(text, device_bytes=_ANY_BYTES, plain_peak_bytes=_ANY_BYTES)
 
 
 def is_share_of(budget: int | str, unit: Literal["%", "x"]) -> bool:
-    """Whether a budget is written in per cent of the device (`"%"`) or in parts of the plain peak (`"x"`)."""
+    """Whether a budget is written as per cent of the device (`"%"`) or as a share of the plain peak (`"x"`)."""
     return isinstance(budget, str) and budget.strip().lower().endswith(unit)
 
 
@@ -77,7 +77,7 @@ def format_bytes(count: int | float) -> str:
 
 
 def brief_bytes(count: int | float) -> str:
-    """Bytes in as few characters as a bar or a narrow column has room for: `238M`, `21.4G`, in binary units."""
+    """Bytes in binary units and few characters, for a progress bar or a narrow column: `238M`, `21.4G`."""
     if count >= 2**30:
         return f"{count / 2**30:.1f}G"
     return f"{count / 2**20:.0f}M" if count >= 10 * 2**20 else f"{count / 2**20:.1f}M"

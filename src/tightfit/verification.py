@@ -1,10 +1,9 @@
-"""Proves on the user's own model and batch that a plan changes nothing: the plain run against the planned run.
+"""Verifies on the user's own model and batch that a plan changes nothing: the plain run against the planned run.
 
-Exact levers must be bit-equal: loss, every gradient, every buffer and the states of the random generators afterwards.
-Levers that are exact to rounding are judged against a run in fp64, with dropout off so that both precisions compute the
-same function: the planned error may be at most the plain one's, but for the `spread` that the lever states. Inexact
-levers add the `bound` that they state.
-Where something differs, the plan is taken apart until the lever and the module are found.
+Exact levers must be bit-equal: loss, every gradient, every buffer, and the states of the random generators afterwards.
+Levers that are exact to rounding are compared with a run in fp64. Dropout is off then, so that both precisions compute
+the same function. The planned error may be at most the plain error times the lever's `spread`. Inexact levers add their
+`bound`. If something differs, parts of the plan are run until the lever and the module are found.
 """
 
 import copy
@@ -32,14 +31,14 @@ from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.twin import has_no_memory
 from tightfit.weights.low_bit import at_full_width
 
-# Where most weights are frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on
-# 1152 numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"), as this factor over the root of their number allows.
+# With most weights frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on 1152
+# numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"). This factor over the root of their number allows for that.
 FEW_NUMBERS = 4.0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The worst of what two runs do not agree on. `lever` and `module` are what was found to cause it."""
+    """The largest difference between two runs. `lever` and `module` name its cause."""
 
     what: str  # "loss", "gradient of layers.0.mlp.weight", "buffer ...", "random state of torch"
     largest: float  # absolute; NaN for states
@@ -53,11 +52,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome. `ok` says that the plan may be trusted.
+    """The result of a verification. `ok` says that the plan may be trusted.
 
-    `worst` is the worst difference between the plain run and the one under the bit-exact levers, None where all is
-    bit-equal. The errors are those of all gradients together, relative to fp64; they are None where the plan uses
-    bit-exact levers only.
+    `worst` is the largest difference between the plain run and the run under the bit-exact levers; None if all is
+    bit-equal. The errors are those of all gradients together, relative to fp64. They are None if the plan uses only
+    bit-exact levers.
     """
 
     ok: bool
@@ -67,7 +66,7 @@ class Verification:
     plain_error: float | None = None
     planned_error: float | None = None
     spread: float = ROUNDING_SPREAD
-    bound: float = 0.0  # the error that inexact levers of the plan state, besides
+    bound: float = 0.0  # the additional error that the plan's inexact levers state
 
     def __str__(self) -> str:
         if not self.repeatable:
@@ -88,7 +87,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything a forward and backward leaves behind, by name."""
+    """Everything that a forward and backward changes, by name."""
 
     tensors: Mapping[str, torch.Tensor]
     states: Mapping[str, bytes]
@@ -106,11 +105,10 @@ class Outcome:
 
 @aside()
 def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
-    """Run the model plainly and under the plan, on this batch, and compare. The model is left as it was.
+    """Run the model on this batch without and with the plan, and compare. The model does not change.
 
-    Raises `LeverError` if the plan was made for another model, `ModelError` for a model without weights or spread over
-    processes, and where a plan that is exact to rounding
-    cannot be judged.
+    Raises `LeverError` if the plan was made for another model. Raises `ModelError` for a model without weights or
+    spread over processes, and if a plan with rounding levers cannot be judged because the model does not run in fp64.
 
     Example:
         >>> import tightfit, torch
@@ -128,10 +126,13 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
     refuse_without_memory(model)
     loss = loss or model_loss
     batch = as_tensors(batch)
+    # The exact levers alone must be bit-equal, even in a plan that rounds: otherwise a broken exact lever could hide in
+    # the allowed rounding.
     not_compiled = tuple(choice for choice in plan.choices if choice.action != "compile")
     exact_levers = tuple(lever for lever in plan.levers if lever.exactness is Exactness.EXACT)
     exact = replace(plan, levers=exact_levers, choices=not_compiled)
     plain = run(model, batch, loss, without_levers(plan))
+    # A model that draws from the system's own generator (Reformer) differs from itself. No plan of it can be judged.
     again = plain.worst_difference(run(model, batch, loss, without_levers(plan)))
     if again is not None:
         return Verification(ok=False, repeatable=False, compared=len(plain.tensors), worst=again)
@@ -150,14 +151,14 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
 
 
 def refuse_without_memory(model: nn.Module) -> None:
-    """Raises `ModelError` for a model on meta, or fake: it computes nothing that could be compared."""
+    """Raise `ModelError` for a model on meta or a fake one, which computes nothing to compare."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_no_memory(tensor):
             raise ModelError(f"verify compares numbers, and {name} has none (meta, or fake): load weights first")
 
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
-    """Forward and backward under a plan, from the model's present state, which is put back afterwards."""
+    """Run forward and backward under a plan, from the model's present state, which is restored afterwards."""
     with torch.inference_mode(False), torch.enable_grad(), untouched(model), apply_plan(plan, model) as applied:
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
         gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -166,12 +167,12 @@ def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
 
 
 def without_levers(plan: Plan) -> Plan:
-    """The plain step, as a plan."""
+    """The plain step as a plan."""
     return replace(plan, choices=(), levers=())
 
 
 def without_offload(plan: Plan) -> Plan:
-    """The plan with all that it offloads kept in memory: it recomputes the same."""
+    """The plan with all offloaded values kept in memory. It recomputes the same operators."""
     choices = [
         replace(choice, kept=choice.kept + choice.offloaded, offloaded=(), offloaded_modules=(), offloads_inputs=False)
         for choice in plan.choices
@@ -182,7 +183,7 @@ def without_offload(plan: Plan) -> Plan:
 
 
 def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
-    """The block whose choice alone makes a difference; several where only together they do."""
+    """The block whose choice alone makes a difference; several blocks if only their combination does."""
     choices = tuple(c for c in plan.choices if c.action != "keep")
 
     def differs(some: tuple[BlockChoice, ...]) -> bool:
@@ -192,13 +193,13 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
         half = len(choices) // 2
         halves = [part for part in (choices[:half], choices[half:]) if differs(part)]
         if not halves:
-            break
+            break  # neither half differs alone, so the choices in both are needed
         choices = halves[0]
     return choices
 
 
 def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
-    """The exact lever that makes the difference: offload where none is left once everything stays in memory."""
+    """The exact lever that makes the difference: offload, if none is left with everything kept in memory."""
     if plan.lever(Offload) is None:
         return "recompute"
     in_memory = run(model, batch, loss, without_offload(plan))
@@ -206,8 +207,8 @@ def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
 
 
 def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:
-    """The factor by which the error against fp64 may move: the largest that a lever of the plan states, and more where
-    only few weights are trained.
+    """The factor by which the error against fp64 may change: the largest spread of the plan's levers, and more if only
+    few weights are trained.
     """
     spread = max((lever.spread for lever in plan.levers), default=ROUNDING_SPREAD)
     if all(parameter.requires_grad for parameter in model.parameters()):
@@ -217,9 +218,9 @@ def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:
 
 
 def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> tuple[float, float]:
-    """Relative error of all gradients against fp64, of the plain run and of the planned one, with dropout off."""
+    """The relative errors of all gradients against fp64, of the plain and of the planned run, with dropout off."""
     training = {name: module.training for name, module in model.named_modules()}
-    model.eval()
+    model.eval()  # dropout would draw other numbers in fp64
     try:
         exact = at_full_width(copy.deepcopy(model)).double()
         double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
@@ -233,7 +234,7 @@ def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> t
 
 
 def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
-    """The plain run in fp64. Raises `ModelError` for a model that does not run in it."""
+    """The plain run in fp64. Raises `ModelError` if the model does not run in fp64."""
     try:
         return run(exact, _in_double(batch), loss, plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -244,7 +245,7 @@ def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outc
 
 
 def relative_error(outcome: Outcome, truth: Outcome) -> float:
-    """The norm of the error of all gradients together, over the norm of the true ones."""
+    """The norm of the error of all gradients together, divided by the norm of the true gradients."""
     names = [name for name in truth.tensors if name.startswith("gradient")]
     error = sum(float((outcome.tensors[n].double() - truth.tensors[n]).square().sum()) for n in names)
     size = sum(float(truth.tensors[n].square().sum()) for n in names)
@@ -256,7 +257,7 @@ def _in_double(batch: Batch) -> Batch:
 
 
 def _largest(left: torch.Tensor, right: torch.Tensor | None) -> float:
-    """0 where the two are bit-equal, infinite where they cannot be compared."""
+    """The largest absolute difference: 0 if the two are bit-equal, infinite if they cannot be compared."""
     if right is None or left.shape != right.shape or left.dtype != right.dtype:
         return math.inf
     if torch.equal(left, right) or _same_bits(left, right):
@@ -265,7 +266,7 @@ def _largest(left: torch.Tensor, right: torch.Tensor | None) -> float:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal where both are NaN in the same places, which `torch.equal` denies."""
+    """Whether two tensors are equal with NaN in the same places. `torch.equal` denies that NaN equals NaN."""
     infinite = {"posinf": math.inf, "neginf": -math.inf}
     numbers = [t.nan_to_num(**infinite) if t.is_floating_point() else t for t in (left, right)]
     return torch.equal(left.isnan(), right.isnan()) and torch.equal(*numbers)
@@ -282,7 +283,7 @@ def random_states() -> dict[str, bytes]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside, the model may be run; afterwards its buffers and all else are as they were."""
+    """A context in which the model may run. Afterwards its buffers and everything else are restored."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with everything_restored(model):
         yield

@@ -40,7 +40,7 @@ def test_options_of_a_step_without_a_model_are_not_passed_over(log):
 def test_a_log_tells_phase_and_line_and_which_command_tells_more(log):
     outcome = tightfit("doctor", log)
     assert outcome.code == 0
-    assert "2.00 MiB were asked for, in backward" in outcome.out
+    assert "2.00 MiB were requested, in backward" in outcome.out
     assert "Its traceback ends at train.py:88 <module>" in outcome.out
     assert "tightfit doctor FILE CONFIG, or --model" in outcome.out
 

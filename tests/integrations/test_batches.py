@@ -116,5 +116,7 @@ def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step)
 
 
 def test_where_no_plan_fits_all_what_another_batch_takes_is_told(step):
-    with pytest.raises(CannotFit, match=r"what fits the longest batch does not fit another one, which takes .* under"):
+    with pytest.raises(
+        CannotFit, match=r"the plan for the longest batch does not fit another one, which needs .* under"
+    ):
         plan_for_all(step, [wide(62_000), LONG], PlanSettings("0.7x"))

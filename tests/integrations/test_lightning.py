@@ -253,7 +253,7 @@ def test_a_batch_that_is_a_dataclass_is_planned_for():
 
 def test_a_batch_whose_tensors_cannot_be_seen_is_one_line_and_nothing_is_trained():
     model = module_class(pl)()
-    with pytest.raises(InputError, match="a batch of class Opaque holds no tensors that can be seen: return a dict"):
+    with pytest.raises(InputError, match="no tensors were found in a batch of class Opaque: return a dict"):
         fit(pl, model, MemoryBudget("0.5x"), loader=collated(Opaque))
     assert model.seen == []
 
@@ -374,7 +374,7 @@ class TakingBatches:
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize(
     ("own", "said"),
-    [(WithoutOptimizer, "configure_optimizers gave no optimizer"), (TakingBatches, "takes its batches itself")],
+    [(WithoutOptimizer, "configure_optimizers returned no optimizer"), (TakingBatches, "fetches its batches itself")],
 )
 def test_a_module_without_an_optimizer_or_that_takes_its_batches_itself_is_one_line(own, said):
     model = type("Own", (own, module_class(pl)), {})()

@@ -118,7 +118,7 @@ def test_the_flags_stand_among_the_scripts_own(alone):
     assert (outcome.code, outcome.out) == (0, expected)
     assert "MiniMindForCausalLM, " in outcome.err
     assert "% of the plain one" in outcome.err
-    assert "step 2, watched operator by operator" in " ".join(outcome.err.split())
+    assert "step 2, recorded operator by operator" in " ".join(outcome.err.split())
 
 
 def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():

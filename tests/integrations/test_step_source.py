@@ -169,5 +169,5 @@ def test_a_step_that_leaves_its_function_is_told(step_of):
                 loss.backward()
         train()
     """)
-    with pytest.raises(ModelError, match="the lines of the step do not stand alone"):
+    with pytest.raises(ModelError, match="the lines of the step cannot run outside of their loop"):
         _ = step.code

@@ -97,7 +97,11 @@ def test_the_first_label_counts_only_where_the_loss_does_not_shift():
 
 @pytest.mark.parametrize(
     ("loss", "why"),
-    [(mean_of_unmasked, "do not make the loss of both"), (of_pairs, "do not make"), (only_whole, "division by zero")],
+    [
+        (mean_of_unmasked, "do not combine into the batch loss"),
+        (of_pairs, "do not combine"),
+        (only_whole, "division by zero"),
+    ],
 )
 def test_a_loss_that_does_not_come_of_its_parts_is_told(loss, why):
     with pytest.raises(LeverError, match=why):

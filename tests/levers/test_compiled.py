@@ -216,7 +216,7 @@ def test_random_numbers_that_would_be_drawn_anew_are_refused():
     model, batch = decoder(dropout=0.1), token_batch(2)
     model.train()
     with tightfit.compile_blocks(model, "layers.*", keep=0.0):
-        with pytest.raises(CompileError, match=r"^Block: .*random numbers \(dropout\) are drawn anew.*keep=1, or no"):
+        with pytest.raises(CompileError, match=r"^Block: .*draws random numbers \(dropout\) again.*keep=1, or no"):
             tightfit.estimate(model, batch)
         with pytest.raises(CompileError, match="gradients would be wrong"):
             model_loss(model, batch).backward()

@@ -14,8 +14,7 @@ from tightfit.config import parse_config
 from tightfit.errors import ConfigError, DeviceError, InputError
 from tightfit.memory.settings import VARIABLES, private_pool, set_allocator
 from tightfit.names.allocator import KEYS, parse_allocator
-from tightfit.runtime import internals
-from tightfit.runtime.internals import allocator_settings, set_allocator_settings
+from tightfit.runtime.internals import allocator, allocator_settings, set_allocator_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +59,7 @@ def test_a_setting_that_is_none_is_one_line():
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_an_environment_that_says_otherwise_is_not_overridden_silently(variable, monkeypatch):
     monkeypatch.setenv(variable, "backend:native")
-    with pytest.raises(InputError, match=f"{variable} is set to 'backend:native' already: take one of them away"):
+    with pytest.raises(InputError, match=f"{variable} is set to 'backend:native' already: remove one of them"):
         set_allocator("expandable_segments")
     monkeypatch.setenv(variable, "expandable_segments:True")
     set_allocator("expandable_segments")
@@ -78,7 +77,7 @@ def test_once_cuda_has_started_only_the_same_setting_is_taken(monkeypatch):
 
 def test_where_torch_does_not_tell_its_settings_they_are_remembered(monkeypatch):
     monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)  # as in torch 2.11
-    monkeypatch.setattr(internals, "_allocator_words", [])
+    monkeypatch.setattr(allocator, "_allocator_words", [])
     monkeypatch.setenv(VARIABLES[0], "backend:native")
     assert allocator_settings() == "backend:native"
     monkeypatch.delenv(VARIABLES[0])

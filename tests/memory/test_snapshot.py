@@ -76,7 +76,7 @@ class Attack:
 def test_a_pickle_with_code_is_refused_by_name_and_nothing_of_it_runs(tmp_path, protocol):
     written, path = tmp_path / "written", tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({**snapshot(), "segments": [Attack(written)]}, protocol))
-    with pytest.raises(InputError, match=r"asks for _?io\.open.*refused, nothing of it was run"):
+    with pytest.raises(InputError, match=r"refused, because the pickle refers to _?io\.open.*No code .* was run"):
         read_snapshot(path)
     assert not written.exists()
     pickle.loads(path.read_bytes())["segments"][0].close()  # the attack is a real one

@@ -11,7 +11,7 @@ from tightfit.errors import InputError
 from tightfit.memory.allocator import measured_peak
 from tightfit.ops import linear_cross_entropy
 from tightfit.ops.cross_entropy import default_chunk_size, plain_linear_cross_entropy
-from tightfit.runtime import internals
+from tightfit.runtime.internals import autograd
 
 IGNORED = -100
 
@@ -217,7 +217,7 @@ def test_a_retained_graph_gives_the_same_gradients_again(reduction):
 
 
 def test_without_the_private_question_gradients_are_copied_not_wrong(monkeypatch):
-    monkeypatch.setattr(internals, "_autograd", object())
+    monkeypatch.setattr(autograd, "_autograd", object())
     test_a_retained_graph_gives_the_same_gradients_again("mean")
 
 

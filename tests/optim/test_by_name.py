@@ -70,9 +70,9 @@ def test_a_missing_package_is_one_line_with_what_to_install(name, monkeypatch):
 def test_a_device_without_the_kernels_is_one_line():
     meta = [torch.nn.Parameter(torch.zeros(2, device="meta"))]
     for name in LOW_BIT:
-        with pytest.raises(DeviceError, match=f"optimizer {name} does not run on meta: it does on cpu, cuda, xpu"):
+        with pytest.raises(DeviceError, match=f"optimizer {name} does not run on meta: it runs on cpu, cuda, xpu"):
             build_optimizer(name, meta)
-    with pytest.raises(DeviceError, match=r"optimizer adamw_fused does not run on meta: it does on .*cpu"):
+    with pytest.raises(DeviceError, match=r"optimizer adamw_fused does not run on meta: it runs on .*cpu"):
         build_optimizer("adamw_fused", meta)
 
 

@@ -106,5 +106,5 @@ def test_what_cannot_be_stepped_is_refused():
     model = net()
     with pytest.raises(InputError, match="the optimizer holds no parameter of the model"):
         step_in_backward(torch.optim.AdamW(net().parameters()), model)
-    with pytest.raises(InputError, match="LBFGS looks at all gradients together"):
+    with pytest.raises(InputError, match="LBFGS needs all gradients together"):
         step_in_backward(torch.optim.LBFGS, model)

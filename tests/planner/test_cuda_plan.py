@@ -163,12 +163,12 @@ def test_a_budget_in_bytes_says_what_the_device_holds_beside_the_tensors_and_one
     assert made.room.taken_bytes > made.budget_bytes >= made.peak_bytes
     assert not made.room.is_bounded
     said = " ".join(str(made).split())
-    assert "a budget in bytes bounds the tensors alone (max_memory_allocated)" in said
+    assert "a budget in bytes limits the tensors alone (max_memory_allocated)" in said
     assert ",memory=" in said
     shared = plan(model, BATCH, "90%", device=card)
     assert shared.room is not None
     assert shared.room.is_bounded
-    assert "the budget bounds all of that" in " ".join(str(shared).split())
+    assert "the budget limits all of that" in " ".join(str(shared).split())
     assert Plan.from_dict(made.to_dict()) == made
 
 

@@ -1,8 +1,8 @@
-"""Trainings that are really killed, by the hundred: each in a child that is forked from a process with all imports made.
+"""Trainings that are really killed, by the hundred: each in a child forked from a process with its imports made.
 
-Run as a program it is that process: it reads jobs, a line of JSON each, and answers with a line. A job is a training's
-configuration, whether it is resumed, and when it is killed: after some seconds, or just before the n-th system call that
-puts its files on disk. It is killed by SIGKILL, so nothing of it is tidied up.
+Run as a program, this is that process: it reads jobs, a line of JSON each, and answers with a line. A job is a
+training's configuration, whether it is resumed, and when it is killed: after some seconds, or just before the n-th
+system call that puts its files on disk. SIGKILL kills it, so nothing of it is tidied up.
 """
 
 import gc
@@ -54,7 +54,8 @@ class Nursery:
         self, config: Any, *, resume: bool = False, after: float | None = None, at_call: int | None = None
     ) -> Ended:
         """Run a training to its end, or to its kill."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         job = {"config": config.model_dump(mode="json"), "resume": resume, "after": after, "at_call": at_call}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -97,8 +98,8 @@ class _Trainings:
 
     def __init__(self) -> None:
         import pytest
-
         from made_up_fits import leave_out_predictions, made_up_fit
+
         from quick_trainings import leave_out_pictures
         from tightfit.training import run
 
@@ -117,9 +118,9 @@ class _Trainings:
         key = json.dumps({name: raw[name] for name in ("data", "model", "training", "memory", "checkpoint")})
         if key not in self._known:
             data = self._data(config.data, config.model, objective=config.training.objective)
-            batch = counted(next(run._batches(config, data)))
+            longest, *shorter = [counted(batch) for batch in data.for_dry_runs(config.training.batch_size)]
             model = run.build_model(config.model, seed=config.training.seed)
-            self._known[key] = data, self._fit(model, batch, CausalLMLoss(), config, lookup_present("cpu"))
+            self._known[key] = data, self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
         data, fitted = self._known[key]
         run.prepare_data = lambda *_, **__: data
         run.fit = lambda *_: fitted

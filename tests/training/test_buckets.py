@@ -12,8 +12,10 @@ from tightfit.data.arrange import arrange
 from tightfit.data.prepare import PreparedData
 from tightfit.data.store import TokenStore
 from tightfit.data.tokenizer import train_tokenizer
+from tightfit.devices.present import lookup_present
 from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.training.buckets import Bucket, DryRun, sized
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.fitting import fit
@@ -56,7 +58,7 @@ def fitted_for(name):
 
 def fitted_of(config, data, model):
     longest, *shorter = [counted(batch) for batch in data.for_dry_runs(BATCH)]
-    return fit(model, longest, CausalLMLoss(), config, "cpu", shorter)
+    return fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
 
 
 @pytest.mark.parametrize("name", LEVERS)
@@ -67,15 +69,15 @@ def test_no_batch_of_an_epoch_is_over_its_prediction_and_none_over_the_budget(na
     seen, tight = set(), 0
 
     with fitted.apply(model):
-        optimizer = OptimizerRecipe(config.training)(model.parameters())
-        stepper = Stepper(model, optimizer, CausalLMLoss(), StepSettings(grad_clip=1.0), 1, fitted.micro_batches_for)
+        optimizer, counts = OptimizerRecipe(config.training)(model.parameters()), fitted.micro_batches_for
+        stepper = Stepper(model, optimizer, CausalLMLoss(), StepSettings(grad_clip=1.0), 1, micro_batches_for=counts)
         stepper.step(counted(next(stream)))  # the optimizer's states
         for _ in range(len(data.training) // BATCH):
             batch = counted(next(stream))
             length = batch["input_ids"].shape[1]
             peak = measured_peak(lambda: stepper.step(batch), resident_tensors(model, optimizer, batch))  # noqa: B023
-            assert peak <= fitted.peak_bytes_for(length)
-            assert fitted.budget_bytes is None or fitted.peak_bytes_for(length) <= fitted.budget_bytes
+            assert peak <= fitted.peak_bytes_for(length) + UNSEEN_BYTES
+            assert fitted.budget_bytes is None or fitted.peak_bytes_for(length) + UNSEEN_BYTES <= fitted.budget_bytes
             tight += peak > 0.9 * fitted.peak_bytes_for(length)
             seen.add(fitted.micro_batches_for(length))
 
@@ -103,7 +105,10 @@ def test_one_micro_batch_fewer_would_not_fit():
             batch = counted(data.training.fullest(BATCH, bucket.length))
             fewer = BATCH // max(n for n in (1, 2, 4) if n < bucket.micro_batches)
             plain = parse_config({"training": {"batch_size": BATCH, "gradient_accumulation_steps": BATCH // fewer}})
-            assert fit(model, batch, CausalLMLoss(), plain, "cpu").planned.peak_bytes + 1024 > fitted.budget_bytes
+            assert (
+                fit(model, batch, CausalLMLoss(), plain, lookup_present("cpu")).planned.peak_bytes + 1024
+                > fitted.budget_bytes
+            )
 
 
 def test_losses_and_gradients_do_not_depend_on_the_micro_batches_of_a_bucket():

@@ -57,11 +57,10 @@ def test_a_signal_that_ends_processes_is_finished_first_and_then_delivered(tmp_p
 def test_a_signal_during_the_evaluation_leaves_it_out_and_keeps_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def batches(*_):
+    def share(*_, **__):
         signal.raise_signal(signal.SIGINT)
-        yield {}
 
-    monkeypatch.setattr("tightfit.training.evaluation._batches", batches)
+    monkeypatch.setattr("tightfit.training.evaluation._share", share)
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path))
 

@@ -15,9 +15,10 @@ from tiny_training import Listener, metrics, run, settings
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config, dump_config
+from tightfit.config import Config, dump_config, parse_config
 from tightfit.errors import CheckpointError, ConfigError, DataError, OutputError
 from tightfit.training import StepMetrics, TrainResult, train
+from tiny_adapters import saved_llama
 
 EVERY_TWO = {"every_steps": 2}
 
@@ -64,9 +65,15 @@ def timeless(folder: Path) -> tuple[Any, ...]:
     "sections",
     [
         {"model": {"dropout": 0.1}, "training": {"gradient_accumulation_steps": 2, "schedule": "wsd"}},
-        {"training": {"precision": "fp16"}},
-        {"training": {"step_in_backward": True, "grad_clip": None}, "model": {"dropout": 0.1}},
-        {"memory": {"budget": "0.6x", "levers": "exact"}, "model": {"dropout": 0.1}},
+        pytest.param({"training": {"precision": "fp16"}}, marks=pytest.mark.slow),  # the state alone: test_state.py
+        pytest.param(
+            {"training": {"step_in_backward": True, "grad_clip": None}, "model": {"dropout": 0.1}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"memory": {"budget": "0.6x", "levers": "exact", "max_slowdown": None}, "model": {"dropout": 0.1}},
+            marks=pytest.mark.slow,  # two plans
+        ),
     ],
     ids=["accumulation", "scaler", "step in backward", "planned"],
 )
@@ -156,12 +163,11 @@ def test_what_would_train_something_else_is_refused(tmp_path: Path, override: st
 def test_what_trains_the_same_may_change(tmp_path: Path):
     config = settings(tmp_path)
     interrupted(config, 2)
-    changed = ["training.log_every=3", "memory.budget=0.7x", "checkpoint.keep_last=1", "training.num_threads=1"]
+    changed = ["training.log_every=3", "memory.recover=false", "checkpoint.keep_last=1", "training.num_threads=1"]
 
     result = train(config, changed, resume=True)
 
     assert (result.steps, result.resumed_from) == (4, 2)
-    assert result.budget_bytes is not None
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -171,7 +177,7 @@ def test_other_data_is_refused(tmp_path: Path):
     with (tmp_path / "corpus.txt").open("a") as corpus:
         corpus.write("One line more.\n")
 
-    with pytest.raises(DataError, match="the samples are not those that .* was trained on"):
+    with pytest.raises(DataError, match=r"the samples are not those that .* was trained on"):
         train(config, resume=True)
 
 
@@ -226,7 +232,12 @@ def test_checkpoints_of_the_best_loss_are_kept_beside_the_last(tmp_path: Path, m
 def test_the_planned_step_is_the_same_after_a_resume_though_seconds_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = settings(tmp_path, memory={"budget": "0.5x", "levers": "rounding"})
+    config = settings(
+        tmp_path,
+        model={"hidden_size": 16, "num_layers": 1},
+        training={"batch_size": 4},
+        memory={"budget": "0.9x", "levers": "exact"},
+    )
     interrupted(config, 2)
     planned = json.loads((tmp_path / "run" / "plan.json").read_text())
 
@@ -237,6 +248,16 @@ def test_the_planned_step_is_the_same_after_a_resume_though_seconds_are_others(
     train(config, resume=True)
 
     assert json.loads((tmp_path / "run" / "plan.json").read_text()) == planned
+
+
+@pytest.mark.slow  # a plan before and one after
+def test_another_budget_makes_another_plan(tmp_path: Path):
+    config = settings(tmp_path, memory={"budget": "0.9x", "levers": "exact"})
+    interrupted(config, 2)
+
+    result = train(config, ["memory.budget=0.7x"], resume=True)
+
+    assert (result.resumed_from, result.budget_bytes) == (2, int(0.7 * result.plain_peak_bytes))
 
 
 def test_lines_of_metrics_after_the_checkpoint_are_dropped(tmp_path: Path):
@@ -276,8 +297,32 @@ def test_the_command_line_resumes_refuses_and_leaves_alone(tmp_path: Path):
 
 
 def test_a_result_of_an_earlier_version_is_read():
-    result = TrainResult.from_json('{"folder": "x", ' + ", ".join(
-        f'"{name}": 1' for name in TrainResult.__dataclass_fields__ if name not in ("folder", "resumed_from", "skipped_lines")
-    ) + "}")  # fmt: skip
+    new = ("resumed_from", "skipped_lines")
+    figures = {name: 1 for name in TrainResult.__dataclass_fields__ if name not in new}
+
+    result = TrainResult.from_json(json.dumps(figures))
 
     assert (result.resumed_from, result.skipped_lines) == (None, 0)
+
+
+@pytest.mark.parametrize("base", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
+def test_adapters_go_on_to_the_bit_and_their_base_is_not_saved(tmp_path: Path, base: str):
+    model = saved_llama(tmp_path / "base")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    configs = []
+    for folder in (whole, cut):
+        folder.mkdir()
+        raw = settings(folder, data={"source": str(tmp_path / "corpus.txt")}).model_dump(mode="json")
+        raw["model"] = {"path": str(model), "adapter": {"r": 4, "base": base, "dropout": 0.1}}
+        configs.append(parse_config(raw))
+    shutil.copy(cut / "corpus.txt", tmp_path / "corpus.txt")
+    train(configs[0])
+
+    interrupted(configs[1], 2)
+    checkpoint = Checkpoints(cut / "run" / "checkpoints").newest_intact().checkpoint
+    train(configs[1], resume=True)
+
+    assert checkpoint is not None
+    assert all("lora" in name for name in checkpoint.specs if name.startswith("model.") and name.endswith("weight"))
+    weights = [(folder / "run" / "adapter_model.safetensors").read_bytes() for folder in (whole, cut)]
+    assert weights[0] == weights[1]

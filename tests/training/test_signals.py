@@ -10,6 +10,7 @@ from pathlib import Path
 
 from real_trainings import COMMAND, begun, endless, environment, first_step
 
+from tightfit.checkpoint.store import Checkpoints
 from tightfit.models.saving import load_model
 from tightfit.training.lock import LOCK
 
@@ -20,6 +21,9 @@ def finished(run: Path) -> dict:
     assert not (run / LOCK).exists()
     result = json.loads((run / "result.json").read_text())
     assert result["interrupted"]
+    checkpoint = Checkpoints(run / "checkpoints").newest_intact().checkpoint
+    assert checkpoint is not None
+    assert checkpoint.step == result["steps"]
     return result
 
 

@@ -111,6 +111,17 @@ def test_a_model_that_was_written_loads_with_equal_weights(tmp_path: Path):
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
 
 
+def test_the_same_weights_are_the_same_bytes(tmp_path: Path):
+    model = decoder()  # its head and its embedding are tied, so that the file names one of them in its metadata
+    contents = set()
+    for number in range(12):
+        RunFolder(tmp_path / str(number)).path.mkdir()
+        RunFolder(tmp_path / str(number)).write_model(model)
+        contents.add((tmp_path / str(number) / "model.safetensors").read_bytes())
+
+    assert len(contents) == 1
+
+
 def test_others_may_read_the_weights_as_they_may_read_any_file(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.write(RESULT, "{}")

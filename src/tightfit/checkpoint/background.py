@@ -32,9 +32,11 @@ class BackgroundSaver:
         tensor([0., 0., 0.])
     """
 
-    def __init__(self, checkpoints: Checkpoints, then: Callable[[], Any] | None = None):
-        """`then` is called in the thread after each save: to prune, for example."""
-        self._checkpoints, self._then = checkpoints, then
+    def __init__(self, checkpoints: Checkpoints, then: Callable[[], Any] | None = None, *, daemon: bool = False):
+        """`then` is called in the thread after each save: to prune, for example. With `daemon` the process does not
+        wait for a save when it ends: what is half written then is nobody's checkpoint.
+        """
+        self._checkpoints, self._then, self._daemon = checkpoints, then, daemon
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -58,7 +60,8 @@ class BackgroundSaver:
             raise OutputError(f"{self._checkpoints.folder}: cannot be written: {error}") from error
         copies = self._copied(tensors)
         arguments = (step, copies, record, dict(files or {}))
-        self._thread = threading.Thread(target=self._run, args=arguments, name="tightfit-checkpoint")
+        name, daemon = "tightfit-checkpoint", self._daemon
+        self._thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=daemon)
         self._thread.start()
 
     def wait(self) -> None:

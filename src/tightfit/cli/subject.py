@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import typer
 from torch import Tensor, nn
 
@@ -26,8 +27,10 @@ from tightfit.planner.plans import Plan
 from tightfit.step import Batch, Precision, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.training.fitting import recompute_by_hand
-from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.objective import counted
+from tightfit.training.objectives import ObjectiveName, objective_of, plannable
 from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.preferences import REFERENCE
 from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent
@@ -117,12 +120,13 @@ def _from_config(question: Question, dry: bool) -> Subject:
     config = load_config(question.config, question.settings)
     training = config.training
     model = _build(config, dry)
+    batch, objective = _ids(model, config) if dry else _first_batch(config)
     return Subject(
         name=type(model).__name__,
         asked=Asked(
             model=model,
-            batch=counted(_ids(model, config) if dry else _first_batch(config)),
-            loss=CausalLMLoss(),
+            batch=counted(batch),
+            loss=objective_of(objective, training),
             optimizer=OptimizerRecipe(training),
             precision=training.precision,
             device=None if training.device == "auto" else training.device,
@@ -139,17 +143,21 @@ def _from_config(question: Question, dry: bool) -> Subject:
     )
 
 
-def _ids(model: nn.Module, config: Config) -> dict[str, Tensor]:
-    """A batch of the right shape, without reading the corpus."""
+def _ids(model: nn.Module, config: Config) -> tuple[dict[str, Tensor], ObjectiveName]:
+    """A batch of the right shape, without reading the corpus, and the objective as far as the configuration says it."""
     size, length = config.training.batch_size, config.data.sequence_length
     batch = _tokens(model, size, length, "data.sequence_length").tensors()
-    return {**batch, "position_ids": two_documents(size, length)} if config.data.packing != "none" else batch
+    if config.data.packing != "none":
+        batch["position_ids"] = two_documents(size, length)
+    if config.training.objective == "dpo":
+        batch[REFERENCE] = torch.zeros(size)
+    return batch, config.training.objective
 
 
-def _first_batch(config: Config) -> dict[str, Tensor]:
-    """The batch that the training is planned for."""
-    data = prepare_data(config.data, config.model, objective=config.training.objective)
-    return data.for_dry_runs(config.training.batch_size)[0]
+def _first_batch(config: Config) -> tuple[dict[str, Tensor], ObjectiveName]:
+    """The batch that the training is planned for, and its objective."""
+    data = plannable(prepare_data(config.data, config.model, objective=config.training.objective))
+    return data.for_dry_runs(config.training.batch_size)[0], data.objective
 
 
 def _build(config: Config, dry: bool) -> nn.Module:

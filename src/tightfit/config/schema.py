@@ -198,6 +198,9 @@ class TrainingConfig(Section):
     objective: Literal["auto", "causal", "sft", "dpo"] = "auto"
     """`causal` learns every token, `sft` those of the assistant's turns, `dpo` to prefer the better answer; `auto`: by
     the data, in this order for texts, conversations and preference pairs."""
+    dpo_beta: Positive = 0.1
+    """With `dpo`, the strength with which the model is held to the reference, which is the model before the first step
+    (Rafailov et al. 2023)."""
     max_steps: Count = 100
     """Optimizer steps."""
     batch_size: Count = 8

@@ -73,7 +73,7 @@ def prepare_data(
     """
     found = tokenized(config, model, notice)
     learns = resolve_objective(objective, found.store.kind)
-    store = found.store.all_learnt() if learns == "causal" else found.store
+    store = found.store.all_learnt() if learns == "causal" and found.store.has_learnt else found.store
     return PreparedData(
         found.tokenizer,
         *arrange(store, config, pad_id=found.tokenizer.end_of_text),
@@ -89,10 +89,6 @@ def resolve_objective(objective: Literal["auto", "causal", "sft", "dpo"], kind: 
     """What is learnt from data of a kind: `auto` is its usual objective. Raises `ConfigError` where it has no such."""
     usual = _OBJECTIVES[kind]
     chosen = usual if objective == "auto" else objective
-    if chosen == "dpo":
-        raise ConfigError(
-            "training.objective dpo (preference pairs) cannot be trained yet: give texts or conversations"
-        )
     if chosen != usual and not (chosen == "causal" and kind == "conversations"):
         wanted = next(kind for kind, learns in _OBJECTIVES.items() if learns == chosen)
         raise ConfigError(

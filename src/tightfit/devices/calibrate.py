@@ -33,7 +33,7 @@ from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
 from tightfit.runtime.activity import aside
 
-SECONDS = 7.0  # shared out over the kinds of calls; a slow or busy device takes longer
+SECONDS = 7.0  # for all kinds of calls together; a slow or busy device takes longer
 ROUNDS = 6
 
 
@@ -41,8 +41,8 @@ ROUNDS = 6
 def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
 
-    Takes about ten seconds, more on a slow or busy device. No random generator of the user is touched. Raises
-    `DeviceError` where there is no such device.
+    Takes about ten seconds, more on a slow or busy device. Does not use the user's random generators. Raises
+    `DeviceError` if there is no such device.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
@@ -71,7 +71,7 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
 
 
 def _figures_of_cpu() -> dict[str, Any]:
-    """What only a CPU has: memory that is fresh from the system, and a framework that it computes itself."""
+    """The figures that only a CPU has: first touch of new memory, and PyTorch's own time for each operator."""
     threshold, per_byte = fresh_memory()
     own = own_time()
     return {
@@ -85,7 +85,7 @@ def _figures_of_cpu() -> dict[str, Any]:
 
 
 def _figures_of_cuda() -> dict[str, Any]:
-    """What only a CUDA device has; it computes while the host issues the next operators."""
+    """The figures that only a CUDA device has: launches, the link to the host, and scratch memory of libraries."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "memory_bytes": properties.total_memory,
@@ -98,7 +98,7 @@ def _figures_of_cuda() -> dict[str, Any]:
 
 
 def _probe(kind: Kind, buffers: Buffers) -> Call:
-    """A product that takes about a millisecond: long enough for one reading of the clock, waited for on CUDA."""
+    """A product of about a millisecond, which one reading of the clock can time. On CUDA the call waits for it."""
     side = 256 if kind == "cpu" else 2048
     a, b, out = (buffers.get((side, side), torch.float32, use) for use in ("read", "right", "out"))
 

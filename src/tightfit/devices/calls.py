@@ -1,4 +1,4 @@
-"""The operator calls that a calibration times: for every family of operators a representative."""
+"""The operator calls that a calibration times: one representative for each family of operators."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from tightfit.devices.timing import Call
 
 aten = torch.ops.aten
 
-ROW = 512  # elements in a row of what is normalised, reduced, sorted or gathered
+ROW = 512  # elements in a row for norms, reductions, sorts and gathers
 HALVES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
-SERIAL = frozenset({Family.SCAN, Family.SCATTER, Family.RANDOM, Family.SORT})  # slow on a CPU: measured on less
+SERIAL = frozenset({Family.SCAN, Family.SCATTER, Family.RANDOM, Family.SORT})  # slow on a CPU: fewer elements
 
 
 class ProductCase(NamedTuple):
-    """One product, or a batch of them (`kind` is "batched", else the layout of its sides)."""
+    """One product, or a batch of products. `kind` is "batched", or the layout of the two sides."""
 
     kind: str
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class AttentionCase(NamedTuple):
 
 
 class StreamCase(NamedTuple):
-    """A memory-bound or elementwise operator on `elements`; two dtypes where they are mixed."""
+    """A memory-bound or elementwise operator on `elements`. It has two dtypes if they are mixed."""
 
     family: Family
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class StreamCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Buffers:
-    """Tensors of random numbers, made once and shared by all calls; the generators of the user are left alone."""
+    """Tensors of random numbers, made once and shared by all calls, without the user's generators."""
 
     device: torch.device
     generator: torch.Generator
@@ -61,7 +61,7 @@ class Buffers:
         return cls(device, torch.Generator(device).manual_seed(0), {})
 
     def get(self, shape: tuple[int, ...], dtype: torch.dtype, use: str = "read") -> torch.Tensor:
-        """The tensor of this shape and dtype; another one for every `use`."""
+        """The tensor of this shape and dtype. Each `use` has its own."""
         key = (shape, dtype, use)
         if key not in self.made:
             random = torch.rand(shape, generator=self.generator, device=self.device, dtype=torch.float32)
@@ -71,13 +71,13 @@ class Buffers:
 
 # Products
 
-# Rows, columns, inner: each of the three sides long, short and even, so that the five coefficients can be told apart.
+# Rows, columns, inner: each of the three sides long, short and even, so that the fit can separate five coefficients.
 _SIDES = ((32, 32, 32), (1024, 1024, 128), (1024, 128, 1024), (128, 1024, 1024), (512, 512, 512), (1024, 256, 512),
           (256, 1024, 512), (2048, 1024, 256), (512, 256, 1536))  # fmt: skip
-_SHORT_SIDES = ((32, 32, 32), (256, 256, 64), (256, 64, 256), (64, 256, 256))  # for a dtype that may be emulated
+_SHORT_SIDES = ((32, 32, 32), (256, 256, 64), (256, 64, 256), (64, 256, 256))  # a CPU may emulate the dtype, slowly
 _BATCHES = ((8, 32, 32, 32), (16, 256, 256, 64), (16, 256, 64, 256), (4, 512, 512, 64), (4, 512, 512, 256),
             (4, 128, 512, 256))  # fmt: skip
-_ON_CUDA = 4  # every side that much longer
+_ON_CUDA = 4  # factor of every side
 
 
 def product_cases(kind: Kind) -> Iterator[ProductCase]:

@@ -1,4 +1,4 @@
-"""Seconds of an operator on a device: its work, priced by the device's figures."""
+"""Predicts the seconds of an operator from its work and the device's figures."""
 
 import bisect
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
 from tightfit.devices.work import AttentionShape, ProductShape, TensorShape, Work, work_of
 
-# Where a dtype was not measured for a family, the nearest one that was.
+# The dtype whose figures replace those of a dtype that was not measured for a family.
 _STAND_INS = {
     "float32": ("float32",),
     "bfloat16": ("bfloat16", "float16", "float32"),
@@ -19,13 +19,13 @@ _STAND_INS = {
 
 
 class Law(Protocol):
-    """Seconds of work on one device."""
+    """Predicts seconds of work on one device."""
 
     def seconds(self, work: Work) -> float: ...
 
 
 class CostModel:
-    """Predicts the seconds of operators on one device, by what was measured on it, else by its published rates."""
+    """Predicts the seconds of operators on one device, from measured figures or else from published rates."""
 
     def __init__(self, spec: DeviceSpec):
         self.spec = spec
@@ -34,10 +34,10 @@ class CostModel:
     def operator_seconds(
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
     ) -> float:
-        """Predicted seconds of one call of the operator `name` (`"aten.mm.default"`); views cost nothing.
+        """Predicted seconds of one call of the operator `name` (`"aten.mm.default"`). Views cost nothing.
 
-        `inputs` and `outputs` are the shapes of all tensors that go in and come out, `arguments` the positional
-        arguments that are not tensors (a causal flag, an exponent, lists of tensors).
+        `inputs` and `outputs` are the shapes of all input and output tensors. `arguments` are the positional arguments
+        that are not tensors (a causal flag, an exponent, lists of tensors).
         """
         return self.seconds(work_of(name, inputs, outputs, arguments))
 
@@ -89,7 +89,7 @@ class MeasuredLaw:
         seconds = interpolate(self._figure(self.spec.streams, work.family, work.dtype), size)
         if STREAM_UNITS[work.family] is Unit.BYTES:
             return seconds
-        # However few its instructions, nothing is faster than reading and writing its bytes.
+        # No operator is faster than reading and writing its bytes, however few instructions it has.
         floor = self._figure(self.spec.streams, Family.ARITHMETIC, "float32")
         return max(seconds, interpolate(floor, work.bytes))
 
@@ -113,7 +113,7 @@ def interpolate(curve: Curve, size: float) -> float:
 
 
 def _per_score(points: Sequence[AttentionPoint], length: float, width: int) -> float:
-    """Between widths a straight line (per score, a softmax and two products of that width), between lengths too."""
+    """Seconds per score (a softmax and two products of a width), interpolated between widths and lengths."""
     widths = sorted({point.width for point in points})
     at_width = [
         interpolate(tuple(sorted((p.length, p.seconds_per_score * p.length) for p in points if p.width == w)), length)

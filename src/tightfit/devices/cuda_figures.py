@@ -1,4 +1,4 @@
-"""What only a CUDA device has: launches that cost time, a link to the host, scratch memory of libraries."""
+"""Measures what only a CUDA device has: time of launches, a link to the host, scratch memory of libraries."""
 
 import time
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from tightfit.runtime.internals import clear_cublas_workspaces
 SECONDS = 0.3  # for each of the measurements
 ROUNDS = 10
 LINK_BYTES = 2**28
-LAUNCHES = 400  # in one reading of the clock: fewer than the 1024 that the device queues before the host has to wait
+LAUNCHES = 400  # under one reading of the clock: fewer than the 1024 that the device queues before the host must wait
 PRODUCT_SIDE = 1024
-# Batch, heads, length, width of the attention whose scratch memory is recorded.
+# Batch, heads, length, width of the attention whose scratch memory is measured.
 ATTENTION_SHAPE = (1, 32, 1024, 128)
 
 
 def launch_seconds() -> float:
-    """What the host takes to issue one operator of forward or backward, while the device keeps up.
+    """Seconds that the host needs to launch one operator of forward or backward.
 
-    The tensors are so small that no kernel takes as long as its launch.
+    The tensors are so small that each kernel is faster than its launch.
     """
     x = torch.ones(8, device="cuda", requires_grad=True)
     factor = torch.ones(8, device="cuda")
@@ -55,11 +55,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Call:
 
 
 def workspaces() -> Mapping[str, int]:
-    """Bytes that libraries take from PyTorch's allocator for themselves, seen by the allocator's own count.
+    """Bytes that libraries allocate from PyTorch's allocator, measured by the allocator's own count.
 
-    `"cublas"` and `"cublaslt"` stay taken until the process ends, once a product (or one with a bias) in half precision
-    has run; from torch 2.15 on they are 0, since each product gives its workspace back. `"attention_backward"` is taken
-    while the backward of attention in half precision runs, at `ATTENTION_SHAPE`.
+    `"cublas"` and `"cublaslt"` remain allocated until the process ends, after a product (or one with a bias) in half
+    precision. From torch 2.15 on they are 0, because each product frees its workspace. `"attention_backward"` is
+    allocated while the backward of attention in half precision runs, at `ATTENTION_SHAPE`.
     """
     torch.cuda.synchronize()
     clear_cublas_workspaces()
@@ -75,7 +75,7 @@ def workspaces() -> Mapping[str, int]:
 
 
 def _kept(call: Call) -> int:
-    """Bytes that a call which returns nothing new leaves allocated."""
+    """Bytes that remain allocated after a call that returns no new tensor."""
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def _kept(call: Call) -> int:
 
 
 def _attention_backward_bytes(dtype: torch.dtype) -> int:
-    """Bytes above those of the three gradients while attention's backward runs."""
+    """Bytes besides the three gradients while attention's backward runs."""
     q, k, v = (torch.ones(ATTENTION_SHAPE, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     with torch.enable_grad():
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

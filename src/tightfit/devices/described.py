@@ -1,4 +1,4 @@
-"""Devices in the user's own figures: `"rtx3080,memory=8GiB"`, or without a name `"memory=8GiB,bandwidth=400GB/s"`."""
+"""Devices with the user's own figures: `"rtx3080,memory=8GiB"`, or without a name `"memory=8GiB,bandwidth=400GB/s"`."""
 
 import difflib
 import re
@@ -20,7 +20,7 @@ DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float1
 
 @dataclass(frozen=True)
 class Figure:
-    """A key of a description: how its text is read (None: it cannot be), what is wanted, and an example."""
+    """A key of a description: the parser of its text (None: invalid), the expected value in words, and an example."""
 
     read: Callable[[str], Any]
     wanted: str
@@ -52,12 +52,12 @@ FIGURES = {
     "link": Figure(_rates, "the rate between host and device, one way", "16GB/s"),
     "sms": Figure(lambda text: int(text) if text.isdecimal() and int(text) else None, "its multiprocessors", "68"),
 }
-OF_ONES_OWN = ("memory", "bandwidth", "fp32", "capability")  # what a device without a name has to give
+OF_ONES_OWN = ("memory", "bandwidth", "fp32", "capability")  # the figures that a device without a name must have
 
 
 @dataclass(frozen=True)
 class Description:
-    """A device as it was written: the name of a base (empty where there is none), and figures that replace its own."""
+    """A parsed description: the name of a base device (may be empty), and the figures that replace its own."""
 
     text: str
     base: str
@@ -65,12 +65,12 @@ class Description:
 
     @property
     def given(self) -> str:
-        """The figures as they were written."""
+        """The figures as the user wrote them."""
         return self.text.partition(",")[2].strip() if self.base else self.text
 
 
 def read_description(text: str) -> Description | None:
-    """A device's text in parts; None where it is a name and no more. Raises `DeviceError` for what cannot be read."""
+    """Parse a device's text. None if it is only a name. Raises `DeviceError` for an invalid text."""
     first, *rest = (item.strip() for item in text.split(","))
     items = rest if "=" not in first else [first, *rest]
     if not items:
@@ -96,10 +96,10 @@ def read_description(text: str) -> Description | None:
 
 
 def changed(spec: DeviceSpec, description: Description) -> DeviceSpec:
-    """A device with figures of the user's in the place of its own.
+    """A device with some figures replaced by the user's.
 
-    Rates take the place of published ones only: measured figures are more than one number for each rate. Raises
-    `DeviceError` for rates of a device that was measured.
+    Rates can replace published ones only, because measured figures are more than one number for each rate. Raises
+    `DeviceError` for rates of a measured device.
     """
     figures = description.figures
     if spec.roofline is None and set(figures) != {"memory"}:
@@ -118,9 +118,11 @@ def changed(spec: DeviceSpec, description: Description) -> DeviceSpec:
 
 
 def of_ones_own(description: Description) -> DeviceSpec:
-    """A device of which the user gives the figures. What is not given is that of the card of the list that is most
-    alike: of the same compute capability, the rate of fp32 nearest; what grows with a card in proportion to that rate.
-    Raises `DeviceError` where a figure is missing that no other card can stand for.
+    """A device from the user's figures alone.
+
+    Missing figures are those of the most similar card in the list: the same compute capability, and the nearest fp32
+    rate. Figures that grow with a card's size are scaled by that rate. Raises `DeviceError` if a required figure is
+    missing.
     """
     figures, text = description.figures, description.text
     if missing := [key for key in OF_ONES_OWN if key not in figures]:
@@ -132,8 +134,8 @@ def of_ones_own(description: Description) -> DeviceSpec:
     like = most_alike(figures["capability"], figures["fp32"])
     if like is None:
         raise DeviceError(
-            f"device {text!r}: no card of compute capability {figures['capability'][0]} is in the list: take that of "
-            "one that `tightfit devices --json` shows"
+            f"device {text!r}: no card of compute capability {figures['capability'][0]} is in the list: use that of a "
+            "card that `tightfit devices --json` shows"
         )
     assert like.roofline is not None, "cards of the list have published figures"
     assert like.sm_count is not None, "cards of the list have multiprocessors"
@@ -146,7 +148,7 @@ def of_ones_own(description: Description) -> DeviceSpec:
 
 
 def most_alike(capability: tuple[int, int], fp32: float) -> DeviceSpec | None:
-    """The card of the list with this compute capability, else with its first number, whose rate of fp32 is nearest."""
+    """The card with the nearest fp32 rate, among those of this compute capability, or else of its first number."""
     specs = [known.spec for known in known_devices().values()]
     same = [s for s in specs if s.compute_capability == capability] or [
         s for s in specs if s.compute_capability is not None and s.compute_capability[0] == capability[0]

@@ -1,10 +1,10 @@
-"""To which family of operators an ATen operator belongs: operators of one family are timed by one measured law."""
+"""Groups ATen operators into families. One measured law predicts the time of all operators of a family."""
 
 import enum
 
 
 class Family(enum.StrEnum):
-    """What bounds an operator's time."""
+    """Families of operators, by what limits their time."""
 
     FREE = "free"  # views and uninitialised memory: no kernel
     PRODUCT = "product"  # matrix products and convolutions
@@ -13,8 +13,8 @@ class Family(enum.StrEnum):
     FILL = "fill"  # writes a constant
     COPY = "copy"  # copies, casts, concatenation
     TRANSPOSE = "transpose"  # copies whose source is not contiguous along its last dimension
-    ARITHMETIC = "arithmetic"  # element by element, a handful of cheap instructions
-    TRANSCENDENTAL = "transcendental"  # element by element, one exponential or the like
+    ARITHMETIC = "arithmetic"  # element by element, a few cheap instructions
+    TRANSCENDENTAL = "transcendental"  # element by element, one exponential or similar
     ERROR_FUNCTION = "error_function"  # element by element, an error function or a general power
     REDUCTION = "reduction"
     SCAN = "scan"  # running sums
@@ -29,13 +29,13 @@ class Family(enum.StrEnum):
 
 
 class Unit(enum.StrEnum):
-    """What a family's time is measured against."""
+    """The unit of work of a family."""
 
     BYTES = "bytes"  # read and written
     ELEMENTS = "elements"  # of the largest tensor
 
 
-# Bound by memory where the unit is bytes, by instructions where it is elements.
+# A family is limited by memory if its unit is bytes, and by instructions if it is elements.
 STREAM_UNITS = {
     Family.FILL: Unit.BYTES,
     Family.COPY: Unit.BYTES,
@@ -55,7 +55,7 @@ STREAM_UNITS = {
     Family.SORT: Unit.ELEMENTS,
 }
 
-# Without namespace, overload, the underscore of in-place operators and the prefix of foreach operators.
+# Names without namespace, overload, the underscore of in-place operators and the prefix of foreach operators.
 _MEMBERS = {
     Family.FREE: """
         view _unsafe_view reshape _reshape_alias as_strided t transpose permute expand squeeze unsqueeze slice
@@ -131,7 +131,7 @@ _OWN = {"window_attention": Family.ATTENTION, "window_attention_backward": Famil
 
 
 def base_name(name: str) -> str:
-    """`"aten._foreach_mul_.Scalar"` -> `"mul"`: the operation, in whichever form it is called."""
+    """The operation of an operator in any form: `"aten._foreach_mul_.Scalar"` -> `"mul"`."""
     operation = name.split(".")[1] if "." in name else name
     return operation.removeprefix("_foreach_").rstrip("_")
 
@@ -142,8 +142,8 @@ def is_in_place(name: str) -> bool:
 
 
 def family_of(name: str) -> Family | None:
-    """The family of an operator such as `"aten.mm.default"`; None where it is not known."""
-    if name.startswith("profiler."):  # the marks that optimizers leave for a profiler
+    """The family of an operator such as `"aten.mm.default"`; None if it is unknown."""
+    if name.startswith("profiler."):  # marks of optimizers for a profiler, which take no time
         return Family.FREE
     if name.startswith("tightfit."):
         return _OWN.get(base_name(name))

@@ -1,4 +1,4 @@
-"""A device in a handful of figures, whether they were measured or published: what a table of devices shows."""
+"""Summarises a device in a few figures, measured or published, for tables of devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import NamedTuple
 from tightfit.devices.families import Family
 from tightfit.devices.spec import DeviceSpec
 
-LAYOUT = "nt"  # of the products whose rate stands for all: that of a linear layer's forward
+LAYOUT = "nt"  # the layout of a linear layer's forward, whose rate represents all products
 FLOPS_PER_MULTIPLY_ADD = 2
-LINK_SHARE = 0.8  # of a link's published rate that copies reach: assumed
+LINK_SHARE = 0.8  # the assumed share of a link's published rate that copies reach
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Rates of a device: reached where it was measured, at most where they are published.
+    """The rates of a device: the reached ones if it was measured, else the published maxima.
 
-    `flops_per_second` of large matrix products by dtype, `memory_bytes_per_second` of elementwise operators,
-    `link_bytes_per_second` from pinned host memory; None where there is none.
+    `flops_per_second` is for large matrix products, by dtype. `memory_bytes_per_second` is for elementwise operators.
+    `link_bytes_per_second` is from pinned host memory; None if there is no link.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Figures:
 
 
 def figures_of(spec: DeviceSpec) -> Figures:
-    """The figures of a spec, of either form."""
+    """The figures of a measured or a published spec."""
     roofline = spec.roofline
     return Figures(
         name=spec.name,
@@ -46,16 +46,16 @@ def figures_of(spec: DeviceSpec) -> Figures:
 
 
 class CopyRates(NamedTuple):
-    """Bytes per second from the memory that computes to where values are offloaded, and back."""
+    """Bytes per second from the device's memory to the offload store, and back."""
 
     away: float
     back: float
 
 
 def copy_rates(spec: DeviceSpec) -> CopyRates | None:
-    """Rates between a CUDA device and pinned host memory; None for a CPU, and where they were not measured.
+    """Rates between a CUDA device and pinned host memory; None for a CPU, and if they are unknown.
 
-    Of a published rate copies are assumed to reach `LINK_SHARE`.
+    Copies are assumed to reach `LINK_SHARE` of a published rate.
     """
     if spec.roofline is not None:
         rate = spec.roofline.link_bytes_per_second * LINK_SHARE
@@ -67,12 +67,12 @@ def copy_rates(spec: DeviceSpec) -> CopyRates | None:
 
 
 def product_rates(spec: DeviceSpec, layout: str = LAYOUT) -> dict[str, float]:
-    """FLOP/s that products of a layout approach as all of their sides grow, by dtype."""
+    """The limit of FLOP/s of products of a layout for growing sides, by dtype."""
     found = {key.partition("/")[2]: law[0] for key, law in spec.products.items() if key.partition("/")[0] == layout}
     return {dtype: FLOPS_PER_MULTIPLY_ADD / seconds for dtype, seconds in found.items() if seconds > 0}
 
 
 def _memory_rate(spec: DeviceSpec) -> float | None:
-    """Bytes per second of the largest elementwise operator that was measured."""
+    """Bytes per second of the largest measured elementwise operator."""
     curve = spec.streams.get(f"{Family.ARITHMETIC}/float32")
     return None if not curve else curve[-1][0] / curve[-1][1]

@@ -1,4 +1,4 @@
-"""What memory costs that an allocator takes from the system anew each time."""
+"""Measures the cost of memory that the allocator gets new from the system each time."""
 
 import itertools
 import sys
@@ -14,12 +14,12 @@ ROUNDS = 10
 
 
 def fresh_memory(sizes: Sequence[int] = SIZES) -> tuple[int | None, float]:
-    """From which size on a buffer comes fresh from the system each time, and what a byte of that costs in seconds.
+    """The size from which on buffers come new from the system each time, and the seconds per byte that this costs.
 
-    C libraries give large blocks back to the system when they are freed (glibc: from 32 MiB on, once a program has run
-    for a while), and the next owner pays for a page fault every 4 KiB. The threshold is the least size from which on a
-    buffer that was just freed faults again when it is used again; (None, 0) where no size does, and on Windows, which
-    does not count faults in this way. Sizes are tried from the small to the large, as a growing program asks for them.
+    C libraries return large blocks to the system when they are freed (glibc: from 32 MiB on, once a program has run for
+    a while). The next owner then pays for a page fault every 4 KiB. The threshold is the smallest size whose buffers
+    fault again right after a buffer of that size was freed. The result is (None, 0) if no size does, and on Windows,
+    which does not count faults in this way. Sizes are tried in rising order, as a growing program requests them.
     """
     if sys.platform == "win32":
         return None, 0.0
@@ -47,7 +47,7 @@ def _fill(size: int) -> None:
 
 
 def _extra_seconds(size: int) -> float:
-    """What a fresh buffer takes to fill and release, beyond filling one in use."""
+    """Seconds to fill and free a new buffer, in addition to filling an existing one."""
     used = torch.empty(size, dtype=torch.uint8)
     spent = fastest({"fresh": lambda: _fill(size), "used": lambda: used.fill_(1)}, "cpu", SECONDS, ROUNDS)
     return max(0.0, spent["fresh"] - spent["used"])

@@ -1,6 +1,7 @@
-"""Graphics cards by name: figures of a device that need not be here.
+"""Graphics cards by name, for devices that are not present.
 
-`known.toml` has what their makers publish, `kernels.toml` what kernels make of that, fitted to what others measured.
+`known.toml` has the makers' published figures. `kernels.toml` has the shares of them that kernels reach, fitted to
+published measurements.
 """
 
 import difflib
@@ -17,13 +18,13 @@ from tightfit.devices.spec import DeviceSpec, Kernels, Roofline
 # Bytes per second of a PCIe lane in one direction, by generation: transfers per second less the line code (128b/130b).
 LANE_BYTES_PER_SECOND = {generation: 2 ** (generation - 3) * 8e9 / 8 * 128 / 130 for generation in (3, 4, 5)}
 
-# What people and drivers write around a card's number.
+# Words that people and drivers write around a card's number.
 _DECORATION = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gtx|gib|gb|[^a-z0-9]")
 
 
 @dataclass(frozen=True)
 class KnownDevice:
-    """A device of the list: its key, other names, its figures, and where they come from."""
+    """A device of the list: its key, other names, its figures, and their sources."""
 
     key: str
     aliases: tuple[str, ...]
@@ -46,7 +47,7 @@ def known_devices() -> Mapping[str, KnownDevice]:
 
 @cache
 def kernels_of(kind: str) -> Kernels:
-    """How kernels use the cards of a kind, as `kernels.toml` names it."""
+    """The figures of kernels on a kind of cards, as named in `kernels.toml`."""
     entry = _table("kernels.toml")[kind]
     return Kernels(**{key: value for key, value in entry.items() if key != "source"})
 
@@ -57,15 +58,15 @@ def _table(name: str) -> Mapping[str, Any]:
 
 
 def find(name: str) -> KnownDevice | None:
-    """The device of a name, however it is written; None for one that is not in the list."""
+    """The device with a name, in any spelling; None if it is not in the list."""
     return _by_plain_name().get(plain(name))
 
 
 def nearest(name: str, others: tuple[str, ...] = ()) -> list[str]:
-    """The keys of the devices whose names are most like this one, and those of `others`; best first."""
+    """The keys of devices with the most similar names, and the most similar `others`; the best first."""
     keys = {**{plain(key): key for key in known_devices()}, **{other: other for other in others}}
     wanted = plain(name)
-    # A name that begins like it is nearer than one that shares letters: "a100" means one of the A100s.
+    # A common beginning counts more than common letters: "a100" means one of the A100s.
     begins = [key for short, key in keys.items() if wanted and (short.startswith(wanted) or wanted.startswith(short))]
     alike = [keys[short] for short in difflib.get_close_matches(wanted or name.lower(), keys, n=3)]
     return list(dict.fromkeys((*begins, *alike)))

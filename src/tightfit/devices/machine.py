@@ -1,4 +1,4 @@
-"""What this machine is called and what makes two machines different for a calibration."""
+"""Identifies this machine: its name, and a fingerprint of everything on which a calibration depends."""
 
 import hashlib
 import platform
@@ -8,18 +8,18 @@ import torch
 
 from tightfit.devices.spec import Kind
 
-FORMAT = 2  # of the figures: raised when what is measured, or how, changes
+FORMAT = 2  # of the figures: increased when the measurements change
 
 
 def device_name(kind: Kind) -> str:
-    """What the maker calls the CPU or the current CUDA device."""
+    """The maker's name of the CPU or of the current CUDA device."""
     if kind == "cuda":
         return torch.cuda.get_device_name()
     return _cpu_model() or platform.processor() or platform.machine()
 
 
 def _cpu_model() -> str | None:
-    """From /proc/cpuinfo, which only Linux has."""
+    """The CPU's model from /proc/cpuinfo, which only Linux has."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return None

@@ -1,8 +1,8 @@
-"""What PyTorch and the recompute executor take of a CPU's time for an operator, beside its kernel.
+"""Measures the seconds that PyTorch and the recompute executor add to each operator's kernel on a CPU.
 
-Both are Python and bookkeeping: the same for every kernel, large or small, and nothing that a kernel timed by itself
-shows. So steps of a few small decoder blocks run here for real, in turns: plain ones, ones in which every kernel is
-timed, and ones whose blocks are recomputed.
+Both are Python and bookkeeping. They take the same time for small and large kernels, and timing a kernel alone does not
+show them. So steps of a few small decoder blocks run here for real, in turns: plain steps, steps in which every kernel
+is timed, and steps with recomputed blocks.
 """
 
 import time
@@ -26,8 +26,8 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class OwnTime:
-    """Seconds for one operator that computes something: those of PyTorch itself (the views around it included), and
-    what is added where the executor records it, and where it runs it again.
+    """Seconds for one operator that computes something: PyTorch's own (with the views around it), and those that the
+    executor adds to record it and to replay it.
     """
 
     framework: float
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts the operators that compute something, and times their kernels: those of a first run, and those again."""
+    """Counts the operators that compute something, and times their kernels, for first runs and replays separately."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Blocks:
-    """A few blocks, and steps of theirs."""
+    """A few decoder blocks, and steps that train them."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -104,9 +104,9 @@ class _Blocks:
 
 
 def own_time(rounds: int = ROUNDS) -> OwnTime:
-    """Measure it, with the threads now in force: from the least times over rounds that take turns.
+    """Measure with the present number of threads: the least times over interleaved rounds, at least zero.
 
-    No random generator of the user is touched, and nothing returned is below zero.
+    Does not use the user's random generators.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         blocks = _Blocks()

@@ -1,4 +1,4 @@
-"""The device that is present, calibrated at its first use and remembered; devices by name."""
+"""Looks up devices by name. A present device is calibrated on first use, and the figures are cached."""
 
 import contextlib
 import json
@@ -21,13 +21,13 @@ from tightfit.errors import DeviceError
 
 Notice = Callable[[str], None]
 
-LOOKED_AGAIN_AFTER = 60.0  # seconds: whether a machine that was busy is quiet now
+LOOKED_AGAIN_AFTER = 60.0  # seconds between checks whether a machine that was busy is quiet now
 
 PRESENT_KINDS: tuple[Kind, ...] = ("cpu", "cuda")
 
 
 def cache_folder() -> Path:
-    """`TIGHTFIT_CACHE`, else the folder where this system keeps users' caches, with `tightfit` below it."""
+    """The folder of the cache: `TIGHTFIT_CACHE`, else `tightfit` in this system's folder for users' caches."""
     if chosen := os.environ.get("TIGHTFIT_CACHE"):
         return Path(chosen)
     if sys.platform == "darwin":
@@ -36,11 +36,11 @@ def cache_folder() -> Path:
 
 
 def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """The figures of the device that is present: from the cache, else measured now and kept there.
+    """The figures of the present device, from the cache, or else measured now and cached.
 
-    `kind` None is the CUDA device if there is one, else the CPU. Figures that were measured while the machine was busy
-    are measured again at the next use that finds it quiet. `notice` is told in one line when the measuring begins, when
-    it was disturbed, and when the cache could not be used. Raises `DeviceError` where there is no such device.
+    `kind` None is the CUDA device if there is one, else the CPU. Figures that were measured on a busy machine are
+    measured again on the next use with a quiet machine. `notice` is called with one line when the measurement begins,
+    if it was disturbed, and if the cache could not be used. Raises `DeviceError` if there is no such device.
     """
     kind = _here(kind)
     tell = notice or _say_nothing
@@ -57,7 +57,7 @@ def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpe
 
 
 def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
-    """The figures in the cache; None where there are none, or none that can be read (which `notice` is told)."""
+    """The figures in the cache; None if there are none. If they cannot be read, `notice` is called with the reason."""
     path = cache_path(kind)
     if not path.exists():
         return None
@@ -69,7 +69,7 @@ def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
 
 
 def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """Measure the device that is present now, whatever the cache holds, and keep the figures there."""
+    """Measure the present device now, and replace its figures in the cache."""
     kind, tell = _here(kind), notice or _say_nothing
     tell(f"measuring {device_name(kind)} once, about 10 seconds")
     spec = calibrate(kind)
@@ -84,7 +84,7 @@ def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpe
 
 
 def cache_path(kind: Kind) -> Path:
-    """The file that holds the figures of the device that is present."""
+    """The file with the figures of the present device."""
     return cache_folder() / f"{kind}-{fingerprint(kind)}.json"
 
 
@@ -96,10 +96,10 @@ def _here(kind: Kind | None) -> Kind:
 
 
 def _may_be_looked_at_again(path: Path) -> bool:
-    """Whether the file's time, that of the last look, lies far enough back; it is set to now."""
+    """Whether the last check is long enough ago. The file's time is that of the last check; it is set to now."""
     if time.time() - path.stat().st_mtime < LOOKED_AGAIN_AFTER:
         return False
-    with contextlib.suppress(OSError):  # a cache that cannot be written is looked at each time
+    with contextlib.suppress(OSError):  # with a cache that cannot be written, each use checks again
         path.touch()
     return True
 
@@ -107,10 +107,10 @@ def _may_be_looked_at_again(path: Path) -> bool:
 def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice | None = None) -> DeviceSpec:
     """The figures of a device by name.
 
-    None, `"cpu"`, `"cuda"` or a `torch.device` is one that is present; `"rtx4090"`, `"RTX 4090"` or `"a100-40"` is a
-    card of the list, measured figures where it is the one that is present, published ones elsewhere; a `DeviceSpec` is
-    itself. Figures of the user's may follow a name (`"rtx3080,memory=8GiB"`), or stand for it (`devices.described`).
-    Raises `DeviceError`, with the nearest names, for a name that is not known, and for figures that cannot be read.
+    None, `"cpu"`, `"cuda"` or a `torch.device` is a present device. `"rtx4090"`, `"RTX 4090"` or `"a100-40"` is a card
+    of the list, with measured figures if it is present, and published ones otherwise. A `DeviceSpec` is returned as it
+    is. The user's own figures may follow a name (`"rtx3080,memory=8GiB"`) or replace it (`devices.described`). Raises
+    `DeviceError`, with the nearest names, for an unknown name, and for invalid figures.
     """
     if isinstance(name, DeviceSpec):
         return name
@@ -128,7 +128,7 @@ def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice |
 
 
 def _described(description: Description, notice: Notice | None) -> DeviceSpec:
-    """The device of a description. Published figures serve for a card that is present, where rates of it are given."""
+    """The device of a description. With the user's rates, even a present card gets published figures."""
     if not description.base:
         return of_ones_own(description)
     known = find(description.base)
@@ -138,14 +138,14 @@ def _described(description: Description, notice: Notice | None) -> DeviceSpec:
 
 
 def lookup_present(name: str | torch.device | None, notice: Notice | None = None) -> DeviceSpec:
-    """Like `lookup`, for a device that is to run something. Raises `DeviceError` where it is not here."""
+    """Like `lookup`, for a device that will run something. Raises `DeviceError` if it is not present."""
     description = read_description(name) if isinstance(name, str) else None
     base = name if description is None else description.base
     known = None if base is None or _present_kind(base) is not None else find(str(base))
     if (known is not None and not is_present(known)) or base == "":
         raise DeviceError(
-            f"device {str(name)!r} is not in this machine: estimate and plan can be asked about it, but to run "
-            "something take 'auto', 'cpu' or 'cuda'"
+            f"device {str(name)!r} is not in this machine: estimate and plan work for it, but to run something use "
+            "'auto', 'cpu' or 'cuda'"
         )
     return lookup(name, notice)
 
@@ -159,13 +159,13 @@ def is_present(known: KnownDevice) -> bool:
 
 
 def _present_kind(name: str | torch.device | None) -> Kind | None:
-    """The kind that a name like `"cuda:0"` means; None for the name of a card, or none."""
+    """The kind of a name like `"cuda:0"`; None for no name, or the name of a card."""
     kind = str(name).partition(":")[0].lower()
     return next((known for known in PRESENT_KINDS if kind == known), None)
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write through a temporary file in the same folder: a reader sees the old file or the new one, never a part."""
+    """Write through a temporary file in the same folder. Readers see the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
@@ -178,4 +178,4 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """Nobody asked to be told."""
+    """The default `notice`."""

@@ -1,4 +1,4 @@
-"""Whether the machine had nothing else to do while it was measured: from the processors' clocks, and from a probe."""
+"""Detects other load on the machine during a measurement, from the processors' clocks and from a probe."""
 
 import os
 import statistics
@@ -9,19 +9,19 @@ import psutil
 
 from tightfit.devices.timing import Call
 
-# How much others may take before figures suffer: a quarter of a core is what a desktop does when nobody uses it.
+# Cores that other processes may use without harm to the figures. An idle desktop uses a quarter of a core.
 TOLERATED_CORES = 0.25
-# How much longer than its least a repeated call may take in the median. 1.03 to 1.05 was seen while the other of two
-# cores was busy; a call that shares its core takes twice as long. What lies between is assumed.
+# The median time of a repeated call may be this many times its least time. With the other of two cores busy, 1.03 to
+# 1.05 was measured. A call that shares its core takes twice as long. The limit between the two is assumed.
 TOLERATED_SPREAD = 1.15
 SAMPLES = 8  # of the probe, each time
-GLANCE = 0.2  # seconds
+GLANCE = 0.2  # seconds of a short check
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What went on during a measurement: cores that others kept busy, out of how many; cores that the measurement
-    itself used; and the probe's median over its least time.
+    """The load during a measurement: cores used by others, the number of cores, cores used by the measurement itself,
+    and the probe's median time relative to its least.
     """
 
     others: float
@@ -31,7 +31,7 @@ class Observation:
 
     @property
     def disturbed_by(self) -> str:
-        """What disturbed the measurement, in words; empty where nothing did."""
+        """The causes of disturbance in words; empty if there are none."""
         causes = []
         if self.others > max(TOLERATED_CORES, self.cores - self.threads):
             causes.append(f"other processes kept {self.others:.1f} of {self.cores} cores busy")
@@ -42,7 +42,7 @@ class Observation:
 
 @dataclass
 class LoadObserver:
-    """Watches the machine from its making until `observe`; `sample` is called now and then in between."""
+    """Observes the machine from its creation until `observe`. Call `sample` a few times in between."""
 
     probe: Call
     threads: int
@@ -57,7 +57,7 @@ class LoadObserver:
             self.seconds.append(time.perf_counter() - began)
 
     def observe(self) -> Observation:
-        """What went on until now."""
+        """The load so far."""
         others = Clocks.now().others_since(self.began)
         spread = statistics.median(self.seconds) / min(self.seconds) if self.seconds else 1.0
         return Observation(others, os.cpu_count() or 1, self.threads, spread)
@@ -65,7 +65,7 @@ class LoadObserver:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Seconds since an arbitrary start: of the wall, of all processors at work, and of this process on them."""
+    """Seconds since an arbitrary start: wall time, busy time of all processors, and time of this process on them."""
 
     wall: float
     all_busy: float
@@ -73,20 +73,20 @@ class Clocks:
 
     @classmethod
     def now(cls) -> "Clocks":
-        # Time stolen by other guests of a virtual machine counts as busy, as it should; waiting for a disk does not.
+        # Time stolen by other guests of a virtual machine counts as busy. Waiting for a disk does not.
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # user and nice include these already
         return cls(time.perf_counter(), sum(times) - guests - idle, time.process_time())
 
     def others_since(self, earlier: "Clocks") -> float:
-        """How many cores other processes kept busy on the average."""
+        """The average number of cores that other processes used since an earlier reading."""
         wall = max(self.wall - earlier.wall, 1e-3)
         return max(0.0, (self.all_busy - earlier.all_busy) - (self.own - earlier.own)) / wall
 
 
 def is_quiet_now(threads: int) -> bool:
-    """Whether others leave the machine alone, from a short look."""
+    """Whether the machine has no other load now, from a short check."""
     began = Clocks.now()
     time.sleep(GLANCE)
     return not Observation(Clocks.now().others_since(began), os.cpu_count() or 1, threads).disturbed_by

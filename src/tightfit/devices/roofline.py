@@ -1,9 +1,9 @@
-"""Seconds of an operator from a device's published rates, for a device that was never measured.
+"""Predicts the seconds of an operator from a device's published rates, for a device that was never measured.
 
-The model is the roofline: a kernel takes as long as its arithmetic at the rate of its dtype, or as its bytes at the
-memory's rate, whichever is longer (Williams, Waterman, Patterson, "Roofline", CACM 2009), each at the share of the rate
-that kernels of its kind reach. The shares were fitted to step times and operators' times that others published. More
-work never takes less time: every term grows with every size.
+The model is the roofline (Williams, Waterman, Patterson, "Roofline", CACM 2009). A kernel takes the longer of two
+times: its arithmetic at the rate of its dtype, and its bytes at the rate of the memory. Kernels of each kind reach a
+share of these rates. The shares were fitted to published times of steps and operators. More work never takes less time,
+because every term grows with every size.
 """
 
 import torch
@@ -16,12 +16,12 @@ FLOPS_PER_MULTIPLY_ADD = 2
 # Forward: two products, queries with keys and scores with values. Backward: five (FlashAttention-2, arXiv:2307.08691,
 # section 3.1: the scores again, and the gradients of values, scores, queries and keys).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-TILE = 64  # rows and columns that a product computes at a time, at least
-ALIGNED_BYTES = 16  # what a vector load takes: rows of another length are loaded number by number
+TILE = 64  # the least rows and columns that a product computes at a time
+ALIGNED_BYTES = 16  # the size of a vector load: rows that are no multiple of it are loaded number by number
 HALVES = ("bfloat16", "float16")
 ZEROS = "copy/even/float32"
 
-# Families whose kernels walk over their tensors element by element: bound by memory, whatever the instruction.
+# Families whose kernels compute element by element: limited by memory, whatever the instruction.
 ELEMENTWISE = {Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION}
 COPYING = {Family.FILL, Family.COPY, Family.TRANSPOSE}
 
@@ -34,13 +34,13 @@ class RooflineLaw:
         self.tf32 = torch.get_float32_matmul_precision() != "highest"
 
     def seconds(self, work: Work) -> float:
-        """Predicted seconds of this work: its kernel's, or its launch's where that takes longer."""
+        """Predicted seconds of this work: the longer of kernel and launch."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
         return max(self.kernel_seconds(work), self.kernels.launch_seconds)
 
     def kernel_seconds(self, work: Work) -> float:
-        """What the device takes, however long the host took to launch it."""
+        """Predicted seconds of the device alone, without the launch."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
         picking = work.picked_rows * self.kernels.pick_seconds
@@ -52,7 +52,7 @@ class RooflineLaw:
         return self._stream(work.bytes, stream_of(work, self.kernels.long_row_bytes))
 
     def _scattering(self, work: Work) -> float:
-        """Zeros are written; sources are read in the order of their sorted indexes; rows are written here and there."""
+        """Seconds to write zeros, to read sources in the order of their sorted indices, and to write scattered rows."""
         written = sum(work.fresh_bytes)
         rows = work.elements * (2 if work.dtype in HALVES else 4)
         moving = self._stream(work.bytes - written, "scatter/read") + self._stream(rows, "scatter/write")
@@ -67,8 +67,8 @@ class RooflineLaw:
         return sum(self._product(product, work.dtype) for product in work.products)
 
     def _product(self, product: ProductShape, dtype: str) -> float:
-        """Whole tiles, each with what it takes to write it, spread over the multiprocessors; and the beginning and the
-        end, when not all of them work.
+        """Seconds of whole tiles, with their writes, spread over the multiprocessors, plus the beginning and the end,
+        when some multiprocessors are idle.
         """
         batch, m, n, k, _ = product
         rate = self.roofline.rate(dtype, self.tf32) * self.kernels.shares[self._product_kind(dtype)]
@@ -81,32 +81,32 @@ class RooflineLaw:
         return flops / rate
 
     def _product_kind(self, dtype: str) -> str:
-        """By the units that compute it: a dtype without units of its own is computed as float32."""
+        """The kind of units that compute a product. A dtype without its own units is computed as float32."""
         rates = self.roofline.flops_per_second
         if dtype in HALVES and dtype in rates:
             return "product/half"
         return "product/tf32" if self.tf32 and dtype not in HALVES and "tf32" in rates else "product/float32"
 
     def _attention(self, attention: AttentionShape, backward: bool, dtype: str) -> float:
-        """A causal mask lets a fused kernel leave out the blocks that it hides; each row of blocks has a beginning."""
+        """Seconds of a fused kernel, which skips blocks hidden by a causal mask. Rows of blocks have a fixed cost."""
         products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
         share = self.kernels.shares["attention/backward" if backward else "attention/forward"]
         scores = attention.scores / 2 if attention.causal else attention.scores
         scores += attention.heads * attention.query_length * self.kernels.attention_ramp
-        # beside its products each score takes an exponential
+        # Besides its products, each score needs an exponential.
         width = attention.width + self.kernels.exponential_width
         return FLOPS_PER_MULTIPLY_ADD * products * scores * width / (self.roofline.rate(dtype, self.tf32) * share)
 
 
 def is_aligned(product: ProductShape, numbers: int) -> bool:
-    """Whether rows of both sides and of the result begin at multiples of so many numbers."""
+    """Whether rows of both sides and of the result begin at multiples of `numbers` numbers."""
     _, m, n, k, layout = product
     left, right = layout
     return all(length % numbers == 0 for length in (k if left == "n" else m, n if right == "n" else k, n))
 
 
 def stream_of(work: Work, long_row_bytes: float) -> str:
-    """Which share of the memory's rate a kernel reaches that does this work."""
+    """The name of the share of the memory's rate that a kernel reaches for this work."""
     width = "half" if work.dtype in HALVES else "float32"
     match work.family:
         case family if family in ELEMENTWISE:

@@ -1,4 +1,4 @@
-"""What a device can do, as measured figures: plain data that can be printed, compared and written as JSON."""
+"""A device's figures: plain data that can be printed, compared and written as JSON."""
 
 import json
 import math
@@ -26,16 +26,16 @@ class AttentionPoint:
 class Kernels:
     """How PyTorch's kernels use the cards of one kind.
 
-    `shares`: of a rate of the card, by kind of kernel: `"product/half"` (`"/tf32"`, `"/float32"`) and
-    `"attention/forward"` (`"/backward"`) of its arithmetic, `"product/unaligned"` of a product's own share, all others
-    of its memory's rate.
-
-    `kernel_seconds`: from one kernel to the next, beside its work; `launch_seconds`: of the host, for an operator.
-    `tile_depth`: what a product's tile takes beside its own depth, and `ramp_depth` what one on every multiprocessor
-    takes at the beginning and the end, both as a depth. `attention_ramp`: keys that each query costs beside those it
-    sees; `exponential_width`: what a score costs beside its products, as a width of heads.
-    `pick_seconds`: for each number that a loss picks; `scatter_seconds`: for sorting the indexes of what is scattered.
-    `long_row_bytes`: of a row that a softmax has to read more than once.
+    - `shares`: the share of a card's rate that each kind of kernel reaches. `"product/half"` (`"/tf32"`, `"/float32"`)
+      and `"attention/forward"` (`"/backward"`) are shares of arithmetic, `"product/unaligned"` is a share of a
+      product's own share, and all others are shares of the memory's rate.
+    - `kernel_seconds`: the fixed time of each kernel. `launch_seconds`: the host's time for an operator.
+    - `tile_depth`: the fixed cost of a product's tile, and `ramp_depth` that of a tile on every multiprocessor at the
+      beginning and the end, both as a depth.
+    - `attention_ramp`: the fixed cost of each query, as a number of keys. `exponential_width`: the cost of a score
+      besides its products, as a width of heads.
+    - `pick_seconds`: for each number that a loss picks. `scatter_seconds`: for sorting the indices of a scatter.
+    - `long_row_bytes`: the size from which on a softmax reads a row more than once.
     """
 
     shares: Mapping[str, float]
@@ -54,8 +54,8 @@ class Kernels:
 class Roofline:
     """Published rates of a device, and how kernels use them.
 
-    `flops_per_second` by dtype: `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"`; a dtype without units of its own is
-    missing. Bytes in bytes, times in seconds.
+    `flops_per_second` by dtype: `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"`. A dtype without its own units is
+    missing. Sizes are in bytes, times in seconds.
     """
 
     flops_per_second: Mapping[str, float]
@@ -72,27 +72,25 @@ class Roofline:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device and its figures. All times in seconds, all sizes in bytes unless said otherwise.
+    """A device and its figures. All times are in seconds, all sizes in bytes, unless said otherwise.
 
-    A device that was calibrated has `products`, `attention` and `streams`; one that is known from its maker's papers
-    only has a `roofline`. `compute_capability` and `sm_count` (multiprocessors) are those of CUDA, None on a CPU.
+    A calibrated device has `products`, `attention` and `streams`. A device known only from published figures has a
+    `roofline`. `compute_capability` and `sm_count` (multiprocessors) are those of CUDA, None on a CPU. The keys of the
+    tables end in a dtype (`"float32"`, `"bfloat16"`, `"float16"`, or `"mixed"`).
 
-    The keys of the tables end in a dtype (`"float32"`, `"bfloat16"`, `"float16"`; `"mixed"` where they differ).
-
-    `products["nt/float32"]`: the coefficients c of t = c0 mnk + c1 mn + c2 mk + c3 nk + c4 for one product
-    (m, k) x (k, n), the second side transposed; `products["batched/float32"]`: the same for each of a batch of
-    products, c4 for the whole call.
-    `attention["forward/causal/float32"]`: points over lengths and widths.
-    `streams["arithmetic/float32"]`: seconds against bytes moved or elements, as the family counts.
-    `fresh_threshold_bytes`: outputs from this size on are taken from the system each time and cost
-    `fresh_seconds_per_byte` for first touch and release; None where the allocator keeps what it has.
-    `framework_seconds`: what PyTorch takes for each operator beside its kernel, where the device waits for it (a CPU);
-    `recording_seconds`, `replaying_seconds`: what is added to that where the recompute executor notes an operator, and
-    where it runs it again.
-    `launch_seconds`: on CUDA, what a launch takes eager PyTorch; no kernel's price is below it.
-    `workspace_bytes`: on CUDA, scratch memory that was seen to be taken, by library (`"cublas"`, `"attention"`).
-    `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
-    `disturbed_by`: what kept the device busy while it was measured; empty where it was quiet.
+    - `products["nt/float32"]`: the coefficients c of t = c0 mnk + c1 mn + c2 mk + c3 nk + c4 for one product
+      (m, k) x (k, n) with the second side transposed. `products["batched/float32"]`: the same for each of a batch of
+      products, with c4 for the whole call.
+    - `attention["forward/causal/float32"]`: points over lengths and widths.
+    - `streams["arithmetic/float32"]`: seconds against moved bytes or elements, depending on the family's unit.
+    - `fresh_threshold_bytes`: outputs from this size on are new memory from the system each time, and cost
+      `fresh_seconds_per_byte` for first touch and release; None if the allocator keeps freed memory.
+    - `framework_seconds`: PyTorch's own time for each operator on a CPU, without the kernel. The recompute executor
+      adds `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it.
+    - `launch_seconds`: on CUDA, the time of a launch in eager PyTorch. No kernel's price is below it.
+    - `workspace_bytes`: on CUDA, the measured scratch memory, by library (`"cublas"`, `"attention"`).
+    - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
+    - `disturbed_by`: the load during the measurement; empty if the device was quiet.
     """
 
     name: str
@@ -118,7 +116,7 @@ class DeviceSpec:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the figures were measured on the device, not read from its maker's papers."""
+        """Whether the figures were measured on the device, and not published by its maker."""
         return self.roofline is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +125,7 @@ class DeviceSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "DeviceSpec":
-        """The inverse of `to_dict`. Raises `DeviceError` where a figure is missing, unknown or not a finite number."""
+        """The inverse of `to_dict`. Raises `DeviceError` if a figure is missing, unknown or not a finite number."""
         try:
             if missing := {field.name for field in fields(cls)} - set(data):
                 raise ValueError(f"it lacks {', '.join(sorted(missing))}")
@@ -156,7 +154,7 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "DeviceSpec":
-        """Read what `to_json` wrote. Raises `DeviceError` where the file is missing or is not a spec."""
+        """Read a file that `to_json` wrote. Raises `DeviceError` if it is missing or not a spec."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Least seconds of many small calls, measured in turns."""
+"""Measures the least seconds of many small calls, in turns."""
 
 import math
 import time
@@ -12,18 +12,17 @@ from tightfit.devices.spec import Kind
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 
-LEAST_SPAN = 5e-4  # seconds: short calls are repeated for this long under one reading of the clock
+LEAST_SPAN = 5e-4  # seconds: short calls are repeated at least this long under one reading of the clock
 MOST_REPEATS = 100
-SETTLED = 0.99  # a round that brings the sum below this share of what it was still finds better
+SETTLED = 0.99  # a round still improves if it lowers the sum of least times below this share of its last value
 
 
 def fastest(calls: Mapping[Key, Call], kind: Kind, seconds: float, rounds: int) -> dict[Key, float]:
-    """The least seconds that each call took, over interleaved rounds.
+    """The least seconds of each call, over interleaved rounds.
 
-    The least and not the median: another process can only make a call slower, and does so for a whole slice of time.
-    At least two rounds and at most `rounds` are run, for about `seconds`; up to twice as long while rounds still find
-    better.
+    Runs at least two and at most `rounds` rounds, for about `seconds`, and up to twice as long while times still fall.
     """
+    # The least and not the median: another process can only make a call slower, and does so for a whole time slice.
     began = time.perf_counter()
     span = _span_cuda if kind == "cuda" else _span_cpu
     repeats = {}

@@ -1,4 +1,4 @@
-"""How much an operator has to do: multiply-adds, bytes and elements, from shapes alone."""
+"""Counts the work of an operator from shapes: multiply-adds, bytes and elements."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tightfit.devices.families import Family, base_name, family_of, is_in_place
 
 
 class TensorShape(Protocol):
-    """A tensor without its data: what the cost of an operator depends on."""
+    """The properties of a tensor on which the cost of an operator depends."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -22,7 +22,7 @@ class TensorShape(Protocol):
 
 
 class ProductShape(NamedTuple):
-    """`batch` products of (rows, inner) with (inner, columns); "t" in `layout` marks a side that is transposed."""
+    """`batch` products of (rows, inner) with (inner, columns). A "t" in `layout` marks a transposed side."""
 
     batch: int
     rows: int
@@ -46,16 +46,16 @@ class AttentionShape(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Pairs of query and key, those that a causal mask hides included."""
+        """Pairs of query and key, including those that a causal mask hides."""
         return self.heads * self.query_length * self.key_length
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one call does. `fresh_bytes` are the sizes of the outputs that are newly allocated.
+    """The work of one call. `fresh_bytes` are the sizes of newly allocated outputs.
 
-    `even`: all large tensors lie in memory alike, so that a kernel can walk over them in one line. `row_bytes` is the
-    size of a row of what is normalised; `picked_rows` how many rows a loss picks a number of.
+    `even` says that all large tensors have the same memory layout, so a kernel can process them as one line.
+    `row_bytes` is the size of a normalised row. `picked_rows` is the number of rows from which a loss picks a number.
     """
 
     family: Family
@@ -75,8 +75,8 @@ def work_of(
 ) -> Work:
     """The work of one call of the operator `name` (`"aten.mm.default"`).
 
-    `inputs` and `outputs` are all tensors that go in and come out, those in lists too; `arguments` the positional
-    arguments that are not tensors. An operator that is not known counts as arithmetic over its bytes.
+    `inputs` and `outputs` are all input and output tensors, including those in lists. `arguments` are the positional
+    arguments that are not tensors. An unknown operator counts as arithmetic over its bytes.
     """
     family = _family(name, inputs, outputs, arguments)
     written = () if is_in_place(name) or ".out" in name or family is Family.FREE else outputs
@@ -95,14 +95,16 @@ def work_of(
 
 
 def _dtype(family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
-    """The dtype that decides the rate: for attention not that of its log-sum-exp, for products not that of the sum."""
+    """The dtype that decides the kernel's rate."""
+    # Only the first input counts for attention (the query, or the gradient in backward), and only the operands count
+    # for a product. The log-sum-exp in fp32, or a sum in a wider dtype, would make them "mixed".
     if _is_attention(family):
         return dtype_key(inputs[:1], ())
     return dtype_key(inputs, () if family is Family.PRODUCT else outputs)
 
 
 def dtype_key(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
-    """The floating dtype that an operator works in; `"mixed"` where half and full width meet."""
+    """The floating dtype in which an operator works; `"mixed"` for 16 and 32 bits together."""
     floating = {t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point and len(t.shape) > 0}
     halves = {dtype for dtype in floating if dtype.itemsize <= 2}
     if not halves:
@@ -146,7 +148,7 @@ def _takes_lists(name: str) -> bool:
 
 
 def _lie_alike(tensors: Sequence[TensorShape]) -> bool:
-    """Whether all tensors as large as the largest have its strides and no gaps, and nothing else is spread over it."""
+    """Whether all tensors as large as the largest have its strides and no gaps, and none is broadcast to it."""
     largest = max(tensors, key=lambda t: math.prod(t.shape), default=None)
     if largest is None:
         return True
@@ -158,7 +160,7 @@ def _lie_alike(tensors: Sequence[TensorShape]) -> bool:
 
 
 def _is_dense(tensor: TensorShape) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order."""
+    """Whether the elements fill one range of memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride, strict=True)):
         if size != 1 and stride != expected:
@@ -187,21 +189,21 @@ def _bytes_moved(
     if family is Family.FREE:
         return 0
     if family is Family.FILL:
-        # The gradient of a slice is copied into the zeros.
+        # The gradient of a slice is copied into new zeros.
         copied = 2 * read if base_name(name) in ("slice_backward", "select_backward") else 0
         return copied + (written or sum(map(_bytes, inputs[:1])))
     if family is Family.GATHER:
         return 2 * written + sum(_bytes(t) for t in inputs if not t.dtype.is_floating_point)
     if family is Family.NORM_BACKWARD and inputs:
-        # CUDA's kernels and the CPU's want a whole gradient: one that was spread over it is written out first.
+        # The kernels need a contiguous gradient: a broadcast one is written out first.
         spread = math.prod(inputs[0].shape) - _numel(inputs[0])
         return read + written + 2 * spread * inputs[0].dtype.itemsize
     if base_name(name) in ("nll_loss_forward", "nll_loss2d_forward"):
-        return read - _bytes(inputs[0]) + written  # one number of each row
+        return read - _bytes(inputs[0]) + written  # the kernel reads one number of each row of its first input
     if base_name(name) == "masked_fill" and not is_in_place(name):
         return read + 3 * written  # a copy, which is then filled
     if base_name(name) == "copy" and is_in_place(name):
-        return read  # source and target
+        return read  # the inputs are source and target, and the target is only written
     if base_name(name).startswith("_fused_adam"):
         return read + 3 * sum(map(_bytes, inputs[: _list_length(arguments)]))  # parameter and both moments
     if is_in_place(name):
@@ -212,12 +214,12 @@ def _bytes_moved(
 
 
 def _list_length(arguments: tuple[Any, ...]) -> int:
-    """How many tensors a foreach operator works on; 1 for any other."""
+    """The number of tensors of a foreach operator; 1 for any other."""
     return len(arguments[0]) if arguments and isinstance(arguments[0], list | tuple) else 1
 
 
 def _scattered(inputs: Sequence[TensorShape]) -> int:
-    """Elements that are written by index: those of the smaller of table and source; the indexes are neither."""
+    """The number of elements written by index: those of the smaller of table and source."""
     values = [_numel(t) for t in inputs if t.dtype.is_floating_point] or [_numel(t) for t in inputs]
     return min(values, default=0)
 
@@ -249,7 +251,7 @@ def _products(
 
 
 def _grouped(a: TensorShape, b: TensorShape, offsets: Sequence[TensorShape]) -> ProductShape:
-    """One product a group; the groups share out the rows, or the inner dimension, of a two-dimensional side equally."""
+    """One product for each group. Groups are assumed to have equal shares of a two-dimensional side."""
     layout = _transposed(a) + _transposed(b)
     if len(a.shape) == 3 and len(b.shape) == 3:
         return _product(a, b)
@@ -262,7 +264,7 @@ def _grouped(a: TensorShape, b: TensorShape, offsets: Sequence[TensorShape]) -> 
 
 
 def _convolution(base: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> tuple[ProductShape, ...]:
-    """As the product of unfolded patches with the kernel; the backward is two such products."""
+    """A convolution as the product of unfolded patches with the kernel. Backward is two such products."""
     backward = base.startswith("convolution_backward")
     weight, result = (inputs[2], inputs[0]) if backward else (inputs[1], outputs[0])
     positions = result.shape[0] * math.prod(result.shape[2:])
@@ -271,7 +273,7 @@ def _convolution(base: str, inputs: Sequence[TensorShape], outputs: Sequence[Ten
 
 
 def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> bool:
-    """A convolution with one channel a group multiplies too little to be a product: it is bound by memory."""
+    """Whether a convolution has one channel per group. It multiplies too little, and is limited by memory."""
     if "convolution" not in base_name(name):
         return False
     weight = inputs[2] if "backward" in name else inputs[1]
@@ -282,12 +284,13 @@ def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any
 
 
 def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> AttentionShape:
-    """From query and key (B, H, T, D), which come first, and the arguments that say what is seen."""
+    """The shape of attention from query and key (B, H, T, D), which come first, and the arguments about visibility."""
     query, key = inputs[0], inputs[1]
     batch, heads, length, width = query.shape
     keys, causal = key.shape[-2], _is_causal(arguments)
     if name.startswith("tightfit."):
-        # our own operator: (..., causal, window, scale); a row reaches over its window, whatever documents hide
+        # Our own operator ends with (..., causal, window, scale). A query is charged for its whole window, because the
+        # shapes do not show how many keys the documents hide.
         causal, window, _ = arguments[-3:]
         if window is not None:
             keys, causal = min(keys, window if causal else 2 * window - 1), False
@@ -295,6 +298,6 @@ def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, .
 
 
 def _is_causal(arguments: tuple[Any, ...]) -> bool:
-    """The flag that follows the dropout probability."""
+    """The causal flag, which follows the dropout probability."""
     dropout = next((place for place, argument in enumerate(arguments) if isinstance(argument, float)), len(arguments))
     return next((argument for argument in arguments[dropout:] if isinstance(argument, bool)), False)

@@ -13,7 +13,7 @@ CHANGES = {"exact": "no bit", "rounding": "rounding", "inexact": "numerics"}
 
 
 def describe_diagnosis(diagnosis: DiagnosisRecord, width: int = WIDTH) -> str:
-    """What happened, who holds the memory, remedies with their price, and the lines to add, each whole on a line."""
+    """The findings, the holders of the memory, the remedies with their price, and the lines to add, unbroken."""
     parts: list[Table | str] = [f"Diagnosis of {diagnosis.subject}", "", *diagnosis.findings]
     if diagnosis.by_category:
         parts += ["", _sizes("at the peak", list(diagnosis.by_category.items()))]
@@ -36,7 +36,7 @@ def _sizes(title: str, sizes: Sequence[tuple[str, int]]) -> Table:
 
 
 def remedy_table(remedies: Sequence[Remedy], width: int = WIDTH) -> Table:
-    """The remedies, the best first; on a narrow terminal without what they leave."""
+    """The remedies, the best first. A narrow terminal gets no column "leaves"."""
     is_wide, has_limit = width >= ROOMY, any(remedy.fits is not None for remedy in remedies)
     columns = ["remedy", "saves", *(["leaves"] if is_wide else []), "step", "changes", *(["fits"] if has_limit else [])]
     table = table_of(*columns, texts=("remedy",))
@@ -58,7 +58,7 @@ def _signed(seconds: float) -> str:
 
 
 def _lines(remedies: Sequence[Remedy]) -> str:
-    """The lines to add, numbered as in the table; never broken, so that they can be copied."""
+    """The lines to add, numbered as in the table. They are never broken, so that they can be copied."""
     lines = []
     for number, remedy in enumerate(remedies, 1):
         lines += [f"{number}. Python:  {remedy.python}", f"   YAML:    {remedy.yaml}"]

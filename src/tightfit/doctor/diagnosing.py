@@ -1,4 +1,4 @@
-"""`tightfit.diagnose`: from an error, a trace or a file's content to what happened and what helps."""
+"""`tightfit.diagnose`: explains an error, a trace or a file's content, and prices remedies."""
 
 from dataclasses import replace
 from functools import partial, singledispatch
@@ -42,12 +42,12 @@ def diagnose(
     micro_batches: int = 1,
     grad_clip: float | None = None,
 ) -> Diagnosis:
-    """Why memory ran out, or where it goes: phase, module and category of the peak, and what helps.
+    """Explain why memory ran out, or what uses it: phase, module and category of the peak, and remedies.
 
     The subject is an exception (an out-of-memory error of CUDA, the CPU or MPS), a `StepTrace`, an `Estimate`, a
-    `Plan`, a `Monitor` or its `Record`, or what `torch.cuda.memory._snapshot()` returns. With `model` and `batch` (and
-    the other arguments of `tightfit.estimate`) the step is run dry, as it is and with each remedy, so that remedies
-    come with the bytes they save and the seconds they cost. Raises `InputError` where the subject is none of these.
+    `Plan`, a `Monitor` or its `Record`, or the result of `torch.cuda.memory._snapshot()`. With `model` and `batch` (and
+    the other arguments of `tightfit.estimate`) the step runs dry, without and with each remedy. Each remedy then has
+    the bytes that it saves and the seconds that it costs. Raises `InputError` for any other subject.
 
     Example:
         >>> import tightfit
@@ -67,7 +67,7 @@ def diagnose(
 
 
 def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
-    """`tightfit.diagnose`, with the step that was asked about, if one was."""
+    """`tightfit.diagnose`, with the arguments of the step as one record, if there is one."""
     found = symptoms_of(error_or_trace)
     if asked is None:
         known = () if found.by_category or found.holders else (WATCH,)
@@ -77,6 +77,7 @@ def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
     expected = symptoms.of_step(found.subject, step_figures(priced.plain))
     if not found.by_category:
         found = replace(found, by_category=expected.by_category, holders=expected.holders, category=expected.category)
+    # A subject that is itself a prediction would be compared with another prediction.
     predicted = isinstance(error_or_trace, Plan | Estimate | StepFigures | StepTrace)
     compared = () if predicted else (_compared(found, expected, request.device.name),)
     return replace(
@@ -93,10 +94,10 @@ def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
 
 @singledispatch
 def symptoms_of(subject: Any) -> Diagnosis:
-    """What the subject says of itself. Raises `InputError` where nothing is known of its kind."""
+    """The diagnosis from the subject alone. Raises `InputError` for an unknown kind of subject."""
     raise InputError(
         f"a {type(subject).__name__} cannot be diagnosed: give an out-of-memory error, a trace, an estimate, a plan, "
-        "a watch or its record, or a CUDA memory snapshot"
+        "a monitor or its record, or a CUDA memory snapshot"
     )
 
 
@@ -142,15 +143,16 @@ def _(subject: dict) -> Diagnosis:
 
 
 def _compared(found: Diagnosis, expected: Diagnosis, device: str) -> str:
-    """Expected against actual, where the subject knows its own peak."""
+    """A sentence that compares the expected peak with the subject's own, if it has one."""
     assert expected.peak_bytes is not None, "a dry run has a peak"
     place = f"{expected.phase}, {expected.module or 'top level'}"
     line = f"A dry run of this step on {device} expects {format_bytes(expected.peak_bytes)}, in {place}"
+    # The peak before an out-of-memory error is not the step's: the step did not end.
     actual = found.peak_bytes if found.requested_bytes is None else None
     if actual is None and found.limit_bytes is not None:
         over = expected.peak_bytes - found.limit_bytes
-        told = f"{format_bytes(over)} more than there was" if over > 0 else f"{format_bytes(-over)} less than there was"
-        return f"{line}: {told}."
+        size, relation = format_bytes(abs(over)), "more" if over > 0 else "less"
+        return f"{line}: {size} {relation} than there was."
     if actual is None:
         return f"{line}."
     return f"{line}; actual {format_bytes(actual)} ({actual / expected.peak_bytes - 1:+.2%})."

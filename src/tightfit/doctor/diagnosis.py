@@ -1,4 +1,4 @@
-"""What a diagnosis says: plain data that prints and is written as JSON."""
+"""A diagnosis, which can be printed and written as JSON."""
 
 import json
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from tightfit.doctor.records import DiagnosisRecord
 
 
 class Diagnosis(DiagnosisRecord):
-    """A diagnosis that can be shown and written."""
+    """A diagnosis that can be printed and written."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,4 @@
-"""What a file is that somebody brings to the doctor: a record, a snapshot, a plan, an estimate, or a log."""
+"""Reads a file for the doctor: a record, a snapshot, a plan, an estimate, or a log."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ WANTED = (
 
 
 def read_subject(path: Path) -> Any:
-    """The content of a file, as something that `diagnose` takes. Raises `InputError` for anything else."""
+    """The content of a file as a subject of `diagnose`. Raises `InputError` for any other file."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -33,7 +33,7 @@ def read_subject(path: Path) -> Any:
 
 
 def read_text(text: str, name: str) -> Any:
-    """A text as something that `diagnose` takes; `name` is for messages. Raises `InputError`."""
+    """A text as a subject of `diagnose`. `name` is for messages. Raises `InputError` for any other text."""
     if not text.strip():
         raise InputError(f"{name}: is empty: {WANTED}")
     if text.lstrip().startswith("{"):

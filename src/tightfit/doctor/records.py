@@ -1,4 +1,4 @@
-"""What a diagnosis is made of, as plain data."""
+"""The parts of a diagnosis as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Remedy:
-    """A way to need less memory, as the line to add.
+    """A way to need less memory, with the line to add.
 
-    The figures are those of a new dry run of the step with the remedy on; None where model and batch were not at hand.
-    `exactness` says what happens to the results: "exact", "rounding" or "inexact".
+    The figures come from a new dry run of the step with the remedy. They are None without model and batch. `exactness`
+    says how results change: "exact", "rounding" or "inexact".
     """
 
     name: str
@@ -17,14 +17,14 @@ class Remedy:
     python: str
     yaml: str
     saved_bytes: int | None = None
-    added_seconds: float | None = None  # a step; negative where it is faster
+    added_seconds: float | None = None  # per step; negative if the step is faster
     peak_bytes: int | None = None
-    fits: bool | None = None  # in the memory there was, where that is known
+    fits: bool | None = None  # in the memory that was available; None if that is unknown
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds memory at the peak."""
+    """A holder of memory at the peak, such as a module or a group of tensors."""
 
     name: str
     bytes: int
@@ -32,11 +32,11 @@ class Holder:
 
 @dataclass(frozen=True)
 class DiagnosisRecord:
-    """Why memory ran out, or where it goes: the place of the peak, who holds it, and ranked remedies. Bytes are ints.
+    """Why memory ran out, or what uses it: the place of the peak, its holders, and ranked remedies. Bytes are ints.
 
-    `findings` are the sentences of what is known, `advice` of what to do besides the remedies. `expected_bytes` is the
-    peak of a dry run of the same step, `peak_bytes` the one that the subject had. `limit_bytes` is what there was for
-    the step, where the subject says it.
+    `findings` are sentences about facts, and `advice` are sentences about what to do besides the remedies.
+    `expected_bytes` is the peak of a dry run of the same step, `peak_bytes` the subject's own peak. `limit_bytes` is
+    the memory that was available for the step, if the subject says it.
     """
 
     subject: str
@@ -49,7 +49,7 @@ class DiagnosisRecord:
     expected_bytes: int | None = None
     requested_bytes: int | None = None
     limit_bytes: int | None = None
-    fragmentation_bytes: int | None = None  # reserved from the device and used by no tensor
+    fragmentation_bytes: int | None = None  # reserved from the device, and not in use by a tensor
     by_category: Mapping[str, int] = field(default_factory=dict)
     holders: tuple[Holder, ...] = ()
     remedies: tuple[Remedy, ...] = ()

@@ -1,4 +1,4 @@
-"""Remedies with their real price: the same step, run dry with each lever on."""
+"""Prices remedies: runs the same step dry with each lever."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from tightfit.units import format_bytes
 
 @dataclass(frozen=True)
 class Priced:
-    """The plain step, the remedies in their order, and what could not be tried, in sentences."""
+    """The plain step, the ranked remedies, and sentences about remedies that could not be tried."""
 
     plain: StepTrace
     remedies: tuple[Remedy, ...]
@@ -41,18 +41,18 @@ class _Trial:
     exactness: str
     request: Request
     combination: Combination
-    inside: Policy | None  # what every block does
+    inside: Policy | None  # the policy of every block
     python: str
     yaml: str
 
 
 @aside()
 def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
-    """Run the step dry as it is, and with each remedy.
+    """Run the step dry without and with each remedy, and rank the remedies.
 
-    Where `limit_bytes` is known, those that fit come first, the quickest at the head (what changes the numerics after
-    all others); and the best plan for it is among them. The rest, and all where no limit is known, go by the bytes that
-    they save.
+    If `limit_bytes` is known, remedies that fit come first, the fastest at the head; those that change the numerics
+    come after the others. The best plan for the limit is one of them. All other remedies are ranked by the bytes they
+    save.
     """
     plain = Tracer(request).whole(request.plain, {})
     remedies: list[Remedy] = []
@@ -74,16 +74,16 @@ def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
 
 
 def _rank(remedy: Remedy) -> tuple[bool, bool, float]:
-    """Of those that fit, what leaves the numerics as they are goes first."""
+    """The sort key of a remedy. Among those that fit, inexact ones come last."""
     if remedy.fits:
         return False, remedy.exactness == "inexact", remedy.added_seconds or 0.0
     return True, False, -(remedy.saved_bytes or 0)
 
 
 def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_Trial]:
-    """Each lever by itself, those that a class stands for together, and what is chosen besides levers.
+    """Each lever alone, the levers of the class "rounding" together, then autocast and other optimizers.
 
-    `notes` gets a sentence for each remedy that could not even be set up.
+    `notes` gets a sentence for each remedy that cannot be set up.
     """
     paths = tuple(find_blocks(request.model, request.blocks))
     step = PlainStep(request.model, request.batch, plain, paths, request.micro_batches, request.size)
@@ -132,12 +132,12 @@ def _bf16(request: Request) -> _Trial:
 
 
 def _optimizers(request: Request) -> Iterator[_Trial]:
-    """AdamW's relatives with fewer bytes of state on the device, where AdamW it is."""
+    """Variants of AdamW with smaller states on the device. Nothing for other optimizers, which learn differently."""
     if _kind_of(request.optimizer) not in ("adamw", "adamw_fused"):
         return
     for name, frugal in FRUGAL_OPTIMIZERS.items():
         if frugal.on_device and request.device.kind == "cpu":
-            continue  # the host is the device
+            continue  # states on the host save nothing if the host is the device
         asked = replace(request, optimizer=name)
         yaml = f"training: {{optimizer: {name}}}"
         yield _Trial(f"optimizer {name}", frugal.exactness, asked, request.plain, None, frugal.python, yaml)
@@ -202,12 +202,12 @@ def _remedy(trial: _Trial, trace: StepTrace, plain: StepTrace, limit_bytes: int 
 
 
 def _rounded_up(size: int) -> str:
-    """A budget that a person may write and that is not below the size."""
+    """A budget of at least `size` bytes, as a person would write it."""
     return f"{-(-size // 2**20)}MiB"
 
 
 def _planned(request: Request, plain: StepTrace, limit_bytes: int) -> Remedy:
-    """The quickest plan within the limit."""
+    """The fastest plan within the limit."""
     search = Search(replace(request, levers=allowed_levers("rounding")), limit_bytes)
     found: Candidate = search.run()
     budget = f"{limit_bytes // 2**20}MiB"

@@ -1,4 +1,4 @@
-"""What each kind of subject says of itself, before any new dry run: one `Diagnosis` without remedies."""
+"""Diagnoses each kind of subject without a new dry run: one `Diagnosis` without remedies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the enviro
 
 @dataclass(frozen=True)
 class LoggedFailure:
-    """An out-of-memory error that was found in a text."""
+    """An out-of-memory error found in a text."""
 
     name: str
     out_of_memory: OutOfMemory
@@ -33,12 +33,12 @@ class LoggedFailure:
 
 
 def of_step(subject: str, step_figures: StepFigures, by_module: Mapping[str, int] | None = None) -> Diagnosis:
-    """Of a step whose peak is known in every operator."""
+    """The diagnosis of a traced or predicted step."""
     category = max(step_figures.by_category, key=step_figures.by_category.__getitem__)
     size = step_figures.by_category[category]
     module = step_figures.peak_module
     findings = (
-        f"The peak of {format_bytes(step_figures.peak_bytes)} stands in {step_figures.peak_phase}, "
+        f"The peak of {format_bytes(step_figures.peak_bytes)} is in {step_figures.peak_phase}, "
         f"{module or 'top level'}, {short(step_figures.peak_operator)}.",
         f"Most of it is {category}: {format_bytes(size)}, {size / step_figures.peak_bytes:.0%}.",
     )
@@ -67,7 +67,7 @@ def of_plan(plan: Plan) -> Diagnosis:
 
 
 def of_record(record: Record) -> Diagnosis:
-    """Of a watched training; of its failure, where memory ran out."""
+    """The diagnosis of a monitored training, or of its failure if memory ran out."""
     name = f"a record of {record.steps} steps of {record.model or 'a script without a model'}"
     found = Diagnosis(name, ())
     if record.traced is not None:
@@ -89,18 +89,18 @@ def of_record(record: Record) -> Diagnosis:
                      limit_bytes=said.limit_bytes, phase=said.phase or found.phase, advice=said.advice,
                      module=said.module or found.module, fragmentation_bytes=said.fragmentation_bytes)  # fmt: skip
     if failure is not None:
-        ended = f"The training ended by {failure.kind}, which is no lack of memory: {failure.message}"
+        ended = f"The training ended by {failure.kind}, which is no out-of-memory error: {failure.message}"
         found = replace(found, findings=(*found.findings, ended))
     if record.allocator is not None:
         idle = record.allocator["reserved_peak_bytes"] - record.allocator["allocated_peak_bytes"]
-        line = f"The allocator reserved {format_bytes(idle)} more than tensors ever used at once."
+        line = f"The allocator reserved {format_bytes(idle)} more than tensors used at their peak."
         found = replace(found, findings=(*found.findings, line), fragmentation_bytes=idle)
     return found
 
 
 def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Diagnosis:
-    """Of an out-of-memory error: what the allocator said, and where it was raised."""
-    findings = [f"{said.device} ran out of memory: {format_bytes(said.requested_bytes)} were asked for{_in(place)}."]
+    """The diagnosis of an out-of-memory error: the allocator's figures, and the place where it was raised."""
+    findings = [f"{said.device} ran out of memory: {format_bytes(said.requested_bytes)} were requested{_in(place)}."]
     if said.capacity_bytes is not None and said.free_bytes is not None:
         findings.append(
             f"Of {format_bytes(said.capacity_bytes)} on the device, {format_bytes(said.free_bytes)} were free."
@@ -112,9 +112,9 @@ def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Dia
     findings += _others(said)
     advice: list[str] = []
     if said.unallocated_bytes is not None:
-        findings.append(f"{format_bytes(said.unallocated_bytes)} were reserved by PyTorch and in no use.")
+        findings.append(f"{format_bytes(said.unallocated_bytes)} were reserved by PyTorch and not in use.")
         if said.missing_bytes == 0:
-            findings.append("In one piece, what was free and idle would have been enough: this is fragmentation.")
+            findings.append("The free and idle bytes would have been enough in one piece: this is fragmentation.")
             advice.append(f"Against fragmentation: {EXPANDABLE}.")
     return Diagnosis(
         subject=subject or f"an out-of-memory error on {said.device}",
@@ -130,7 +130,7 @@ def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Dia
 
 
 def _others(said: OutOfMemory) -> list[str]:
-    """What of the device is held by somebody else."""
+    """A sentence about the memory that other processes hold on the device."""
     if said.capacity_bytes is None or said.free_bytes is None or said.process_bytes is None:
         return []
     others = said.capacity_bytes - said.free_bytes - said.process_bytes
@@ -138,15 +138,16 @@ def _others(said: OutOfMemory) -> list[str]:
 
 
 def available(said: OutOfMemory) -> int | None:
-    """What there was for tensors, all in all: those that were there, what lay idle, and what was free."""
+    """The bytes available for tensors: allocated, idle and free ones together, at most the user's limit."""
     if said.allocated_bytes is None or said.free_bytes is None:
         return None
+    # Idle bytes count as available: the allocator returns free segments before it raises.
     total = said.allocated_bytes + (said.unallocated_bytes or 0) + said.free_bytes
     return total if said.limit_bytes is None else min(total, said.limit_bytes)
 
 
 def of_log(logged: LoggedFailure) -> Diagnosis:
-    """Of an error in a text, with the traceback above it."""
+    """The diagnosis of an error in a text, with the traceback before it."""
     frame = users_frame(logged.frames)
     phase = phase_of(logged.frames)
     found = of_error(logged.out_of_memory, Place(phase, None), f"an out-of-memory error in {logged.name}")
@@ -156,7 +157,7 @@ def of_log(logged: LoggedFailure) -> Diagnosis:
 
 
 def of_snapshot(snapshot: Snapshot) -> Diagnosis:
-    """Of a CUDA memory snapshot."""
+    """The diagnosis of a CUDA memory snapshot."""
     phase = max(snapshot.phases, key=snapshot.phases.__getitem__, default=None)
     findings = [
         f"{format_bytes(snapshot.reserved_bytes)} reserved in {snapshot.segments} segments; "
@@ -170,13 +171,13 @@ def of_snapshot(snapshot: Snapshot) -> Diagnosis:
             f"The highest point of {snapshot.events:,} recorded events: {format_bytes(snapshot.peak_bytes)}."
         )
     else:
-        findings.append("No history was recorded: this is the moment of the snapshot, not the peak.")
+        findings.append("No history was recorded: these are figures of the moment of the snapshot, not of the peak.")
         advice.append("Record a history: torch.cuda.memory._record_memory_history() before the training.")
     for refused in snapshot.refused[-1:]:
         free = "" if refused.free_bytes is None else f", with {format_bytes(refused.free_bytes)} free on the device"
         findings.append(f"{format_bytes(refused.requested_bytes)} were refused at {refused.where}{free}.")
         if refused.requested_bytes <= snapshot.inactive_bytes + (refused.free_bytes or 0):
-            findings.append("In one piece, what was free and idle would have been enough: this is fragmentation.")
+            findings.append("The free and idle bytes would have been enough in one piece: this is fragmentation.")
             advice.append(f"Against fragmentation: {EXPANDABLE}.")
     last = snapshot.refused[-1] if snapshot.refused else None
     return Diagnosis(

@@ -1,1 +1,1 @@
-"""Brings the plan to where users already are: thin, and none of the guests is imported before its own module is."""
+"""Plans inside other libraries' training loops (guests). Each guest is imported only by its own module."""

@@ -31,13 +31,13 @@ def apply_budget(
 ) -> AppliedPlan:
     """Plan the step of a loop over a model and an optimizer that `accelerator.prepare` returned, and apply the plan.
 
-    `batch` is the longest that can come, with padding where there will be some; `budget`, `loss`, `levers`, `blocks`
-    and `grad_clip` are those of `tightfit.plan`. Precision and gradient accumulation are the accelerator's. The batch
-    is not split: the loop stays as it is. Gradient checkpointing of `transformers` is switched off until `undo()`, and
-    that is said: the plan decides what is recomputed.
+    `batch` is the longest batch of the training, with padding if any batch has some. `budget`, `loss`, `levers`,
+    `blocks` and `grad_clip` are those of `tightfit.plan`. Precision and gradient accumulation are the accelerator's.
+    The plan does not split the batch, because the loop does not change. Gradient checkpointing of `transformers` is
+    switched off until `undo()`, with a warning, because the plan decides what is recomputed.
 
-    Returns a handle with `plan` and `undo()`; called again while that is held, the new plan takes its place. Raises
-    `CannotFit`, and `LeverError` for a model that is distributed or compiled.
+    Returns a handle with `plan` and `undo()`. A later call replaces the plan that is in force. Raises `CannotFit`, and
+    `LeverError` for a model that is distributed or compiled.
     """
     refuse_wrapped(model, "apply_budget")
     take_off_earlier(model)
@@ -52,6 +52,7 @@ def apply_budget(
         grad_clip=grad_clip,
     )
     plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
+    # The user's checkpointing inside planned blocks would recompute twice, so the plan is made with it switched off.
     taken = take_over(model)
     try:
         own = own_peak(step, [batch], taken)

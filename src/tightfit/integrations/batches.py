@@ -1,5 +1,6 @@
-"""The batches a plan must hold for: the first real one, the longest one, and the longest one with padding in it; all of
-them with as many labels that count as a batch of their shape can have.
+"""The batches that a plan must fit: the first real one, the longest one, and the longest one with padding.
+
+Each is run dry as if exactly one label were ignored, the worst case.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,21 +15,19 @@ from tightfit.step import Batch
 
 
 def repeated(batch: Batch, times: int) -> Batch:
-    """A batch of as many copies, along the first dimension. What is not per sample stays as it is."""
+    """A batch of `times` copies along the first dimension. Values without a batch dimension do not change."""
     return batch if times == 1 else _per_sample(batch, lambda value: torch.cat([value] * times))
 
 
 def first_samples(batch: Batch, count: int) -> Batch:
-    """The first samples of a batch. What is not per sample stays as it is."""
+    """The first samples of a batch. Values without a batch dimension do not change."""
     return _per_sample(batch, lambda value: value[:count])
 
 
 def all_labels_counted(batch: Batch) -> Batch:
-    """The batch with none of its labels ignored but the very last, if some are; else the batch itself.
-
-    The chunked loss drops tokens whose labels are ignored; how many those are differs from batch to batch. It takes
-    most where it is one: with none, the tokens are read where they lie instead of gathered.
-    """
+    """The batch with exactly one label ignored, the last one. The batch itself, if it ignores no label."""
+    # The chunked loss drops tokens with ignored labels, and their number differs between batches. Its worst case is one
+    # ignored label. With none it needs less, because it reads the tokens in place instead of gathering them.
     values = batch.values() if isinstance(batch, Mapping) else batch
     if not any(map(ignores_labels, values)):
         return batch
@@ -44,9 +43,9 @@ def all_labels_counted(batch: Batch) -> Batch:
 
 
 def stretched(batch: Batch, length: int) -> Batch:
-    """The batch with sequences of another length: its tokens repeated, or cut.
+    """The batch with sequences of another length: its tokens are repeated or cut.
 
-    Sequences are the tensors (B, L) whose L is the largest second dimension among the integers.
+    Sequences are the tensors (B, L) whose L is the largest second dimension of integer tensors.
     """
     values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
     widths = [v.shape[1] for v in values if is_table(v)]
@@ -63,7 +62,7 @@ def stretched(batch: Batch, length: int) -> Batch:
 
 
 def with_padding(batch: Batch) -> Batch:
-    """The batch with the last token of each sample masked, and ignored among the labels, where no token is masked yet.
+    """The batch with the last token of each sample masked and its label ignored, in masks that mask no token yet.
 
     Masks are the integer or boolean tensors (B, L) with "mask" in their name.
     """
@@ -81,7 +80,7 @@ def with_padding(batch: Batch) -> Batch:
 
 
 def checked_length(max_length: int | None) -> int | None:
-    """Raises `InputError` for a length in tokens that is no whole number above 0."""
+    """Check a length in tokens. Raises `InputError` unless it is a whole number above 0, or None."""
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise InputError(f"max_length={max_length!r}: give the longest sequence in tokens, 1 or more")
     return max_length
@@ -90,19 +89,21 @@ def checked_length(max_length: int | None) -> int | None:
 def worst_batches(
     dataset: Any, size: int, collate: Callable[[list[Any]], Any], max_length: int | None = None
 ) -> list[Batch]:
-    """What a data set's batches can be at most, collated as they will be: the first one, `size` times the longest
-    sample, those with most in each of their fields, and these beside the shortest one.
+    """The worst batches of a data set, collated as in the training.
 
-    With `max_length` (in tokens) the samples are not searched, and batches of that length are made of the first one, as
-    it is and with padding. Raises `InputError` where a data set cannot be searched, and no `max_length` is given.
+    They are the first batch, `size` times the longest sample, the longest samples of each field together, and these
+    with the shortest sample. With `max_length` (in tokens) the samples are not searched. The first batch is stretched
+    to that length instead, without and with padding. Raises `InputError` if a data set cannot be searched and
+    `max_length` is None.
     """
+    # With the shortest sample: shorter samples are padded, and padding makes a model build a mask.
     if max_length is not None:
         first = collate(_first(dataset, size))
         longest = stretched(first, max_length)
         return distinct([first, longest, with_padding(longest)])
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InputError(
-            f"how long the samples of a {type(dataset).__name__} are is not known before they come: "
+            f"the lengths of the samples of a {type(dataset).__name__} are unknown before the training: "
             "give the longest length in tokens as max_length="
         )
     batches = [_first(dataset, size)]
@@ -114,8 +115,8 @@ def worst_batches(
 
 
 def distinct(batches: Iterable[Batch]) -> list[Batch]:
-    """Without those that a model cannot tell from an earlier one by shapes, nor by whether some tokens are masked or
-    some labels ignored.
+    """The batches without those that equal an earlier one in shapes, in whether tokens are masked, and in whether
+    labels are ignored.
     """
     seen = {}
     for batch in batches:
@@ -124,22 +125,22 @@ def distinct(batches: Iterable[Batch]) -> list[Batch]:
 
 
 def is_table(value: Any) -> bool:
-    """Whether a value of a batch is an integer or a truth value for each token: (B, L)."""
+    """Whether a value of a batch has an integer or a boolean for each token: (B, L)."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def ignores_labels(value: Any) -> bool:
-    """Whether a value holds labels of which some are ignored."""
+    """Whether a value contains `IGNORE_INDEX`, so that it holds labels of which some are ignored."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
 
 
 def is_mask(value: torch.Tensor) -> bool:
-    """Whether a tensor holds zeros and ones only."""
+    """Whether a tensor contains only zeros and ones."""
     return value.numel() > 1 and bool(((value == 0) | (value == 1)).all())
 
 
 def _per_sample(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """The batch with the tensors changed that have a row for each sample."""
+    """The batch with `change` applied to the tensors that have a row for each sample."""
     size = batch_size(batch)
 
     def changed(value: Any) -> Any:
@@ -165,11 +166,11 @@ def _likeness(batch: Batch) -> tuple:
 
 
 def _first(dataset: Any, size: int) -> list[Any]:
-    """The first samples, over again where there are fewer."""
+    """The first samples, repeated if there are fewer than `size`."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         found = [dataset[index] for index in range(min(size, len(dataset)))]
     elif iter(dataset) is dataset:
-        raise InputError(f"a {type(dataset).__name__} can be read only once: make it begin anew at each iteration")
+        raise InputError(f"a {type(dataset).__name__} can be read only once: give a data set that can be read again")
     else:
         found = [sample for sample, _ in zip(dataset, range(size), strict=False)]
     if not found:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing that the user switched on, and models in wrappers: what a plan must know before it begins."""
+"""Handles the user's own gradient checkpointing, and refuses models in wrappers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ SWITCH = "gradient_checkpointing"  # the attribute of a layer or model that `tra
 
 
 class TakenOver:
-    """The guest's own checkpointing, off while a plan is in force: `remove()` switches it on again."""
+    """The guest's own checkpointing, switched off while a plan is in force. `remove()` switches it on again."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = modules
@@ -26,7 +26,7 @@ class TakenOver:
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """Inside, the guest's own checkpointing is on."""
+        """A context in which the guest's own checkpointing is on."""
         self._switch(True)
         try:
             yield
@@ -39,7 +39,7 @@ class TakenOver:
 
 
 def what_is_taken_over(own_peak_bytes: int | None, planned_peak_bytes: int) -> str:
-    """A line for the user: what becomes of the checkpointing that was switched on, and what either takes."""
+    """A line for the user: the plan replaces the checkpointing, and the peaks of both."""
     line = "gradient checkpointing is taken over: the memory plan decides what is recomputed"
     if own_peak_bytes is None:
         return line
@@ -47,7 +47,7 @@ def what_is_taken_over(own_peak_bytes: int | None, planned_peak_bytes: int) -> s
 
 
 def take_over(model: nn.Module) -> TakenOver | None:
-    """Switch off the checkpointing of `transformers`: the plan decides what is recomputed. None where it was off."""
+    """Switch off the checkpointing of `transformers`: the plan decides what is recomputed. None if it was off."""
     switched_on = [module for module in model.modules() if getattr(module, SWITCH, None) is True]
     return TakenOver(switched_on) if switched_on else None
 
@@ -57,18 +57,18 @@ def refuse_wrapped(model: Any, who: str) -> None:
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise LeverError(
-            f"{who}: the model is {wrapper}: a plan is for one process and the model as it was written; "
+            f"{who}: the model is {wrapper}: a plan is for one process and an uncompiled model; "
             "train without that, or without the budget"
         )
 
 
 def wrapper_of(model: Any) -> str | None:
-    """How a model is wrapped, in words; None where it is not."""
+    """The wrapper of a model in words; None if it has none."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_sharded(model):
         return f"wrapped in {type(model).__name__}"
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         return "compiled by torch.compile"
-    if getattr(model, "_compiler_ctx", None) is not None:  # a LightningModule's
+    if getattr(model, "_compiler_ctx", None) is not None:  # a compiled LightningModule
         return "compiled by torch.compile"
     return None
 

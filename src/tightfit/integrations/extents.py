@@ -1,4 +1,4 @@
-"""What the batches of a training have shown so far: a plan has to hold for all of it."""
+"""Records the extents of a training's batches so far. A plan must fit all of them."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tightfit.step import Batch
 
 @dataclass(frozen=True)
 class Extent:
-    """What a plan has to know of a tensor: beside its size whether it masks a token, or ignores a label."""
+    """The properties of a tensor on which a plan depends: its size, and whether it masks a token or ignores a label."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Extent:
         return cls(tensor.shape, tensor.dtype, mask, mask and not bool(tensor.all()), ignores_labels(tensor))
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is no longer in any dimension, and masks or ignores nothing where this one did not."""
+        """Whether a tensor is not longer in any dimension, and masks or ignores only if this one did."""
         return (
             tensor.dim() == len(self.shape)
             and all(length <= known for length, known in zip(tensor.shape, self.shape, strict=True))
@@ -36,7 +36,7 @@ class Extent:
         )
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """One of this extent."""
+        """A tensor of this extent."""
         made = torch.full(self.shape, int(self.is_mask), dtype=self.dtype, device=device)
         if self.masks or self.ignores:
             made[(-1,) * made.dim()] = 0 if self.masks else IGNORE_INDEX
@@ -44,11 +44,10 @@ class Extent:
 
 
 class Extents:
-    """The extents of the batches for which a plan is known to hold: of each only what a plan has to know, since the
-    batches themselves would take memory. What is no tensor in a batch makes no difference.
+    """The extents of the batches that a plan is known to fit. The batches themselves would use memory.
 
-    A plan holds for a step, too: `step` is what there is to tell one from another. Of another one nothing is known, but
-    that such batches will come.
+    Values that are no tensors do not count. A plan also depends on the step, which `step` identifies: with another
+    step, the extents are only those of batches that may come again.
     """
 
     def __init__(self) -> None:
@@ -56,19 +55,19 @@ class Extents:
         self._step: Hashable = None
 
     def cover(self, leaves: Sequence[Any], step: Hashable = None) -> bool:
-        """Whether one of them had everything that this batch has, in this step."""
+        """Whether a recorded batch covers this one, for the same step."""
         return step == self._step and any(_covers(extents, leaves) for extents in self._batches)
 
     def are_of_another(self, step: Hashable) -> bool:
-        """Whether the plan was for a step that is no more."""
+        """Whether the plan was made for another step."""
         return bool(self._batches) and step != self._step
 
     def batches(self, leaves: Sequence[Any]) -> list[Batch]:
-        """This batch, and one like each of the others that had something which it has not."""
+        """This batch, and one like each recorded batch that it does not cover."""
         return [tuple(leaves), *(_like(extents, leaves) for extents in self._others(leaves))]
 
     def add(self, leaves: Sequence[Any], step: Hashable = None) -> None:
-        """Note that a plan holds in this step for what `batches` gives."""
+        """Record that a plan for this step fits the result of `batches`."""
         self._step = step
         self._batches = [*self._others(leaves), _extents(leaves)]
 
@@ -96,6 +95,6 @@ def _covers(extents: _Extents, leaves: Sequence[Any]) -> bool:
 
 
 def _like(extents: _Extents, leaves: Sequence[Any]) -> Batch:
-    """A batch of these extents on the device of this one, with its values for what is no tensor."""
+    """A batch of these extents on the device of this one, with its values that are no tensors."""
     pairs = zip(extents, leaves, strict=True)
     return tuple(leaf if extent is None else extent.tensor(leaf.device) for extent, leaf in pairs)

@@ -1,4 +1,4 @@
-"""A batch of whatever structure as the tuple that the planner takes, and the way back."""
+"""Flattens a batch of any structure into the planner's tuple, and rebuilds it."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from tightfit.runtime.nested import Flattened, flatten
 
 
 def flattened(batch: Any) -> Flattened:
-    """What a batch holds. Raises `InputError` where no tensor is found."""
+    """The leaves of a batch, and the function that rebuilds it. Raises `InputError` if it contains no tensor."""
     flat = flatten(batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in flat.leaves):
         raise InputError(
-            f"MemoryBudget: a batch of class {type(batch).__name__} holds no tensors that can be seen: "
+            f"MemoryBudget: no tensors were found in a batch of class {type(batch).__name__}: "
             "return a dict, list, tuple or dataclass"
         )
     return flat

@@ -1,8 +1,8 @@
-"""What to say where a guest is not installed."""
+"""The error for a guest that is not installed."""
 
 from tightfit.errors import InputError
 
 
 def missing(package: str, install: str) -> InputError:
-    """One line: what is missing, and the command that brings it."""
+    """An error with the missing package and the command that installs it."""
     return InputError(f"{package} is not installed: pip install '{install}'")

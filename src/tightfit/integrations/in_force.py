@@ -1,4 +1,4 @@
-"""Plans that are in force on models: a new one takes the place of what an earlier training left."""
+"""Keeps track of plans in force on models, so that a new plan can replace one that an earlier training left."""
 
 import logging
 import weakref
@@ -12,19 +12,21 @@ from tightfit.planner.plans import Plan
 
 logger = logging.getLogger(__name__)
 
+# Weakly: a plan whose handle is gone cannot be undone by it, and its model may be gone too.
 _PUT_ON: weakref.WeakKeyDictionary[Applied, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 class PlanInForce:
-    """A plan on a model, which another one can replace. Mutable: `plan`."""
+    """A plan that is applied to a model and can be replaced. Mutable: `plan`."""
 
     def __init__(self, plan: Plan, model: nn.Module):
         self.plan, self._model = plan, model
         self._applied = plan.apply(model)
 
     def replace(self, make: Callable[[], Plan]) -> Plan:
-        """Put the plan that `make` returns in its place, made without levers on the model; where it raises, the old one
-        stays. Its budget is the user's, within whatever it was made.
+        """Replace the plan by the one that `make` returns. If `make` raises, the old plan stays in force.
+
+        `make` sees the model without levers. The new plan gets the user's budget, even if `make` used a tighter bound.
         """
         self._applied.undo()
         try:
@@ -38,12 +40,12 @@ class PlanInForce:
 
 
 def note(applied: Applied, model: nn.Module) -> None:
-    """Remember what is in force on a model, as long as somebody holds its handle."""
+    """Record that levers are in force on a model, as long as their handle exists."""
     _PUT_ON[applied] = weakref.ref(model)
 
 
 def take_off_earlier(model: nn.Module) -> None:
-    """Undo what is noted as in force on the model, or on a part of it, and say so."""
+    """Undo recorded levers on the model, or on a part of it, with a warning."""
     for applied, held in list(_PUT_ON.items()):
         theirs = held()
         if applied.in_force and theirs is not None and _overlap(theirs, model):

@@ -1,4 +1,4 @@
-"""The training step of a `LightningModule` under its `Trainer`, as the planner takes it."""
+"""The training step of a `LightningModule` under its `Trainer`, for the planner."""
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -19,11 +19,11 @@ _LOGGING = ("log", "log_dict", "print")
 
 
 class SkippedBatch(ModelError):
-    """`training_step` returned None: Lightning goes on to the next batch."""
+    """`training_step` returned None, so Lightning skips the batch."""
 
 
 def refuse_unplannable(trainer: Any, module: Any) -> None:
-    """Raise `LeverError` for a training whose step is not that of one batch and one optimizer, taken by Lightning."""
+    """Raise `LeverError` unless Lightning itself runs the step, with one batch and an optimizer of the module."""
     who = type(module).__name__
     if not module.automatic_optimization:
         raise LeverError(
@@ -32,23 +32,23 @@ def refuse_unplannable(trainer: Any, module: Any) -> None:
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise LeverError(
-            f"MemoryBudget: {who}.training_step takes its batches itself (dataloader_iter), so none is there to plan "
-            "for: let it take a batch"
+            f"MemoryBudget: {who}.training_step fetches its batches itself (dataloader_iter), so there is no batch to "
+            "plan for: give it a parameter batch"
         )
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
     if stepped.isdisjoint(map(id, module.parameters())):
         raise LeverError(
-            f"MemoryBudget: {who}.configure_optimizers gave no optimizer of its parameters: return one, or train "
+            f"MemoryBudget: {who}.configure_optimizers returned no optimizer of its parameters: return one, or train "
             "without the budget"
         )
 
 
 def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) -> GuestStep:
-    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping.
+    """The next step of the trainer, with its accumulation, precision, optimizer and clipping.
 
-    Where gradients of the batch before may lie beside the activations, two batches at least count as accumulated: the
-    second finds those of the first.
+    If gradients of the previous batch may exist besides the activations, at least two batches count as accumulated,
+    because the second one finds the gradients of the first.
     """
     by_norm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm") == "norm"
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
@@ -77,16 +77,17 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
 
 
 def step_traits(trainer: Any, module: Any) -> Hashable:
-    """What may change of the step during a training: accumulation, which parameters are trained, how many of them the
-    optimizer has.
+    """The properties of the step that may change during a training: accumulation, the trained parameters, and the
+    number of the optimizer's parameters.
     """
     stepped = sum(len(group["params"]) for group in trainer.optimizers[0].param_groups)
     return trainer.accumulate_grad_batches, tuple(p.requires_grad for p in module.parameters()), stepped
 
 
 def keeps_gradients(trainer: Any, module: Any) -> bool:
-    """Whether gradients have to be left there until Lightning drops them, which is between forward and backward of the
-    first batch that is accumulated: somebody else than Lightning and PyTorch says how, or may look at them before.
+    """Whether gradients must remain until Lightning drops them, which happens after the next batch's forward.
+
+    That is so if code other than Lightning's or PyTorch's drops them, or may read them before.
     """
     hooks = [(module, name) for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")]
     hooks += [(callback, "on_before_zero_grad") for callback in trainer.callbacks]
@@ -95,7 +96,7 @@ def keeps_gradients(trainer: Any, module: Any) -> bool:
 
 
 def _comes_with_the_package(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the one of Lightning or PyTorch, and not one that was put in its place."""
+    """Whether a hook is Lightning's or PyTorch's own, and not an override."""
     return str(hook.__module__).split(".")[0] in ("lightning", "pytorch_lightning", "torch")
 
 
@@ -114,7 +115,7 @@ def watch_closures(trainer: Any, recovery: GuestRecovery) -> None:
 
 @contextmanager
 def muted(module: Any) -> Iterator[None]:
-    """Inside, the module logs nothing: its steps are run dry."""
+    """A context in which the module logs nothing, because its steps run dry."""
     own = {name: module.__dict__[name] for name in _LOGGING if name in module.__dict__}
     module.__dict__.update(dict.fromkeys(_LOGGING, _say_nothing))
     try:
@@ -126,4 +127,4 @@ def muted(module: Any) -> Iterator[None]:
 
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a module's logging."""
+    """Replaces a module's logging."""

@@ -1,4 +1,4 @@
-"""MiniMind (github.com/jingyaogong/minimind): its own trainer scripts, unmodified, with memory flags."""
+"""Runs MiniMind's own trainer scripts (github.com/jingyaogong/minimind), unmodified, with memory flags."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ from tightfit.planner.search.search import Search
 from tightfit.units import check_budget
 
 MODEL_FILE = Path("model") / "model_minimind.py"
-FEED_FORWARD = ("mlp", "ffn", "feed_forward")  # what blocks call theirs; MiniMind's: mlp
+FEED_FORWARD = ("mlp", "ffn", "feed_forward")  # names of feed-forwards in blocks; MiniMind's is mlp
 
 
 @dataclass(frozen=True)
 class MemoryFlags:
-    """What was asked for: recompute by rule (`use_checkpoint`), or the plan for a budget.
+    """The user's flags: recompute by a rule (`use_checkpoint`), or a plan for a budget.
 
-    `segments` joins the blocks to so many runs of neighbours; `ffn_only` leaves all but the feed-forward part of each
-    block alone. Raises `InputError` where the flags do not go together, `BudgetError` where the budget is not one.
+    `segments` joins the blocks to that many runs of neighbours. `ffn_only` recomputes only the feed-forward of each
+    block. Raises `InputError` for flags that exclude each other, and `BudgetError` for an invalid budget.
     """
 
     use_checkpoint: bool = False
@@ -51,9 +51,9 @@ class MemoryFlags:
 
 @dataclass(frozen=True)
 class MiniMindRun:
-    """What a script left: the plan it ran under, what was measured, and the exception that ended it, if one did.
+    """The result of a script: its plan, the monitor's record, and the exception that ended it, if any.
 
-    The plan is None where the script ended before it trained anything.
+    The plan is None if the script ended before it trained anything.
     """
 
     plan: Plan | None
@@ -65,9 +65,8 @@ def run_minimind(script: Path, arguments: Sequence[str], flags: MemoryFlags) -> 
     """Run a trainer script of a MiniMind checkout as `python SCRIPT ARGUMENTS` would, in this process, under a plan.
 
     The plan is made in the model's first call, for the batch and the loss of the script's own step, before anything is
-    computed. Raises `InputError` where the script is none of MiniMind's, `ModelError` where its model cannot be
-    planned for or it trains none, `CannotFit` where the budget is less than the least peak; exceptions of the script
-    itself are returned.
+    computed. Raises `InputError` if the script is not MiniMind's, `ModelError` if its model cannot be planned or it
+    trains none, and `CannotFit` if the budget is below the least peak. Exceptions of the script itself are returned.
     """
     check_script(script)
     planner = _Planner(flags)
@@ -81,7 +80,7 @@ def run_minimind(script: Path, arguments: Sequence[str], flags: MemoryFlags) -> 
 
 
 def check_script(script: Path) -> None:
-    """Raises `InputError` unless this is a script in a checkout of MiniMind."""
+    """Raise `InputError` unless this is a script in a checkout of MiniMind."""
     if not script.is_file():
         raise InputError(f"{script}: no such script")
     folders = script.resolve().parents
@@ -94,7 +93,7 @@ def check_script(script: Path) -> None:
 
 @dataclass
 class _Planner:
-    """Mutable: plans and applies, once, and keeps what came of it."""
+    """Mutable: plans and applies once, and keeps the result."""
 
     flags: MemoryFlags
     plan: Plan | None = None
@@ -108,7 +107,7 @@ class _Planner:
                 self.plan = make_plan(request, self.flags)
             self.applied.append(self.plan.apply(model))
             return request.resident
-        except TightfitError as error:  # kept here too: the script may catch what passes through it
+        except TightfitError as error:  # kept, because the script may catch the exception
             self.refusal = error
             raise
 
@@ -118,15 +117,15 @@ class _Planner:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises `ModelError` for a model that is compiled, or distributed over processes."""
+    """Raise `ModelError` for a model that is compiled, or distributed over processes."""
     if hasattr(model, "_orig_mod"):
-        raise ModelError("the model is compiled, and planned blocks run as they are written: leave out --use_compile 1")
+        raise ModelError("the model is compiled, and planned blocks run as eager code: leave out --use_compile 1")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"the model is wrapped in {type(model).__name__}: plans are for one process, without torchrun")
 
 
 def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
-    """A glob over what is to be recomputed; None for the repeated blocks. Raises `ModelError` where there are none."""
+    """A glob over the modules to recompute; None for the repeated blocks. Raises `ModelError` if there are none."""
     blocks = find_blocks(model)
     if not blocks:
         raise ModelError(f"{type(model).__name__} has no repeated blocks, so there is nothing to recompute")
@@ -142,7 +141,7 @@ def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
 
 
 def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:
-    """The plan for the budget, or the one that the rule gives."""
+    """The plan for the budget, or the plan of the rule."""
     if flags.memory_budget is not None:
         search = Search(request, flags.memory_budget)
         return as_plan(search, search.run())
@@ -150,7 +149,7 @@ def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:
 
 
 def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
-    """Every block recomputes, in segments where they are given; its budget is its own peak. Raises `LeverError`."""
+    """A plan that recomputes every block, in segments if given. Its budget is its own peak. Raises `LeverError`."""
     search = Search(request, "1x")
     count = len(search.paths)
     if segments is not None and segments > count:

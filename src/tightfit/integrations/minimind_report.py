@@ -1,16 +1,16 @@
-"""What a MiniMind training under a plan came to, as text for a terminal."""
+"""Reports a MiniMind training under a plan, as text for a terminal."""
 
 from tightfit.integrations.minimind import MiniMindRun
-from tightfit.monitoring.describe import told_source
+from tightfit.monitoring.describe import source_in_words
 from tightfit.report.plan_tables import block_table, notes, worst_case
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
-AS_PREDICTED = 0.001  # what docs/guarantees.md promises of a predicted peak
+AS_PREDICTED = 0.001  # the accuracy of a predicted peak that docs/guarantees.md promises
 
 
 def against_prediction(measured_bytes: int, predicted_bytes: int) -> str:
-    """`as predicted`, or by how much it is not."""
+    """`as predicted`, or the difference from the prediction."""
     off = measured_bytes / predicted_bytes - 1
     if abs(off) <= AS_PREDICTED:
         return "as predicted"
@@ -18,7 +18,7 @@ def against_prediction(measured_bytes: int, predicted_bytes: int) -> str:
 
 
 def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
-    """Plain and planned peak against the measured one, and what the blocks did."""
+    """The plain, the planned and the measured peak, and the choices of the blocks."""
     record, plan = run.record, run.plan
     if plan is None:
         return "tightfit: the script ended before it trained, so nothing was planned."
@@ -33,7 +33,7 @@ def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
         f"{record.steps} steps, {recomputing} of {len(plan.choices)} blocks recompute.",
         f"Budget {format_bytes(plan.budget_bytes)}; measured peak {format_bytes(record.peak_bytes)} "
         f"({record.peak_bytes / plan.plain_peak_bytes:.1%} of the plain one, "
-        f"{against_prediction(record.peak_bytes, plan.peak_bytes)}): {told_source(record)}.",
+        f"{against_prediction(record.peak_bytes, plan.peak_bytes)}): {source_in_words(record)}.",
         *worst_case(plan.peak_bytes, plan.worst_peak_bytes),
         "",
         table,

@@ -1,4 +1,4 @@
-"""A plan that holds for every batch that a guest's training may show it."""
+"""Makes a plan that fits every batch of a guest's training."""
 
 import logging
 from collections.abc import Sequence
@@ -25,15 +25,12 @@ from tightfit.units import check_budget, format_bytes, parse_budget
 
 logger = logging.getLogger(__name__)
 
-TIGHTENINGS = 4  # how often a plan that does not hold for another batch is made anew
+TIGHTENINGS = 4  # the number of attempts to make a plan that fits another batch too
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What the user asks for: a budget as `tightfit.plan` takes it, levers and blocks likewise.
-
-    Raises `BudgetError` for what is no budget.
-    """
+    """The user's budget, levers and blocks, as in `tightfit.plan`. Raises `BudgetError` for an invalid budget."""
 
     budget: int | str
     levers: str | Sequence[str] | None = None
@@ -43,16 +40,16 @@ class PlanSettings:
         check_budget(self.budget)
 
     def without_micro_batches(self) -> "PlanSettings":
-        """For those who cannot split the batch: the guest's own loop runs it."""
+        """The settings without the lever micro-batches, for guests whose own loop runs the batch."""
         return replace(self, levers=sorted(allowed_levers(self.levers) - {MicroBatches.name}))
 
 
 @dataclass(frozen=True)
 class GuestStep:
-    """A training step as the guest runs it: `accumulated` batches, then one update.
+    """A guest's training step: `accumulated` batches, then one update.
 
-    `loss` is what the guest computes of one batch, in its own precision. `precision` is the one that dry runs put
-    around it: a dry run for CUDA has its tensors on the host, where the guest's own autocast does not reach.
+    `loss` computes the guest's loss of one batch, in its own precision. Dry runs for CUDA add `precision` around it,
+    because their tensors are on the host, where the guest's own autocast has no effect.
     """
 
     model: nn.Module
@@ -64,7 +61,7 @@ class GuestStep:
     grad_clip: float | None = None
 
     def asked(self, batch: Batch, micro_batches: int) -> Asked:
-        """The step, all its batches like this one at their fullest."""
+        """The planner's arguments for the step, with all its batches like this one in the worst case."""
         return Asked(
             model=self.model,
             batch=self.fullest(batch),
@@ -77,29 +74,30 @@ class GuestStep:
         )
 
     def whole(self, batch: Batch) -> Batch:
-        """The batches of one update in one, all of them like this one."""
+        """The batches of one update as one batch, all like this one."""
         return repeated(batch, self.accumulated)
 
     def fullest(self, batch: Batch) -> Batch:
-        """The batches of one update in one, with as many labels in each as any of their shape can have."""
+        """The batches of one update as one batch, as if exactly one label were ignored, the worst case."""
         return self.whole(all_labels_counted(batch))
 
     def step_figures(self, batch: Batch, micro_batches: int) -> StepFigures:
-        """The step as it stands, levers and all, in figures; all its batches are like this one, at their fullest."""
+        """The figures of the step under the levers now in force, with all batches like this one in the worst case."""
         return estimate_asked(self.asked(batch, micro_batches)).step_figures
 
     def budget_bytes(self, budget: int | str, plain: StepFigures) -> int:
-        """Raises `BudgetError` for one that cannot be read."""
+        """The budget in bytes. Raises `BudgetError` for an invalid one."""
         device_bytes = lookup(self.device).memory_bytes
         return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
 
 
 def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
-    """The plan for the batch that takes most, which also fits every other one. Raises `CannotFit`.
+    """The plan for the batch that needs the most memory, which also fits every other batch. Raises `CannotFit`.
 
-    A batch that is shorter may still take more, where its padding makes the model build a mask. Where no plan for the
-    largest fits all, those for the others are tried. What the plan predicts is of the batch that takes most under it.
+    The plan's figures are those of the batch that needs the most memory under it.
     """
+    # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
+    # batch fits all, plans for the others are tried.
     plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
     largest, ordered = plain[0][0], [batch for _, batch in plain]
@@ -116,35 +114,37 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanS
                 return replace(plan, budget_bytes=budget, plain=largest)
     peak = worst_as_planned(step, first, ordered[1:]).peak_bytes
     raise CannotFit(
-        f"{format_bytes(budget)} cannot fit: what fits the longest batch does not fit another one, which takes "
+        f"{format_bytes(budget)} cannot fit: the plan for the longest batch does not fit another one, which needs "
         f"{format_bytes(peak)} ({peak} bytes) under it",
         peak,
     )
 
 
 def own_peak(step: GuestStep, batches: Sequence[Batch], taken: TakenOver | None) -> int | None:
-    """The peak under the guest's own checkpointing; None where none was taken over, or it cannot be run dry."""
+    """The peak under the guest's own checkpointing; None if it was off, or cannot run dry."""
     if taken is None:
         return None
     try:
         with taken.given_back():
             return max(step.step_figures(batch, step.accumulated).peak_bytes for batch in batches)
     except TraceError as error:
-        logger.info("the peak of the own gradient checkpointing is not known: %s", error)
+        logger.info("the peak under the model's own gradient checkpointing is not known: %s", error)
         return None
 
 
 def tightened(
     step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch], plan_settings: PlanSettings
 ) -> Plan | None:
-    """The plan for one batch, made anew within less until it fits the others; its figures are of whichever takes most.
-    None where nothing does.
+    """The plan for one batch, made again within a smaller budget until it fits the others; None if none does.
+
+    Its figures are those of the batch that needs the most memory.
     """
     bound = budget = plan.budget_bytes
     for _ in range(TIGHTENINGS):
         planned = worst_as_planned(step, plan, others)
         if planned.peak_bytes <= budget - UNSEEN_BYTES:
             return replace(plan, planned=planned)
+        # Lower the budget for this batch by what the worst batch lacks under the plan.
         bound -= planned.peak_bytes + UNSEEN_BYTES - budget
         try:
             plan = plan_one(step, batch, replace(plan_settings, budget=bound))
@@ -154,7 +154,7 @@ def tightened(
 
 
 def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> StepFigures:
-    """The step under the plan with whichever takes most: the batch that was planned for, or one of the others."""
+    """The figures of the step under the plan, with the batch that needs the most memory: its own or one of `others`."""
     if not others:
         return plan.planned
     with plan.apply(step.model):
@@ -163,7 +163,7 @@ def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> St
 
 
 def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
-    """The plan for one batch. Micro-batches split each accumulated batch alike."""
+    """The plan for one batch. Micro-batches split each accumulated batch in the same way."""
     try:
         plan = _fastest(step, batch, plan_settings)
     except CannotFit as error:
@@ -178,9 +178,10 @@ def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
 
 
 def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
-    """A plan that the guest can run: as many micro-batches as divide each of the accumulated batches."""
+    """The fastest plan that the guest can run. Its number of micro-batches must divide each accumulated batch."""
     levers = allowed_levers(plan_settings.levers)
     counts = [step.accumulated]
+    # The guest runs each accumulated batch by itself, so micro-batches must not reach over two of them.
     if MicroBatches.name in levers and step.accumulated > 1:
         size = batch_size(batch)
         counts = [step.accumulated * n for n in range(1, size + 1) if size % n == 0]
@@ -198,7 +199,7 @@ def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
 
 
 def figures(plan: Plan, own_peak_bytes: int | None = None) -> dict[str, float]:
-    """A plan in a guest's logs: bytes and seconds; beside them the peak of the checkpointing that was taken over."""
+    """A plan's bytes and seconds for a guest's logs, and the peak under the checkpointing that it replaces, if any."""
     own = {} if own_peak_bytes is None else {"memory_own_peak_bytes": own_peak_bytes}
     return {
         **own,

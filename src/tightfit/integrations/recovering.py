@@ -1,8 +1,9 @@
-"""Recovery from out of memory in a guest's training, whose loop calls forward and backward, and then the optimizer.
+"""Recovers from out of memory in another library's training loop.
 
-The update under way is all the batches that are accumulated since there were no gradients. If memory runs out in one of
-them, all are undone: gradients are dropped, what modules hold is put back, a tighter plan is made, and each of them
-runs again from the random states that it began with. If memory runs out in the optimizer's step, the step is finished.
+That loop calls forward and backward of each batch, and then the optimizer. The current update consists of all batches
+since the parameters had no gradients. If memory runs out in one of them, the recovery undoes all of them: it drops the
+gradients and restores the state of the modules. Then it makes a tighter plan and runs each batch again, from the random
+states with which that batch began. If memory runs out in the optimizer's step, the recovery finishes the step.
 """
 
 import functools
@@ -27,8 +28,9 @@ Call = Callable[[], Any]
 
 
 class _Batch(NamedTuple):
-    """One batch of the update under way: the random states that it began with, what somebody else than the batches
-    changed in the modules since the one before it (a hook that counts), and its forward and backward.
+    """One batch of the current update: the random states with which it began, and its forward and backward (`call`).
+
+    `changes` lists changes of the modules between the previous batch and this one, for example by a hook that counts.
     """
 
     random_states: RandomStates
@@ -43,10 +45,10 @@ class _Batch(NamedTuple):
 
 
 class GuestRecovery:
-    """Recovers for one model and optimizer. Mutable: the calls of the update under way, and what failed before.
+    """Recovers for one model and optimizer. Mutable: the batches of the current update, and the number of failures.
 
-    `plan()` is the plan in force. `replan(bound_bytes)` puts one within the bound in its place and returns it, or
-    raises `CannotFit` with the old one in force. `remove()` takes the recovery off.
+    `plan()` returns the plan in force. `replan(bound_bytes)` replaces it by a plan within the bound and returns that
+    plan. It raises `CannotFit` if there is none, and the old plan stays in force. `remove()` removes the recovery.
     """
 
     def __init__(
@@ -61,18 +63,18 @@ class GuestRecovery:
         self._device = next(model.parameters()).device
         self._state = StepState(model, in_objects=False)
         self._batches: list[_Batch] = []
-        self._contents: list[Content] = []  # as the last batch left them
-        self._is_single = False  # the optimizer goes parameter by parameter
+        self._contents: list[Content] = []  # the state of the modules after the last batch
+        self._is_single = False  # the optimizer steps one parameter at a time
         self._undo: list[Call] = []
         self.failures = 0
         self.replace(optimizer, "step", self._guarded(optimizer.step))
 
     def watch(self, owner: Any, name: str) -> None:
-        """Recover in `owner.name`, a method that runs forward and backward of one batch; until `remove`."""
+        """Recover in `owner.name`, a method that runs forward and backward of one batch, until `remove` is called."""
         self.replace(owner, name, self.watched(getattr(owner, name)))
 
     def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that does what `original` does, and recovers."""
+        """`original`, with recovery from out of memory."""
 
         @functools.wraps(original)
         def recovering(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +83,7 @@ class GuestRecovery:
         return recovering
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an instance; until `remove`."""
+        """Set an attribute of an instance. `remove` restores it."""
         attributes = vars(owner)
         had, before = name in attributes, attributes.get(name)
         attributes[name] = value
@@ -92,15 +94,16 @@ class GuestRecovery:
             self._undo.pop()()
 
     def gradients(self, call: Call) -> Any:
-        """Run forward and backward of one batch, whatever it takes.
+        """Run forward and backward of one batch, with tighter plans until it fits.
 
-        Raises `CannotFit` where no tighter plan is left. Where there are gradients that no watched call has made, the
-        batch cannot be undone, and out of memory goes through.
+        Raises `CannotFit` if no tighter plan is left.
         """
         if all(parameter.grad is None for parameter in self._model.parameters()):
             self._end_update()
             insist(self._state.remember, self._device)
         elif not self._batches:
+            # Gradients exist that no watched call computed. They cannot be computed again, so the batch cannot be
+            # undone, and an out-of-memory error propagates.
             return call()
         self._batches.append(_Batch(self._state.random_states(), self._changed_since(), call))
         results: list[Any] = []
@@ -143,7 +146,7 @@ class GuestRecovery:
             insist(self._state.settle, self._device)
 
     def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The optimizer's step, finished where memory runs out in it."""
+        """The optimizer's step, which is finished even if memory runs out in it."""
 
         @functools.wraps(step)
         def guarded(closure: Callable[[], Any] | None = None, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Plans the step of a loop that is running: asked inside the model's first call, before its forward begins."""
+"""Plans the step of a running loop, from inside the model's first call, before its forward begins."""
 
 import contextlib
 import copy
@@ -31,14 +31,14 @@ from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.step import plain_tensors
 
 _NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent, Path(contextlib.__file__))
-_CLIPPED = 1.0  # a norm to clip at: which one makes no difference to memory or time
+_CLIPPED = 1.0  # an arbitrary norm for clipping: its value does not affect memory or time
 
 
 class WrittenLoss:
-    """The loss as the loop computes it: its own lines, run with its own names.
+    """The loop's own loss: runs its lines with its names.
 
-    What the lines bind stays bound until the loop would bind it anew or delete it, as in the loop itself: logits that
-    a variable holds on to are there while the optimizer steps.
+    A name that the lines bind stays bound until the loop would bind it again or delete it. So logits in a variable are
+    held while the optimizer steps, as in the loop itself.
     """
 
     def __init__(self, step: WrittenStep, names: dict[str, Any]):
@@ -53,16 +53,16 @@ class WrittenLoss:
             exec(self.step.code, self.names)
         except NameError as error:
             where = f"{self.step.file}:{self.step.line}"
-            raise ModelError(f"{where}: the step's lines do not stand alone: {error}") from error
+            raise ModelError(f"{where}: the step's lines cannot run outside of their loop: {error}") from error
         loss = self.names.pop(LOSS, None)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise ModelError(f"{self.step.file}:{self.step.line}: what backward() is called on is no scalar tensor")
+            raise ModelError(f"{self.step.file}:{self.step.line}: the value before backward() is no scalar tensor")
         return loss
 
 
 @dataclass(frozen=True)
 class RunningRequest(Request):
-    """A step of a running loop, whose micro-batches are the loop's own. `resident` is what lies beside the model."""
+    """A step of a running loop, with the loop's own micro-batches. `resident` are further tensors to count."""
 
     resident: tuple[torch.Tensor, ...] = ()
 
@@ -72,12 +72,12 @@ class RunningRequest(Request):
 
 @contextmanager
 def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[RunningRequest]:
-    """What to ask of the planner for the step in which `model` is being called, on this thread.
+    """A context with the planner's request for the running step, called inside the call of `model` on this thread.
 
-    The loss are the lines of the loop from the call to `backward()`, the optimizer is the one that holds parameters of
-    the model. Inside, the loop's other models may be run dry as well, and no position of the batch is masked, so that
-    the plan holds for later batches of its shape; afterwards all is as it was. Only bit-exact levers are allowed.
-    Raises `ModelError` where the step cannot be found.
+    The loss is the lines of the loop from the model's call to `backward()`. The optimizer is the one with parameters of
+    the model. Only bit-exact levers are allowed. Inside the context the loop's other models may run dry too, and no
+    position of the batch is masked, so that the plan fits later batches of its shape. Afterwards everything is
+    restored. Raises `ModelError` if the step cannot be found.
     """
     step = find_step(loop_frames())
     variables = {**step.frame.f_globals, **step.frame.f_locals}
@@ -108,7 +108,7 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
         stack.enter_context(fullest([*batch.values()]))
         for other in others:
             stack.enter_context(everything_restored(other))
-        if step.reenters:  # the lines enter autocast themselves
+        if step.reenters:  # the lines enter autocast themselves, and a second one around them would cast more
             stack.enter_context(torch.autocast("cpu", enabled=False))
         elif device.kind != "cpu" and torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
@@ -118,10 +118,9 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
 
 @contextmanager
 def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, masks (what holds zeros and ones only) are true everywhere and no label is ignored; then as before.
-
-    A loop may drop what is masked before it computes: how much that is differs from batch to batch.
-    """
+    """A context in which masks (tensors of zeros and ones) are true everywhere and no label is ignored."""
+    # A loop may drop masked positions before it computes, and their number differs between batches. A plan made from a
+    # batch with few labels was 7% too low (MiniMind's distillation, docs/lab-notes.md).
     data = [tensor for tensor in tensors if not tensor.requires_grad]
     masked = [(tensor, tensor.clone()) for tensor in data if is_mask(tensor) or ignores_labels(tensor)]
     versions = [tensor._version for tensor, _ in masked]
@@ -136,7 +135,7 @@ def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def loop_frames() -> Iterator[FrameType]:
-    """The frames of this thread that are neither PyTorch's nor ours, the innermost first."""
+    """The frames of this thread outside of PyTorch and this package, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
@@ -146,16 +145,17 @@ def loop_frames() -> Iterator[FrameType]:
 
 
 def forget_locals(frame: FrameType) -> None:
-    """Let go of the variables that a look at a frame's locals has left on it: before Python 3.13 they stay alive."""
+    """Free the copy of its variables that reading `f_locals` leaves on a function's frame."""
+    # Before Python 3.13 that copy lives as long as the frame, and with it tensors that the loop has deleted.
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        frame.f_locals.clear()  # a copy, in a function
+        frame.f_locals.clear()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that steps parameters of a model. Raises `ModelError` if none was made."""
     trained = {id(parameter) for parameter in model.parameters()}
     for thing in gc.get_objects():
-        # Not `isinstance`, which asks the objects themselves for their class, and some of them answer with a warning.
+        # Not `isinstance`: that reads `__class__` of every object, and some objects raise a warning then.
         if issubclass(type(thing), torch.optim.Optimizer) and any(
             id(parameter) in trained for group in thing.param_groups for parameter in group["params"]
         ):
@@ -164,11 +164,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def without_states(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors that are none of the optimizer's states: those a dry run makes itself.
-
-    A checkpoint that a loop holds on to is one with them: `load_state_dict` copies nothing that has the right dtype
-    and device.
-    """
+    """The tensors without those that share memory with the optimizer's states, which a dry run makes itself."""
+    # A checkpoint that a loop still holds shares memory with the states: `load_state_dict` does not copy a state that
+    # has the right dtype and device. Both were once counted (docs/lab-notes.md).
     states = {state.untyped_storage()._cdata for state in state_tensors(optimizer)}
     return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in states]
 
@@ -178,7 +176,7 @@ def _is_part(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _played(value: Any) -> Any:
-    """CUDA's autocast as the dry run has it, which lets CPU tensors play CUDA."""
+    """A value of the loop for a dry run. CUDA's autocast becomes the CPU's, whose tensors simulate CUDA's."""
     if isinstance(value, torch.autocast) and value.device == "cuda":
         return torch.autocast("cpu", dtype=value.fast_dtype, enabled=value._enabled)
     return value

@@ -1,8 +1,8 @@
-"""Finds a training step in the source of a loop that is running: the lines from the model's call to `backward()`.
+"""Finds a training step in the source of a running loop: the lines from the model's call to `backward()`.
 
-They are the loss. Run again, dry, they tell what the loop's own step takes, whatever its author computes there and
-however the loss is called. Of these lines only those are taken on which the loss depends (a backward slice: Weiser,
-"Program slicing", 1981), so that logging, counting and fetching the next batch happen once, in the loop itself.
+These lines compute the loss. Run again, dry, they predict the loop's own step, whatever its author computes there. Only
+lines on which the loss depends are used (a backward slice: Weiser, "Program slicing", 1981). So logging, counting and
+fetching the next batch happen once, in the loop itself.
 """
 
 import ast
@@ -18,12 +18,12 @@ from tightfit.errors import ModelError
 LOSS = "__loss__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
-_SEVERAL = 2  # micro-batches that stand for a number of them that cannot be read: the second finds gradients
+_SEVERAL = 2  # assumed for an unknown number of micro-batches: the second one finds gradients, like all later ones
 
 
 @dataclass(frozen=True)
 class Level:
-    """A list of statements, and which of them runs."""
+    """A list of statements, and the index of the running one."""
 
     block: list[ast.stmt]
     index: int
@@ -34,8 +34,8 @@ class Level:
 class WrittenStep:
     """The lines of a step in a file, and the frame in which they run.
 
-    `statements` run from the model's call on, `loss` is the expression whose `backward()` follows. `levels` are the
-    nested lists of statements, the outermost first, that lead to the one that holds both.
+    `statements` begin with the model's call. `loss` is the expression before the following `backward()`. `levels` are
+    the nested lists of statements around both, the outermost first.
     """
 
     file: str
@@ -47,14 +47,18 @@ class WrittenStep:
 
     @cached_property
     def code(self) -> CodeType:
-        """The statements, and the loss assigned to `LOSS`; inside a loop of one turn, so that `continue` may stand."""
+        """The compiled statements, with the loss assigned to `LOSS`. They are in a loop of one iteration, so that
+        `continue` is valid.
+        """
         last = ast.Assign([ast.Name(LOSS, ast.Store())], self.loss)
         turn = ast.For(ast.Name("__turn__", ast.Store()), ast.Constant("1"), [*self.statements, last], [])
         tree = ast.fix_missing_locations(ast.Module([ast.copy_location(turn, self.loss)], []))
         try:
             return compile(tree, self.file, "exec")
         except SyntaxError as error:
-            raise ModelError(f"{self.file}:{self.line}: the lines of the step do not stand alone: {error}") from error
+            raise ModelError(
+                f"{self.file}:{self.line}: the lines of the step cannot run outside of their loop: {error}"
+            ) from error
 
     @property
     def reads(self) -> frozenset[str]:
@@ -69,26 +73,26 @@ class WrittenStep:
 
     @property
     def reenters(self) -> bool:
-        """Whether the lines enter again a `with` in which the model's call stands (autocast, for one)."""
+        """Whether the lines enter the `with` around the model's call again, for example autocast."""
         return any(isinstance(statement, ast.With | ast.AsyncWith) for statement in self.statements[:1])
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Names that the loop deletes behind the step: what they held is not there in the next one."""
+        """Names that the loop deletes after the step, so that their values do not exist in the next step."""
         level = self.levels[-1]
         deleted = [s for s in level.block[level.index + 1 :] if isinstance(s, ast.Delete)]
         return frozenset(t.id for s in deleted for t in s.targets if isinstance(t, ast.Name))
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are clipped by norm behind it."""
+        """Whether the loop clips gradients by norm after the step."""
         return any(_called(node) == "clip_grad_norm_" for node in self._behind())
 
     def micro_batches(self) -> int:
-        """How many backward passes the loop has for each step of the optimizer.
+        """The number of backward passes for each step of the optimizer.
 
-        The N of an optimizer that steps where `... % N == 0`, or of the `range(N)` around a backward behind which the
-        optimizer steps; where there is a condition of another kind, a number of more than one.
+        It is N if the optimizer steps under a condition `... % N == 0`, or after a loop over `range(N)`. Under any
+        other condition, it is assumed to be `_SEVERAL`.
         """
         guards = [node for node in self._behind() if isinstance(node, ast.If) and _steps(node)]
         parts = [part for guard in guards for part in ast.walk(guard.test)]
@@ -109,21 +113,21 @@ class WrittenStep:
         names = {**self.frame.f_globals, **self.frame.f_locals}
         try:
             count = eval(compile(ast.Expression(expression), self.file, "eval"), names)
-        except Exception:  # the author's expression, outside its place
+        except Exception:  # the author's own expression may raise anything when it runs here
             return _SEVERAL
         return count if isinstance(count, int) and count >= 1 else _SEVERAL
 
     def _behind(self, levels: int | None = None) -> Iterator[ast.AST]:
-        """All that is written behind the step, in its own list of statements and in those around it."""
+        """All nodes after the step, in its own list of statements and in those around it."""
         for depth, level in enumerate(self.levels[::-1][:levels]):
             for statement in level.block[level.index + (depth > 0) :]:
                 yield from ast.walk(statement)
 
 
 def find_step(frames: Iterable[FrameType]) -> WrittenStep:
-    """The step in the innermost of some frames that has one.
+    """The step in the innermost of the frames that contains one.
 
-    Raises `ModelError` where no frame's source has a `backward()` behind the statement that runs.
+    Raises `ModelError` if no frame's source has a `backward()` after the running statement.
     """
     first = ""
     for frame in frames:
@@ -142,6 +146,8 @@ def _step_in(frame: FrameType, tree: ast.Module) -> WrittenStep | None:
         block, first = levels[depth - 1].block, levels[depth - 1].index
         found = ((i, _backward(block[i])) for i in range(first, len(block)))
         last, call = next(((i, call) for i, call in found if call is not None), (0, None))
+        # If the running statement is compound and contains the `backward()` itself, it is the loop around the step, and
+        # that `backward()` does not follow the call.
         if call is None or (last == first and isinstance(block[first], _COMPOUND)):
             continue
         loss = _loss_of(call)
@@ -153,12 +159,12 @@ def _step_in(frame: FrameType, tree: ast.Module) -> WrittenStep | None:
 
 
 def _levels(tree: ast.Module, line: int) -> Iterator[Level]:
-    """The lists of statements that lead to a line, from the innermost function that holds it, the outermost first."""
+    """The nested lists of statements around a line, within the innermost function, the outermost first."""
     levels: list[Level] = []
     node: ast.AST | None = tree
     while node is not None:
         if isinstance(node, _SCOPES):
-            levels = []
+            levels = []  # the names of an outer function's lines are not those of this frame
         holder, node = node, None
         for block in _blocks(holder):
             for index, statement in enumerate(block):
@@ -192,7 +198,7 @@ def _loss_of(call: ast.Call) -> ast.expr:
 
 
 def _slice(statements: list[ast.stmt], loss: ast.expr) -> tuple[ast.stmt, ...]:
-    """The statements on which the loss depends; the first one, with the model's call, in any case."""
+    """The statements on which the loss depends, and always the first one, with the model's call."""
     needed, taken = _loads(loss), []
     for statement in reversed(statements):
         if statement is statements[0] or needed & _changes(statement):
@@ -202,14 +208,14 @@ def _slice(statements: list[ast.stmt], loss: ast.expr) -> tuple[ast.stmt, ...]:
 
 
 def _loads(node: ast.AST) -> set[str]:
-    """Names that are read, those in `name += ...` included."""
+    """Names that are read, including those in `name += ...`."""
     parts = list(ast.walk(node))
     added = {part.target.id for part in parts if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name)}
     return added | {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
 
 
 def _read_first(statements: Iterable[ast.stmt], bound: set[str]) -> set[str]:
-    """The names that statements read while they are not bound; adds to `bound` what they bind in any case."""
+    """The names that statements read before they are bound. Adds to `bound` the names that are always bound."""
     read: set[str] = set()
     for statement in statements:
         if isinstance(statement, ast.With | ast.AsyncWith):
@@ -217,7 +223,7 @@ def _read_first(statements: Iterable[ast.stmt], bound: set[str]) -> set[str]:
             read |= _read_first(statement.body, bound)
         else:
             read |= _loads(statement) - bound
-            if not isinstance(statement, _COMPOUND):
+            if not isinstance(statement, _COMPOUND):  # the body of an `if` or a loop may not run
                 bound |= {part.id for part in ast.walk(statement) if _is_bound(part)}
     return read
 
@@ -227,7 +233,7 @@ def _is_bound(node: ast.AST) -> TypeGuard[ast.Name]:
 
 
 def _changes(statement: ast.stmt) -> set[str]:
-    """Names that a statement binds, or whose items, attributes or contents it sets."""
+    """Names that a statement binds, or whose items, attributes or contents it may change."""
     changed = set()
     for part in ast.walk(statement):
         if isinstance(part, ast.Name | ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store):
@@ -244,7 +250,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _called(node: Any) -> str:
-    """The last part of the name of what is called, if something is."""
+    """The last part of a called function's name; empty if the node is no call."""
     function = node.func if isinstance(node, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", ""))
 

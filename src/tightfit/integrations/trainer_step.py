@@ -1,4 +1,4 @@
-"""The training step of a `transformers.Trainer`, whichever subclass it is, as the planner takes it."""
+"""The training step of a `transformers.Trainer`, or any subclass, for the planner."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from tightfit.tracing.restore import Contents
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_INPUTS = ("train_dataset", "eval_dataset")  # may be lists as long as the training, and no step writes them
+_INPUTS = ("train_dataset", "eval_dataset")  # not saved and restored: they may be long lists, and no step writes them
 
 
 class TrainerLoss:
-    """What a trainer computes of one batch: its own `compute_loss`, in its own precision.
+    """A trainer's own `compute_loss` of one batch, in its own precision.
 
-    Where losses of micro-batches add up as they are, `reduction` is "sum"; else they count by what `count` finds.
+    `reduction` is "sum" if losses of micro-batches add up without weights. Otherwise `count` gives their weights.
     """
 
     def __init__(self, trainer: "Trainer", items: Any, weighing: Weighing | None = None):
@@ -39,9 +39,9 @@ class TrainerLoss:
 
 
 def adds_up(trainer: "Trainer", items: Any) -> bool:
-    """Whether the loss of a batch is already its part of the whole update's, as `Trainer.training_step` decides it. It
-    goes by signatures, which is right for causal language models.
-    """
+    """Whether the loss of a batch is already its share of the update's loss, as `Trainer.training_step` decides."""
+    # The trainer decides by signatures, which is right for causal language models. A classifier whose `forward` has
+    # `**kwargs` got four times the gradient that way, so planned micro-batches are measured (`weighing.py`).
     stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
     if stated is not None:
         return stated
@@ -49,7 +49,7 @@ def adds_up(trainer: "Trainer", items: Any) -> bool:
 
 
 def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> list[Batch]:
-    """What the trainer's batches can be at most, collated and prepared as it does it."""
+    """The worst batches of the trainer's data set, collated and prepared by the trainer."""
     size = trainer.state.train_batch_size or trainer.args.train_batch_size
 
     def collate(samples: list[Any]) -> Batch:
@@ -60,7 +60,7 @@ def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> 
 
 
 def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any]) -> GuestStep:
-    """The step that the trainer is about to take, with its accumulation, precision, optimizer and clipping."""
+    """The next step of the trainer, with its accumulation, precision, optimizer and clipping."""
     args = trainer.args
     accumulated = args.gradient_accumulation_steps
     _, items = trainer.get_batch_samples(iter([dict(batch)] * accumulated), accumulated, torch.device("cpu"))
@@ -69,7 +69,7 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any])
     return GuestStep(
         model=model,
         loss=TrainerLoss(trainer, items),
-        optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper
+        optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate wraps the optimizer
         device=args.device,
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
         accumulated=accumulated,
@@ -79,9 +79,7 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any])
 
 @contextmanager
 def nothing_noted(trainer: "Trainer") -> Iterator[None]:
-    """Inside, steps may be run dry: nothing is logged, and what the trainer counts and collects is afterwards as it
-    was.
-    """
+    """A context for dry runs of a trainer's step: nothing is logged, and the trainer's counts are restored."""
     attributes = trainer.__dict__
     before = dict(attributes)
     collected = Contents((value for name, value in before.items() if name not in _INPUTS), in_objects=False)
@@ -95,12 +93,13 @@ def nothing_noted(trainer: "Trainer") -> Iterator[None]:
 
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a trainer's logging."""
+    """Replaces a trainer's logging."""
 
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Collators may draw random numbers: the training draws the same ones as without a plan."""
+    """A context that restores the random states."""
+    # Collators may draw random numbers. The training must draw the same ones as without a plan.
     import random
 
     import numpy

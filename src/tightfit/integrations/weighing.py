@@ -1,4 +1,4 @@
-"""What the losses of micro-batches count in the loss of their batch: measured on two samples, since no loss says it."""
+"""Measures the weights of micro-batches' losses in the loss of their batch, on two samples."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from tightfit.runtime.activity import aside
 from tightfit.step import AUTOCAST_DTYPES, Batch
 from tightfit.tracing.restore import everything_restored
 
-LENGTH = 16  # tokens of each sample that are tried: a step that has not been planned yet must not take much
-LABELLED = ((0, 1), (1, 2, 3))  # places of labels in either sample: 1 to 3 after a shift by one, 2 to 3 without
-ROUNDING = 1e-5  # of a loss in fp32, when samples come alone instead of together
+LENGTH = 16  # tokens of each sample: the measurement runs before a plan, so it must use little memory
+LABELLED = ((0, 1), (1, 2, 3))  # positions of labels: 1 and 3 of them after a shift by one, 2 and 3 without
+ROUNDING = 1e-5  # relative difference of fp32 losses of samples alone and together
 ROUNDING_16_BIT = 5e-3
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """Each micro-batch counts by its share of what `count` counts; where that is None, losses add up as they are."""
+    """The weight of a micro-batch is its share of `count` over the batch. With None, losses add up without weights."""
 
     count: Callable[[Batch], int] | None
 
 
 def valid_labels(batch: Batch) -> int:
-    """How many labels are not ignored, the first one of each sample too; without labels, the number of samples."""
+    """The number of labels that are not ignored, without a shift; the number of samples if there are no labels."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return batch_size(batch) if labels is None else int((labels != IGNORE_INDEX).sum())
 
@@ -41,32 +41,34 @@ WEIGHINGS = (SUM, NEXT_TOKENS, Weighing(valid_labels), Weighing(batch_size))
 
 @aside()
 def measure_weighing(step: GuestStep, batch: Batch) -> Weighing:
-    """The weighing for which the losses of two samples make the loss of both: where several do, the first of them.
-    Dropout is off meanwhile; model and random states are afterwards as they were.
+    """The first weighing for which the losses of two samples combine into the loss of both.
 
-    Raises `LeverError` where there is none, or the loss of a single sample cannot be computed.
+    Dropout is off during the measurement. Model and random states are restored afterwards. Raises `LeverError` if no
+    weighing fits, or if the loss of a single sample cannot be computed.
     """
     pair = probe(batch)
     parts = split_batch(pair, 2)
     with everything_restored(step.model), evaluating(step.model), torch.no_grad():
         try:
             whole, *alone = (float(step.loss(step.model, part)) for part in (pair, *parts))
-        except Exception as error:  # whatever a loss may raise that is made for whole batches
+        except Exception as error:  # a loss for whole batches may raise anything for a single sample
             raise LeverError(f"the loss of a part of its batch cannot be computed ({error})") from error
     apart = [abs(whole - _total(weighing, alone, parts)) / abs(whole) for weighing in WEIGHINGS] if whole else []
+    # The strict limit first: in 16 bits several weighings may agree within the loose one.
     for rounding in (ROUNDING, ROUNDING_16_BIT if _is_16_bit(step) else ROUNDING):
         for weighing, distance in zip(WEIGHINGS, apart, strict=False):
             if distance <= rounding:
                 return weighing
     raise LeverError(
-        f"the losses of two samples, {alone[0]:g} and {alone[1]:g}, do not make the loss of both, {whole:g}, "
-        "whether they are added or weighed by tokens, labels or samples"
+        f"the losses of two samples, {alone[0]:g} and {alone[1]:g}, do not combine into the batch loss, {whole:g}, "
+        "neither added nor weighted by tokens, labels or samples"
     )
 
 
 def probe(batch: Batch) -> Batch:
-    """Two samples of a batch, short, and of different numbers of labels and masked tokens: whatever a loss divides by,
-    it is not the same for both.
+    """Two short samples of a batch with different numbers of labels and masked tokens.
+
+    Every divisor that a loss may use then differs between them.
     """
     pair = first_samples(as_tensors(batch), 2)
     if not isinstance(pair, Mapping):
@@ -83,7 +85,7 @@ def probe(batch: Batch) -> Batch:
 
 
 def _labelled(labels: torch.Tensor) -> torch.Tensor:
-    """Few labels in the first sample, and more in the second."""
+    """Labels with few entries in the first sample, and more in the second."""
     known = labels[labels != IGNORE_INDEX]
     made = torch.full_like(labels, IGNORE_INDEX)
     for sample, places in enumerate(LABELLED):
@@ -93,7 +95,7 @@ def _labelled(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of the first sample's last quarter."""
+    """A mask that hides the last quarter of the first sample."""
     made = torch.ones_like(mask)
     made[0, mask.shape[1] * 3 // 4 :] = 0
     return made

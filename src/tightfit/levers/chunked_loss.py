@@ -1,5 +1,5 @@
-"""The lever `chunked_loss`: head and cross-entropy in one, the logits of some tokens at a time, on an unmodified
-model.
+"""The lever chunked loss on an unmodified model: head and cross-entropy together, on the logits of some tokens at a
+time.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from tightfit.ops.cross_entropy import product_dtype
 
 
 class DeferringForward(FrugalForward):
-    """Stands in for the forward of a linear head: its product is deferred until somebody needs it."""
+    """Replaces the forward of a linear head. Its product is materialised only on use."""
 
     def __init__(self, module: nn.Module, path: str, chunk_size: int | None):
         super().__init__(module, path)
@@ -24,7 +24,7 @@ class DeferringForward(FrugalForward):
     def __call__(self, input: torch.Tensor) -> Any:
         head = self.module
         assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
-        # The compiler sees the plain head: it has its own ways with the logits.
+        # `torch.compile` sees the plain head: it cannot trace the deferred tensor, and fuses the loss itself.
         if torch.compiler.is_compiling() or self.steps_aside or not can_defer(head, input):
             return self.original(input)
         made = Head(input, head.weight, head.bias, self.chunk_size)
@@ -32,7 +32,7 @@ class DeferringForward(FrugalForward):
 
 
 class NeededLogits(DeferringForward):
-    """The same where no gradients are recorded: an evaluation reads the logits of a few tokens."""
+    """Defers logits under `torch.no_grad`, for an evaluation that reads the logits of a few tokens."""
 
     def __call__(self, input: torch.Tensor) -> Any:
         head = self.module
@@ -44,7 +44,8 @@ class NeededLogits(DeferringForward):
 
 
 def can_defer(head: nn.Linear, hidden: torch.Tensor) -> bool:
-    """Whether gradients are wanted, and the product is one that `F.linear` would make of plain tensors."""
+    """Whether gradients are recorded, and `F.linear` accepts the operands as plain tensors."""
+    # Without gradients nothing would save the logits for backward, so deferring them gains nothing.
     tensors = _tensors(head, hidden)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return False
@@ -56,7 +57,7 @@ def _tensors(head: nn.Linear, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_plain_product(head: nn.Linear, hidden: torch.Tensor) -> bool:
-    """Whether the product is one that `F.linear` would make of plain tensors."""
+    """Whether `F.linear` accepts the operands, and all of them are plain tensors."""
     tensors = _tensors(head, hidden)
     plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
     fits = hidden.dim() >= 2 and hidden.shape[-1] == head.weight.shape[-1]
@@ -65,23 +66,23 @@ def is_plain_product(head: nn.Linear, hidden: torch.Tensor) -> bool:
 
 
 def apply_chunked_loss(model: nn.Module, head_path: str, chunk_size: int | None = None) -> Applied:
-    """Compute the cross-entropy of a head's output without ever holding all its logits.
+    """Compute the cross-entropy of a head's output without materialising all its logits.
 
-    `head_path` is the path of the `nn.Linear` that makes the logits (..., V); `chunk_size` the number of tokens whose
-    logits exist at a time, None leaves it to `linear_cross_entropy`. While gradients are recorded the head returns
-    `DeferredLogits`; what the model or its caller does with them stays the same, and where that is more than views and
-    a cross-entropy, they are computed. A cross-entropy of which every label is ignored is 0, not NaN.
+    `head_path` is the path of the `nn.Linear` that computes the logits (..., V). `chunk_size` is the number of tokens
+    whose logits exist at a time; None: `linear_cross_entropy` chooses. While gradients are recorded the head returns
+    `DeferredLogits`. The model and its caller can use them as before; any use except views and a cross-entropy
+    materialises them. A cross-entropy with every label ignored is 0, not NaN.
 
-    Returns a handle with `undo()`. Raises `LeverError` where the path is no plain linear layer, where its forward is
-    already replaced, or where `chunk_size` is less than 1.
+    Returns a handle with `undo()`. Raises `LeverError` if the module is no plain linear layer, if its forward is
+    already replaced, or if `chunk_size` is less than 1.
     """
     return _applied(DeferringForward, model, head_path, chunk_size)
 
 
 def apply_needed_logits(model: nn.Module, head_path: str, chunk_size: int | None = None) -> Applied:
-    """Compute the logits that an evaluation reads and no others; for code under `torch.no_grad`.
+    """Let an evaluation compute only the logits that it reads. Works under `torch.no_grad`.
 
-    The arguments and errors are those of `apply_chunked_loss`.
+    Arguments, result and errors are those of `apply_chunked_loss`.
     """
     return _applied(NeededLogits, model, head_path, chunk_size)
 

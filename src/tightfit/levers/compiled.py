@@ -1,10 +1,10 @@
-"""Blocks compiled one by one: `compile_blocks(model, "layers.*")`.
+"""Compiles the blocks of a model one by one: `compile_blocks(model, "layers.*")`.
 
-Not the model is compiled but its blocks: parameters are arguments of the compiled code, so one compilation serves all
-blocks of a kind. What a block holds for backward is then PyTorch's own choice, the smallest cut of its joint graph, and
-recomputing is a share of that: no operator of compiled code passes the dispatcher, so our recompute does not see into
-it. A dry run on a CPU runs the code that the compiler writes (`tracing/compiled_code.py`); where somebody else watches
-operators, and in a dry run that plays a CUDA device, a block runs as it was written.
+Parameters are arguments of the compiled code, so one compilation serves all blocks of a kind. PyTorch decides which
+tensors a compiled block saves for backward: the smallest cut of its joint graph, or a share of that. Our own recompute
+does not apply, because no operator of compiled code passes the dispatcher. A dry run on a CPU runs the code that the
+compiler generates (`tracing/compiled_code.py`). A block runs as eager code if another dispatch mode is active, and in a
+dry run that simulates a CUDA device.
 """
 
 import functools
@@ -26,15 +26,14 @@ from tightfit.runtime.module_paths import module_at
 
 
 def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Applied:
-    """Compile every module whose path matches a glob (`"layers.*"`), each kind of them once, when they first run.
+    """Compile every module whose path matches a glob (`"layers.*"`). Each kind is compiled once, when it first runs.
 
-    Exact to rounding: fused kernels add in another order. `keep` is the share of what the compiled backward would like
-    to find kept that is kept (PyTorch's `activation_memory_budget`): 1 for the fastest, 0 to recompute a block from its
-    inputs. Without gradients the blocks run as they were written.
+    Results are exact to rounding: fused kernels add in another order. `keep` is PyTorch's `activation_memory_budget`,
+    from 1 (the fastest) to 0 (recompute a block from its inputs). Without gradients the blocks run as eager code.
 
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where `keep`
-    is no share, or where another lever or package has replaced a block's forward, `DeviceError` where the CPU has no
-    C++ compiler.
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if `keep` is not
+    between 0 and 1, or if another lever or package has replaced a block's forward. Raises `DeviceError` if the machine
+    has no C++ compiler.
 
     Example:
         >>> import tightfit, torch
@@ -51,8 +50,9 @@ def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Appl
 
 
 def compile_paths(model: nn.Module, shares: Mapping[str, float], *, whole: bool = True) -> Applied:
-    """Compile the modules at these paths, each with its share kept; `whole` refuses a module of which only parts can be
-    compiled, when it first runs.
+    """Compile the modules at these paths, each with its own `keep`.
+
+    With `whole`, a module that compiles only in parts raises when it first runs.
     """
     first = next(model.parameters(), None)
     if shares and (first is None or first.device.type == "cpu"):
@@ -80,35 +80,37 @@ class CompiledForward(FrugalForward):
         if now.dry_compiled is not None and not now.playing_cuda:
             return self.written(now.dry_compiled, args, kwargs)
         if dispatch_is_watched():
+            # dynamo leaves code alone under a dispatch mode. The mode would see eager operators or none at all.
             return self.original(*args, **kwargs)
         with many_compilations():
             return compiled_forward(type(self.module), self.keep, self.whole)(self.module, *args, **kwargs)
 
     def written(self, played: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """In a dry run: as the compiler would write it, else, where parts will do, as it stands."""
+        """The block in a dry run: the code that the compiler generates, or eager code if only parts would compile."""
         try:
             return played(self.module, self.keep, args, kwargs)
         except CompileError:
             if self.whole:
                 raise
-        return self.original(*args, **kwargs)  # out here, where no exception holds what was made meanwhile
+        # Outside of `except`: dynamo's exception holds the frames of the code that failed, and with them the block's
+        # input, which would count in the dry run.
+        return self.original(*args, **kwargs)
 
 
 @functools.cache
 def compiled_forward(kind: type[nn.Module], keep: float, whole: bool) -> Callable[..., Any]:
-    """The `forward` of a class of modules, compiled with one share kept."""
+    """The compiled `forward` of a class of modules, for one value of `keep`."""
     backend = functools.partial(inductor_with_budget, kind.__name__, keep)
     return torch.compile(own_forward(kind, f"keep_{keep:g}"), backend=backend, fullgraph=whole)
 
 
 def own_forward(kind: type[nn.Module], suffix: str) -> Callable[..., Any]:
-    """A copy of a class' `forward` with code of its own: what is compiled hangs on the code, which classes may share.
-
-    Raises `CompileError` where `forward` is no Python function.
-    """
+    """A copy of a class's `forward` with a new code object. Raises `CompileError` if that is no Python function."""
+    # dynamo caches compilations by code object. Subclasses share the code of an inherited `forward`, and each value of
+    # `keep` needs a compilation of its own.
     forward = kind.forward
     if not isinstance(forward, FunctionType):
-        raise CompileError(f"the forward of {kind.__name__} is no Python function, which is what can be compiled")
+        raise CompileError(f"the forward of {kind.__name__} is no Python function, so it cannot be compiled")
     code = forward.__code__.replace(co_name=f"{kind.__name__}_{suffix}")
     twin = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__, forward.__closure__)
     twin.__kwdefaults__ = forward.__kwdefaults__

@@ -1,8 +1,8 @@
-"""Logits that are not computed until somebody needs them, and never where a cross-entropy takes them in.
+"""Logits that are materialised only on use, and never for a cross-entropy.
 
-A head that defers returns `DeferredLogits` in the place of its product. Whatever leaves the vocabulary alone (slices
-of batch and sequence, views, a cast to fp32) stays deferred; `F.cross_entropy` becomes the chunked loss; anything else
-computes the logits and goes on as if nothing had been deferred.
+A head with the lever returns `DeferredLogits` instead of its product. Operations that do not touch the vocabulary
+(slices of batch and sequence, views, a cast to fp32) give deferred logits again. `F.cross_entropy` becomes the chunked
+loss. Any other use materialises the logits and continues with them.
 """
 
 import weakref
@@ -22,7 +22,10 @@ from tightfit.ops.cross_entropy import linear_cross_entropy, product_dtype
 
 
 class Head:
-    """The product hidden (..., D) @ weight.T + bias as it stood when the head ran: inputs, versions, autocast."""
+    """The deferred product hidden (..., D) @ weight (V, D).T + bias (V), with the state in which the head ran.
+
+    That state is the inputs, their versions, and autocast. `family` refers weakly to all logits derived from it.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None):
         self.hidden, self.weight, self.bias = hidden, weight, bias
@@ -42,11 +45,13 @@ class Head:
         return tuple(t._version for t in (self.hidden, self.weight, self.bias) if t is not None)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """The autocast state in which the head ran."""
+        """A context with the autocast state in which the head ran: a loss may be computed outside of autocast."""
         enabled, dtype = self.autocast
         return torch.autocast(self.hidden.device.type, dtype, enabled=enabled)
 
     def check_unchanged(self) -> None:
+        # The deferred product reads weights at the time of use. After a write it would silently differ from the plain
+        # head's product.
         if self.versions != self.current_versions():
             raise LeverError(
                 "chunked loss: the logits are needed only now, but the head's weight or its input was written to since "
@@ -56,11 +61,12 @@ class Head:
     def logits(self) -> Tensor:
         """The logits, as the head would have computed them."""
         self.check_unchanged()
-        with torch.enable_grad(), self.precision():
+        with torch.enable_grad(), self.precision():  # the head ran with gradients, even if the reader does not
             return F.linear(self.hidden, self.weight, self.bias)
 
     def materialise(self) -> None:
-        """Compute the logits and everything made from them so far, so that later writes reach what they should."""
+        """Compute the logits and everything derived from them so far."""
+        # All of them at once: slices of plain logits share memory, so a write into one must be visible in the others.
         for reference in list(self.family):
             member = reference()
             if member is not None:
@@ -69,7 +75,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Origin:
-    """How deferred logits came from others: the operation, its other arguments, and whether autograd watched."""
+    """How deferred logits were derived from others: operation, further arguments, and whether grad was enabled."""
 
     parent: "DeferredLogits"
     operation: Callable[..., Any]
@@ -84,7 +90,7 @@ class Origin:
 
 
 class Product(torch.autograd.Function):
-    """Gives deferred logits their place in the graph, for code that takes a tensor without asking Python."""
+    """The autograd node of deferred logits, for C++ code that uses the tensor without calling `__torch_function__`."""
 
     @staticmethod
     def forward(
@@ -110,9 +116,9 @@ class Product(torch.autograd.Function):
 
 
 class DeferredLogits(Tensor):
-    """A tensor without memory that knows how its content would be computed.
+    """A tensor (..., V) without memory that can compute its content.
 
-    `hidden` (..., D) are the hidden states of its tokens; `content` the logits once somebody needed them.
+    `hidden` (..., D) are the hidden states of its tokens. `content` are the logits once they are materialised.
     """
 
     head: Head
@@ -132,7 +138,7 @@ class DeferredLogits(Tensor):
             self.content = self.head.logits() if self.origin is None else self.origin.compute()
 
     def materialise(self) -> Tensor:
-        """The real logits."""
+        """The real logits (..., V), computed at most once."""
         if self.content is None:
             self.head.materialise()
         assert self.content is not None, "every member of the family is computed"
@@ -144,35 +150,37 @@ class DeferredLogits(Tensor):
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         if not args and "input" in kwargs:
-            args = (kwargs.pop("input"),)
+            args = (kwargs.pop("input"),)  # F.cross_entropy(input=logits, target=labels)
         if args and isinstance(args[0], DeferredLogits) and args[0].content is None:
             result = still_deferred(args[0], func, args[1:], kwargs)
             if result is not None:
                 return result
+        # The chunked loss computed the gradient of the hidden states directly, so the logits never had a gradient. A
+        # hook would wait for it in vain.
         if func in _OBSERVES_GRADIENT and any(
             isinstance(leaf, DeferredLogits) and leaf.head.loss_taken for leaf in tree_iter((args, kwargs))
         ):
             raise LeverError(
-                "chunked loss: the gradient of the logits is asked for, but the loss took them in without computing "
-                "them: ask before the loss, or undo the lever"
+                "chunked loss: the gradient of the logits is requested, but the loss was computed without them: "
+                "request it before the loss, or undo the lever"
             )
         args, kwargs = computed(DeferredLogits.materialise, args, kwargs)
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Reached where code below Python takes the tensor; the gradient then goes by `Product`.
+        # Reached when C++ code uses the tensor. The gradient then runs through `Product`.
         args, kwargs = computed(values, args, {} if kwargs is None else kwargs)
         return func(*args, **kwargs)
 
 
 def computed(how: Callable[[DeferredLogits], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """The arguments with the logits in the place of those that are deferred."""
+    """The arguments with logits in place of deferred logits."""
     return tree_map_only(DeferredLogits, how, args), tree_map_only(DeferredLogits, how, kwargs)
 
 
 def values(logits: DeferredLogits) -> Tensor:
-    """The content, for use below autograd and autocast."""
+    """The content of deferred logits, for use below autograd and autocast."""
     if logits.content is not None:
         return logits.content.detach()
     head = logits.head
@@ -182,7 +190,7 @@ def values(logits: DeferredLogits) -> Tensor:
 
 
 def still_deferred(logits: DeferredLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """What `func(logits, ...)` gives without the logits, or None where it needs them."""
+    """The result of `func(logits, ...)` without materialising the logits, or None if `func` needs them."""
     if func is F.cross_entropy:
         return cross_entropy(logits, *args, **kwargs)
     if func in LEADING_VIEWS:
@@ -197,7 +205,7 @@ def still_deferred(logits: DeferredLogits, func: Any, args: tuple, kwargs: dict[
 
 
 def cast_dtype(logits: DeferredLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype after `.float()` or `.to(...)`, where that keeps all that the logits hold and their device."""
+    """The dtype after `.float()` or `.to(...)`, or None if the cast loses precision or changes the device."""
     if func is Tensor.float and not args and not kwargs:
         wanted = torch.float32
     elif func is Tensor.to and set(kwargs) <= {"dtype", "device", "non_blocking"} and len(args) < 3:
@@ -208,6 +216,7 @@ def cast_dtype(logits: DeferredLogits, func: Any, args: tuple, kwargs: dict[str,
             return None
     else:
         return None
+    # Widening to fp32 keeps everything that the logits hold. Narrowing would round them, which the loss would not see.
     widened = wanted == torch.float32 and logits.dtype != torch.float64
     return wanted if wanted == logits.dtype or widened else None
 
@@ -226,7 +235,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` in chunks; None for class weights, soft targets and what PyTorch would refuse."""
+    """`F.cross_entropy` in chunks. None for class weights, soft targets, and arguments that PyTorch would refuse."""
     if weight is not None or size_average is not None or reduce is not None:
         return None
     if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != logits.hidden.shape[:1]:
@@ -255,7 +264,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# Answered by the tensor without memory itself.
+# Questions that need no content: the tensor without memory answers them.
 _METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"),
     *_getters("requires_grad", "is_leaf", "grad_fn", "is_sparse", "is_quantized", "is_nested", "_version"),

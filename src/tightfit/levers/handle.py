@@ -1,4 +1,4 @@
-"""What an applied lever hands back: the way to take it off."""
+"""Handles of applied levers, which remove them again."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, Self
@@ -19,10 +19,12 @@ class Applied:
         return bool(self._parts)
 
     def undo(self) -> None:
-        """Take every lever off, last applied first. Calling it again does nothing, and goes on with what is left where
-        it was interrupted. A module that is gone, or has another forward by now, needs nothing.
+        """Remove every lever, the last applied first. Calling it again does nothing.
+
+        A module that no longer exists, or has another forward by now, is skipped.
         """
         while self._parts:
+            # Popped after its removal: a call after an interrupt continues with the lever that was interrupted.
             self._parts[-1].remove()
             self._parts.pop()
 

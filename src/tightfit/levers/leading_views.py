@@ -1,7 +1,7 @@
-"""What an operation on logits (..., V) that leaves the vocabulary alone does to the hidden states (..., D) behind them.
+"""Applies views of logits (..., V) to their hidden states (..., D), for views that do not touch the vocabulary.
 
-Each function takes the hidden states, V, and the operation's own arguments, and returns the new hidden states, or None
-where the operation touches the vocabulary or is not understood.
+Each function takes the hidden states, V, and the operation's own arguments. It returns the new hidden states, or None
+if the operation touches the vocabulary or is not supported.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ def is_full(entry: Any) -> bool:
 
 
 def without_full_end(entries: Sequence[Any]) -> Sequence[Any]:
-    """Full slices at the end take everything, as leaving them out does."""
+    """The entries without full slices at the end, which select everything, as no entry does."""
     while entries and is_full(entries[-1]):
         entries = entries[:-1]
     return entries
 
 
 def dimensions_taken(entries: Sequence[Any]) -> int:
-    """How many dimensions these entries of an index select from."""
+    """The number of dimensions from which these entries of an index select."""
     masks = [e.dim() for e in entries if isinstance(e, Tensor) and e.dtype in (torch.bool, torch.uint8)]
     places = [e for e in entries if e is not None and not isinstance(e, bool)]
     return sum(masks) + len(places) - len(masks)
@@ -53,7 +53,7 @@ def viewed(hidden: Tensor, vocabulary: int, *shape: Any) -> Tensor | None:
         return None
     if sizes[-1] not in (-1, vocabulary):
         return None
-    if not leading:
+    if not leading:  # a view with one dimension: the vocabulary is the last one only if there is one token
         return hidden.reshape(hidden.shape[-1]) if tokens == 1 else None
     return hidden.reshape(*leading, hidden.shape[-1])
 
@@ -83,7 +83,7 @@ def contiguous(hidden: Tensor, vocabulary: int) -> Tensor:
 
 
 def leading_dimension(hidden: Tensor, dim: int) -> int | None:
-    """The dimension counted from the front, or None if it is the last one or none."""
+    """The dimension counted from the front; None if it is the last one or out of range."""
     place = dim if dim >= 0 else dim + hidden.dim()
     return place if 0 <= place < hidden.dim() - 1 else None
 

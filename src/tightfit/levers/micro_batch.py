@@ -1,8 +1,8 @@
-"""Micro-batches: a batch in several passes whose gradients add up to the gradient of the whole, token for token.
+"""Micro-batches: gradient accumulation whose sum is the gradient of the whole batch, token for token.
 
-The loss of a causal language model is a mean over valid tokens. The mean of micro-batches' means is another number
-as soon as their lengths differ; so each one is weighted by its share of the valid tokens, counted before the first
-one runs.
+The loss of a causal language model is a mean over valid tokens. A mean of the micro-batches' means differs from it if
+they have different numbers of valid tokens. So each micro-batch is weighted by its share of the valid tokens, which are
+counted before the first one runs.
 """
 
 import itertools
@@ -31,17 +31,18 @@ def batch_size(batch: Batch) -> int:
 
 
 def inseparable_samples(batch: Batch, loss: Loss) -> int:
-    """How many samples a batch has that cannot be split: its rows, or, where the loss compares rows (a preference
-    pair's two answers), groups of `loss.rows_together` of them.
+    """The number of inseparable samples of a batch.
+
+    A sample is a row. If the loss compares rows, as it does the two answers of a preference pair, a sample is a group
+    of `loss.rows_together` rows.
     """
     return batch_size(batch) // getattr(loss, "rows_together", 1)
 
 
 def split_batch(batch: Batch, count: int) -> list[Batch]:
-    """The batch in `count` parts along the first dimension, the longer ones last. What is not per sample goes to
-    each.
+    """Split the batch into `count` parts along the first dimension, the longer parts last.
 
-    Raises `LeverError` if there are fewer samples than parts.
+    Values without a batch dimension go to every part. Raises `LeverError` if there are fewer samples than parts.
     """
     batch = as_tensors(batch)
     size = batch_size(batch)
@@ -54,32 +55,33 @@ def split_batch(batch: Batch, count: int) -> list[Batch]:
 
 
 def valid_tokens(batch: Batch) -> int:
-    """How many tokens of a batch the loss is a mean over: labels that are not ignored. Those of a causal language
-    model, int64 (B, L) like its tokens, are counted after the shift by one.
+    """The number of tokens over which the loss of a batch is a mean: labels that are not `IGNORE_INDEX`.
 
-    Without labels, or where they are no classes but numbers, the number of samples.
+    Labels of a causal language model, int64 (B, L) like its tokens, are counted after the shift by one. Without labels,
+    or with floating-point labels (regression), the result is the number of samples.
     """
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if labels is None or labels.is_floating_point():
         return batch_size(batch)
     tokens = batch.get("input_ids")
+    # The shift of labels (B, 1) would be empty: all micro-batches would count 0 tokens, and all but one be dropped.
     is_shifted = labels.dim() > 1 and labels.shape[-1] > 1 and (tokens is None or tokens.shape == labels.shape)
     return int(((labels[..., 1:] if is_shifted else labels) != IGNORE_INDEX).sum())
 
 
 def as_parts(batches: Sequence[Batch], loss: Loss) -> list[Part]:
-    """The micro-batches of one step with the weights that make their losses add up to the loss of the whole batch.
+    """The micro-batches of one step, with weights such that their losses add up to the loss of the whole batch.
 
-    A loss whose `reduction` attribute is `"sum"` adds up as it is; otherwise each counts by its share of what the
-    loss's `count` finds in a batch, of valid tokens where it has none. A micro-batch of which nothing counts adds
-    nothing, and is left out rather than divided by zero.
+    Losses with `reduction == "sum"` add up without weights. Otherwise a micro-batch's weight is its share of the counts
+    that the loss's attribute `count` returns for each batch, or of the valid tokens if it has no such attribute. A
+    micro-batch with a count of zero is left out, because its mean would divide by zero.
     """
     if len(batches) == 1 or getattr(loss, "reduction", "mean") == "sum":
         return [Part(batch, 1.0) for batch in batches]
     counts = [getattr(loss, "count", valid_tokens)(batch) for batch in batches]
     total = sum(counts)
     if total == 0:
-        return [Part(batches[0], 1.0)]
+        return [Part(batches[0], 1.0)]  # no label counts: one part gives the loss that the whole batch would give
     return [Part(batch, count / total) for batch, count in zip(batches, counts, strict=True) if count]
 
 

@@ -1,4 +1,4 @@
-"""The lever by hand: `tile(model, "layers.*.mlp", 1024)`."""
+"""The lever tile, applied by hand: `tile(model, "layers.*.mlp", 1024)`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +16,19 @@ from tightfit.runtime.internals import transforms_are_active
 
 __all__ = ["tile"]
 
-PROBE_TOKENS = 4  # in each half of what a module is tried on
+PROBE_TOKENS = 4  # tokens in each half of the sample on which a module is tested
 
 
 def tile(model: nn.Module, pattern: str, tokens: int) -> Applied:
     """Run every module whose path matches a glob over `tokens` tokens of the sequence at a time.
 
-    For modules that treat each token by itself, such as the feed-forward of a block (`"layers.*.mlp"`): one tensor
-    (B, T, n) in, one (B, T, m) out. Results are equal to rounding. Where gradients are recorded the module's forward
-    runs twice. A module that mixes tokens, or draws random numbers, is found out when it first runs, on a few tokens.
+    Use it for modules that treat each token by itself, such as the feed-forward of a block (`"layers.*.mlp"`). Such a
+    module takes one tensor (B, T, n) and returns one tensor (B, T, m). Results are equal to rounding. With gradients
+    the module's forward runs twice. The first forward tests each module on a few tokens, and refuses those that mix
+    tokens or draw random numbers.
 
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
-    module's forward is already replaced, where `tokens` is less than 1, and, in the first forward, where a module
-    cannot be tiled.
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if a module's
+    forward is already replaced, if `tokens` is less than 1, and, in the first forward, if a module cannot be tiled.
 
     Example:
         >>> import tightfit, torch
@@ -47,7 +47,7 @@ def tile(model: nn.Module, pattern: str, tokens: int) -> Applied:
 
 
 def tile_paths(model: nn.Module, paths: Sequence[str], tokens: int) -> Applied:
-    """The modules at these paths, tiled. Raises `LeverError` where a module's forward is already replaced."""
+    """Tile the modules at these paths. Raises `LeverError` if a module's forward is already replaced."""
     for path in paths:
         if "forward" in model.get_submodule(path).__dict__:
             raise LeverError(f"tile: the forward of {path} is already replaced: undo that first")
@@ -58,7 +58,7 @@ def tile_paths(model: nn.Module, paths: Sequence[str], tokens: int) -> Applied:
 
 
 class TiledForward(FrugalForward):
-    """Stands in for the forward of a module that treats each token by itself."""
+    """Replaces the forward of a module that treats each token by itself."""
 
     def __init__(self, module: nn.Module, path: str, tokens: int):
         super().__init__(module, path)
@@ -66,20 +66,21 @@ class TiledForward(FrugalForward):
         self.tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.removed or transforms_are_active():
+        if self.removed or transforms_are_active():  # `Tiled` is an autograd.Function without a rule for transforms
             return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() != 3:
             raise LeverError(f"tile: {self.path} is not given one tensor (B, T, n): leave it out of the pattern")
         (x,) = args
-        if not self.tried and not now.dry:
+        if not self.tried and not now.dry:  # in a dry run there are no numbers to compare
             self.try_out(x)
             self.tried = True
         return tiled(self.original, x, self.tokens, self.module.parameters())
 
     @torch.no_grad()
     def try_out(self, x: Tensor) -> None:
-        """Raise `LeverError` unless two halves of a few tokens give what both give together."""
+        """Raise `LeverError` unless two halves of a few tokens give the same results apart as together."""
         few = x[:, : 2 * PROBE_TOKENS]
+        # The test must not use up random numbers of the training.
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
             together = self.original(few)
             if not isinstance(together, Tensor) or together.dim() != 3 or together.shape[:2] != few.shape[:2]:

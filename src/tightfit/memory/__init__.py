@@ -1,1 +1,1 @@
-"""What a process really takes: measured, never predicted."""
+"""The memory that a process really uses: measured, never predicted."""

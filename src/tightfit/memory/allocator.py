@@ -1,4 +1,4 @@
-"""The measured peak of a step: what the allocator itself recorded while it ran."""
+"""Measures the peak of a step from the allocator's own record."""
 
 import gc
 import os
@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Kineto, on which the profiler rests, reads this variable when it is first used, and writes lines below this level to
-# stderr whenever a profile starts and stops, up to level 5 (USDT).
+# Kineto, on which the profiler is built, reads this variable on first use. Below this level it writes lines to stderr
+# whenever a profile starts or stops. Its highest level is 5 (USDT).
 _KINETO_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
 
 
 def measured_peak(step: Callable[[], Any], resident: Iterable[Tensor]) -> int:
-    """Bytes in use at the highest point of `step()`, on the device where `resident` lies.
+    """Measure the peak of `step()` in bytes, on the device of the `resident` tensors.
 
-    On the CPU the bytes of `resident` (each storage once: what is there before the step and stays) and the highest
-    point above them in the allocator's own record; on CUDA the allocator's own peak, whatever it counts. Garbage is
-    collected before and not during the step: what an earlier run left would be freed inside the record and hide what
-    is allocated there. Kernels that take memory past the allocator (oneDNN's scratch) are not in it.
+    On a CPU it is the bytes of `resident` (the tensors that exist before the step; each storage counts once) plus the
+    highest point of the allocator's record above them. On CUDA it is the allocator's own peak. Memory that kernels
+    allocate without the allocator (oneDNN's scratch) is not included.
+
+    Garbage is collected before the step, and not during it. Garbage of an earlier run would be freed inside the record,
+    and hide as many bytes that the step allocates.
     """
     resident = list(resident)
     device = next((tensor.device for tensor in resident), torch.device("cpu"))
@@ -33,13 +35,13 @@ def measured_peak(step: Callable[[], Any], resident: Iterable[Tensor]) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
+    """Bytes of the tensors' storages. Each storage counts once."""
     storages = [part.untyped_storage() for tensor in tensors for part in memory_of(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def memory_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a tensor's content: itself, or the codes and scales of a quantised one."""
+    """The plain tensors that hold a tensor's content: the tensor itself, or the codes and scales of a quantised one."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -49,7 +51,7 @@ def memory_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def scales_of(parameter: Tensor) -> Iterator[Tensor]:
-    """What a weight that bitsandbytes has quantised needs besides its codes: scales and the table of values."""
+    """The tensors of a weight quantised by bitsandbytes besides its codes: scales and the table of values."""
     state = getattr(parameter, "quant_state", None)
     while state is not None:
         yield from (value for value in vars(state).values() if isinstance(value, Tensor))
@@ -65,7 +67,7 @@ def _cuda_peak(step: Callable[[], Any], device: torch.device) -> int:
 
 
 def cpu_rise(step: Callable[[], Any]) -> int:
-    """The highest point of the CPU allocator's record during the step, above where it began; at least zero."""
+    """The highest point of the CPU allocator's record during the step, relative to its start; at least zero."""
     with _silent_kineto():
         profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
@@ -76,14 +78,14 @@ def cpu_rise(step: Callable[[], Any]) -> int:
 
 
 class Rise(NamedTuple):
-    """Bytes above those that were there when a record began: at its highest point, and at its end."""
+    """Bytes relative to the start of a record: at its highest point, and at its end."""
 
     highest: int
     left: int
 
 
 def recorded_rise(profile: torch.profiler.profile) -> Rise:
-    """What the CPU's allocator handed out during a profile that has ended and was made with `profile_memory`."""
+    """The bytes that the CPU's allocator allocated during an ended profile with `profile_memory`."""
     results: Any = profile.profiler and profile.profiler.kineto_results
     assert results is not None, "the profile has ended"
     now = highest = 0
@@ -96,7 +98,7 @@ def recorded_rise(profile: torch.profiler.profile) -> Rise:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No cycle of objects is freed inside: what an earlier run left would hide what is allocated meanwhile."""
+    """A context without garbage collection: freed garbage of an earlier run would hide new allocations."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -108,7 +110,7 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def _silent_kineto() -> Iterator[None]:
-    """Keeps Kineto from writing to the terminal, unless the user chose a level or has profiled before."""
+    """A context in which Kineto does not write to the terminal, unless the user chose a level or profiled before."""
     chosen = os.environ.get(_KINETO_LEVEL)
     os.environ.setdefault(_KINETO_LEVEL, _NOTHING)
     try:

@@ -1,4 +1,4 @@
-"""What the system and CUDA's allocator count by themselves: cheap enough to be read several times in every step."""
+"""Reads the counters of the system and of CUDA's allocator, which is cheap enough for several times a step."""
 
 import sys
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Bytes now, and the highest since the process (or the allocator's record) began. CUDA's are None on a CPU."""
+    """Bytes now, and their maximum since the process (or the allocator's record) began. CUDA's are None on a CPU."""
 
     rss_bytes: int
     rss_highest_bytes: int
@@ -21,7 +21,7 @@ class Reading:
 
 
 def read_counters(device: torch.device) -> Reading:
-    """Resident memory of this process, and on CUDA the allocator's counters; some ten microseconds."""
+    """Resident memory of this process, and on CUDA the allocator's counters. Takes about ten microseconds."""
     rss = this_process().memory_info().rss
     highest = max(rss, highest_rss())
     if device.type != "cuda":
@@ -37,7 +37,7 @@ def read_counters(device: torch.device) -> Reading:
 
 
 def highest_rss() -> int:
-    """The highest resident memory of this process since it began, as the system counts it, in pages."""
+    """The highest resident memory of this process so far, in bytes, as the system counts it (whole pages)."""
     if sys.platform == "win32":
         return this_process().memory_info().peak_wset
     import resource  # absent on Windows
@@ -47,10 +47,10 @@ def highest_rss() -> int:
 
 
 def allocator_state(device: torch.device) -> Mapping[str, int] | None:
-    """What CUDA's allocator says of itself, None on a CPU.
+    """The figures of CUDA's allocator; None on a CPU.
 
-    The names are those of `torch.cuda.memory_stats`: `inactive_split_bytes` is what cannot be given back because a
-    part of its segment is in use, which is fragmentation.
+    The names are those of `torch.cuda.memory_stats`. `inactive_split_bytes` is fragmentation: free bytes that the
+    allocator cannot return, because another part of their segment is in use.
     """
     if device.type != "cuda":
         return None

@@ -1,9 +1,9 @@
-"""Disk space as buffers: one file without a name, a bound, and extents of exact size within it.
+"""Disk space as buffers: one unlinked file with a size limit, and extents of exact size in it.
 
-The file has no name from the moment it exists (`O_TMPFILE`; where a file system lacks that, it is unlinked at once), so
-the kernel frees its space when the process ends, however it ends. Space is claimed before anything is written: a full
-disk is an answer here, not a signal later. Bytes go by `pwrite` and `pread` straight from and into a tensor's memory:
-the pages of a mapping would count as memory of this process, which is what offloading is to lower.
+The file never has a name (`O_TMPFILE`; on file systems without that, it is unlinked at once), so the kernel frees its
+space when the process ends, however it ends. Space is claimed before anything is written. A full disk is then a refusal
+here, and not a signal later. `pwrite` and `pread` copy directly from and into a tensor's memory. The pages of a memory
+map would count as memory of this process, which offloading is meant to lower.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from typing import NamedTuple
 from tightfit.errors import LeverError, OutputError
 from tightfit.units import format_bytes
 
-SHARE_OF_FREE_SPACE = 0.5  # without a budget; the rest is left to checkpoints and to everybody else
-PROBE_BYTES = 1 << 26  # many times the processor's caches
+SHARE_OF_FREE_SPACE = 0.5  # without a budget; the rest is left for checkpoints and for other programs
+PROBE_BYTES = 1 << 26  # many times the size of the processor's caches
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Extent(NamedTuple):
-    """Bytes of the file."""
+    """A range of bytes in the file."""
 
     start: int
     nbytes: int
@@ -38,7 +38,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class DiskRates:
-    """How fast copies go to a folder and come back."""
+    """The rates of copies to a folder and back."""
 
     write_bytes_per_second: float
     read_bytes_per_second: float
@@ -48,10 +48,10 @@ _measured: dict[int, DiskRates] = {}  # by file system
 
 
 def disk_rates(folder: str | Path | None = None) -> DiskRates:
-    """Measured once for each file system, in some tenths of a second.
+    """The rates of copies to a folder, measured once for each file system, in a few tenths of a second.
 
-    They are those of the system's cache of files, as a step meets them while there is memory for it; a disk that is
-    written faster than it takes the bytes is slower. Raises `OutputError` where no file can be made there.
+    They are the rates of the system's file cache, which a step sees as long as there is memory for that cache. Writing
+    faster than the disk accepts bytes is slower. Raises `OutputError` if no file can be made in the folder.
     """
     store = DiskStore(folder)
     system = os.stat(store.folder).st_dev
@@ -61,7 +61,8 @@ def disk_rates(folder: str | Path | None = None) -> DiskRates:
             raise LeverError(f"offload: {store.folder} has no room: name a folder on another disk")
         memory = ctypes.create_string_buffer(PROBE_BYTES)
         address = ctypes.addressof(memory)
-        store.write(extent, address)  # pages of the cache are made at the first write; a pool's buffers have theirs
+        # The first write makes the pages of the file cache, which the reused buffers of a pool have already.
+        store.write(extent, address)
         start = time.perf_counter()
         store.write(extent, address)
         middle = time.perf_counter()
@@ -74,8 +75,8 @@ def disk_rates(folder: str | Path | None = None) -> DiskRates:
 class DiskStore:
     """Mutable: an unnamed file in `folder`, at most `budget_bytes` long.
 
-    `folder` None is the system's folder for temporary files (`TMPDIR`); `budget_bytes` None is half of what is free.
-    Raises `OutputError` where no file can be made there, `LeverError` where the budget is more than what is free.
+    `folder` None is the system's folder for temporary files (`TMPDIR`). `budget_bytes` None is half of the free space.
+    Raises `OutputError` if no file can be made in the folder, and `LeverError` if the budget exceeds the free space.
     """
 
     def __init__(self, folder: str | Path | None = None, budget_bytes: int | None = None):
@@ -88,7 +89,7 @@ class DiskStore:
             )
         self.budget_bytes = int(free_bytes * SHARE_OF_FREE_SPACE) if budget_bytes is None else budget_bytes
         self._end = 0
-        self._holes: list[Extent] = []  # by their start, never two in a row
+        self._holes: list[Extent] = []  # free extents, sorted by start; adjacent ones are merged
         self._fd = self._open()
 
     def _free_bytes(self) -> int:
@@ -112,7 +113,7 @@ class DiskStore:
     # Space
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """An extent that nobody else has, its space on disk claimed; None where budget or disk are full."""
+        """A new extent with its space on disk claimed; None if the budget is used up or the disk is full."""
         hole = next((hole for hole in self._holes if hole.nbytes >= nbytes), None)
         if hole is not None:
             place = self._holes.index(hole)
@@ -125,7 +126,7 @@ class DiskStore:
         return Extent(self._end - nbytes, nbytes)
 
     def free(self, buffer: Extent, nbytes: int) -> None:
-        """Take an extent back, joined with free neighbours; at the end of the file its space goes back to the disk."""
+        """Free an extent and merge it with free neighbours. At the end of the file, return its space to the disk."""
         holes = sorted([*self._holes, buffer])
         self._holes = holes[:1]
         for hole in holes[1:]:
@@ -135,16 +136,18 @@ class DiskStore:
             else:
                 self._holes.append(hole)
         if self._holes[-1].end == self._end:
+            # The budget limits the end of the file, so a free end counts as free again.
             self._end = self._holes.pop().start
             os.ftruncate(self._fd, self._end)
 
     def _claim(self, start: int, nbytes: int) -> bool:
         try:
+            # Not `ftruncate`, which makes a sparse file: the disk could be full later, in the middle of a write.
             os.posix_fallocate(self._fd, start, nbytes)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            os.ftruncate(self._fd, self._end)
+            os.ftruncate(self._fd, self._end)  # a failed claim may have extended the file
             return False
         return True
 

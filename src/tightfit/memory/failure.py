@@ -1,4 +1,4 @@
-"""Out-of-memory errors, read: what was asked for, and what the allocator said about the device."""
+"""Parses out-of-memory errors: the requested bytes, and the allocator's figures of the device."""
 
 import re
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ _AMOUNT = r"([0-9.]+ ?(?:[KMGT]i?B|bytes|B))"
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An allocator's last words. Bytes; None is what it did not say.
+    """The figures in an out-of-memory error, in bytes; None if the message does not contain them.
 
-    `unallocated_bytes` are reserved from the device and not in use by a tensor: fragmentation, where they are many.
+    `unallocated_bytes` are reserved from the device and not in use by a tensor. Many of them mean fragmentation.
     """
 
     device: str  # "cuda:0", "cpu", "mps"
@@ -20,21 +20,21 @@ class OutOfMemory:
     message: str
     capacity_bytes: int | None = None
     free_bytes: int | None = None
-    process_bytes: int | None = None  # all that this process holds of the device, PyTorch's or not
+    process_bytes: int | None = None  # all memory of this process on the device, PyTorch's or not
     allocated_bytes: int | None = None
     unallocated_bytes: int | None = None
-    limit_bytes: int | None = None  # a share that the user allowed
+    limit_bytes: int | None = None  # a limit that the user set
 
     @property
     def missing_bytes(self) -> int | None:
-        """How much more would have been needed, had all that is free been in one piece."""
+        """The bytes that were missing, if all free memory had been in one piece."""
         if self.free_bytes is None:
             return None
         return max(0, self.requested_bytes - self.free_bytes - (self.unallocated_bytes or 0))
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """The last out-of-memory error in a text: a message, or a whole log. None where there is none."""
+    """The last out-of-memory error in a text, which may be a message or a whole log. None if there is none."""
     found = [
         (match.start(), read(match))
         for pattern, read in ((_GPU, _gpu), (_CPU, _cpu), (_MPS, _mps))
@@ -46,7 +46,7 @@ def parse_out_of_memory(text: str) -> OutOfMemory | None:
 # c10/cuda/CUDACachingAllocator.cpp, `OutOfMemoryError`; XPU's allocator has the same words.
 _GPU = re.compile(rf"(CUDA|XPU|HIP) out of memory\.\s+Tried to allocate\s+{_AMOUNT}")
 _LAST_FIGURE = re.compile(r"unallocated|in total by PyTorch\)?")  # the second one up to PyTorch 2.0
-_WRAPPED_LINES = 9  # that one message fills on a terminal, at most
+_WRAPPED_LINES = 9  # the most lines that one message fills on a terminal
 # c10/core/impl/alloc_cpu.cpp, `alloc_cpu`; the second form is that of Windows.
 _CPU = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate ([0-9]+) bytes[^\n]*"
@@ -109,7 +109,7 @@ def _bytes(text: str) -> int:
 
 
 def _whole_message(match: re.Match[str]) -> str:
-    """The message up to its last figure, which a terminal may have put on several lines; no advice after it."""
+    """The message up to its last figure, without the advice after it. A terminal may have wrapped it."""
     lines: list[str] = []
     for line in match.string[match.start() :].splitlines()[:_WRAPPED_LINES]:
         if lines and (not line.strip() or "out of memory" in line):

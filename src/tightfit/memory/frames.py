@@ -1,4 +1,4 @@
-"""What a stack of calls tells about a training step: the phase, and the user's own line."""
+"""Finds the phase of a training step, and the user's own line, from a stack of calls."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ _TORCH = re.compile(r"[/\\]torch[/\\]")
 
 
 class Frame(NamedTuple):
-    """One call of a stack."""
+    """One call on a stack."""
 
     filename: str
     line: int
@@ -21,9 +21,9 @@ class Frame(NamedTuple):
 
 
 def phase_of(frames: Iterable[Frame]) -> str | None:
-    """Forward, backward or optimizer, by whose call is on the stack; None for an empty stack.
+    """Forward, backward or optimizer, from the calls on the stack; None for an empty stack.
 
-    Backward's own frames are those of autograd's engine, in Python or in C++ (its threads have no Python frames).
+    Backward is recognised by frames of autograd's engine, in Python or in C++ (its threads have no Python frames).
     """
     phase = None
     for frame in frames:
@@ -36,7 +36,7 @@ def phase_of(frames: Iterable[Frame]) -> str | None:
 
 
 def users_frame(innermost_first: Sequence[Frame]) -> Frame | None:
-    """The innermost call in the user's own code; else in a library that is not PyTorch; None where there is neither."""
+    """The innermost call in the user's own code, else in a library other than PyTorch; None if there is neither."""
     python = [frame for frame in innermost_first if frame.filename.endswith(".py")]
     own = next((frame for frame in python if not _LIBRARY.search(frame.filename)), None)
     return own or next((frame for frame in python if not _TORCH.search(frame.filename)), None)

@@ -1,7 +1,7 @@
-"""Pinned host memory as buffers of exact size: pages of our own, registered with CUDA as long as the buffer lives.
+"""Pinned host memory as buffers of exact size: our own pages, registered with CUDA while the buffer exists.
 
-PyTorch's own pinned memory is rounded up to the next power of two. A buffer also knows the copies that were last
-given it, on whatever stream: it must neither be written while one of them reads it nor go while one is under way.
+PyTorch rounds its pinned memory up to the next power of two. A buffer also holds the events of its last copies, on any
+stream. It must not be written while a copy reads it, and must not be freed while a copy runs.
 """
 
 import mmap
@@ -16,11 +16,11 @@ from tightfit.errors import LeverError
 from tightfit.runtime.internals import register_pages, unregister_pages
 from tightfit.units import format_bytes
 
-SHARE_OF_FREE_MEMORY = 0.5  # without a budget; pinned pages are never swapped out, so the rest must do for everybody
+SHARE_OF_FREE_MEMORY = 0.5  # without a budget; pinned pages are never swapped out, and other programs need memory too
 
 
 def host_budget(budget_bytes: int | None = None) -> int:
-    """The bytes of host memory that may be taken. Raises `LeverError` where the budget is more than what is free."""
+    """The bytes of host memory that may be used. Raises `LeverError` if the budget exceeds the free memory."""
     free_bytes = psutil.virtual_memory().available
     if budget_bytes is not None and budget_bytes > free_bytes:
         raise LeverError(
@@ -31,10 +31,10 @@ def host_budget(budget_bytes: int | None = None) -> int:
 
 
 class Pinning(Protocol):
-    """How pages are pinned, and how the host waits for a copy."""
+    """The operations of pinning pages and of waiting for a copy, which tests replace."""
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Whether there was room."""
+        """Pin pages. False if there is no room."""
         ...
 
     def unregister(self, address: int) -> None: ...
@@ -43,7 +43,7 @@ class Pinning(Protocol):
 
 
 class CudaPinning:
-    """Pages registered with CUDA."""
+    """Registers pages with CUDA."""
 
     def register(self, address: int, nbytes: int) -> bool:
         return register_pages(address, nbytes)
@@ -56,24 +56,26 @@ class CudaPinning:
 
 
 class PinnedBuffer:
-    """So many bytes of pinned memory. Mutable: `uses`, the events after the copies last given it, by direction."""
+    """A buffer of pinned memory. Mutable: `uses`, the events after its last copies, by direction."""
 
     def __init__(self, pages: mmap.mmap, pinning: Pinning):
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
         self.uses: dict[str, Any] = {}
         self.release: Callable[[], Any] = weakref.finalize(self, _release, self.bytes.data_ptr(), self.uses, pinning)
-        self.release.atexit = False  # pyright: ignore[reportFunctionMemberAccess] (the process takes its pages with it)
+        self.release.atexit = False  # pyright: ignore[reportFunctionMemberAccess] (the system frees the pages of an ended process)
 
 
 def _release(address: int, uses: dict[str, Any], pinning: Pinning) -> None:
+    # A copy that still runs would read or write freed pages.
     for event in uses.values():
         pinning.finish(event)
     pinning.unregister(address)
 
 
 class PinnedStore:
-    """Mutable: pinned memory of at most `budget_bytes` (None: half of what is free). Raises `LeverError` where the
-    budget is more than what is free.
+    """Mutable: pinned memory of at most `budget_bytes` (None: half of the free memory).
+
+    Raises `LeverError` if the budget exceeds the free memory.
     """
 
     def __init__(self, budget_bytes: int | None = None, pinning: Pinning | None = None):
@@ -82,10 +84,10 @@ class PinnedStore:
         self._pinning = pinning or CudaPinning()
 
     def allocate(self, nbytes: int) -> PinnedBuffer | None:
-        """A buffer of so many bytes; None where the budget or the host's memory are full."""
+        """A buffer of `nbytes` bytes; None if the budget is used up or the host has no room."""
         if self.used_bytes + nbytes > self.budget_bytes:
             return None
-        pages = mmap.mmap(-1, nbytes)
+        pages = mmap.mmap(-1, nbytes)  # not `pin_memory`, which rounds up to a power of two
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         if not self._pinning.register(address, nbytes):
             return None
@@ -93,6 +95,6 @@ class PinnedStore:
         return PinnedBuffer(pages, self._pinning)
 
     def free(self, buffer: PinnedBuffer, nbytes: int) -> None:
-        """Give a buffer's memory back, when its last copy is complete."""
+        """Free a buffer's memory after its last copy is complete."""
         buffer.release()
         self.used_bytes -= nbytes

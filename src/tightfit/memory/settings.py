@@ -1,8 +1,8 @@
-"""Settings of CUDA's caching allocator, made before CUDA starts; and a pool of its own for what is passing.
+"""Sets up CUDA's caching allocator before CUDA starts, and gives temporary work a private pool.
 
-Fragmentation is memory that is reserved and cannot be used: free pieces of segments, each too small for what is asked.
-With expandable segments the allocator maps memory to the end of one long range of addresses, page by page, so that
-hardly any such pieces arise.
+Fragmentation is memory that is reserved and cannot be used: free pieces of segments, each too small for the request.
+With expandable segments the allocator maps memory page by page to the end of one long address range, so that hardly any
+such pieces arise.
 """
 
 import os
@@ -20,11 +20,11 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def set_allocator(setting: str) -> str:
-    """Set up CUDA's allocator for this process and those that it starts; returns the setting in PyTorch's words.
+    """Set up CUDA's allocator for this process and its child processes. Returns the setting in PyTorch's words.
 
-    `setting` is `expandable_segments`, or `key:value` with commas between, as in `PYTORCH_ALLOC_CONF`. Where there is
-    no CUDA it changes nothing that is used. Raises `InputError` for a setting that is none, or that the environment
-    contradicts, and `DeviceError` where CUDA has started with another one.
+    `setting` is `expandable_segments`, or pairs `key:value` separated by commas, as in `PYTORCH_ALLOC_CONF`. Without
+    CUDA it has no effect. Raises `InputError` for an invalid setting, or one that the environment contradicts. Raises
+    `DeviceError` if CUDA has started with another setting.
 
     Example:
         >>> import tightfit
@@ -38,7 +38,7 @@ def set_allocator(setting: str) -> str:
     for variable in VARIABLES:
         present = os.environ.get(variable, words)
         if present.replace(" ", "") != words.replace(" ", ""):
-            raise InputError(f"allocator {setting!r}: {variable} is set to {present!r} already: take one of them away")
+            raise InputError(f"allocator {setting!r}: {variable} is set to {present!r} already: remove one of them")
     if allocator_settings() == words:
         return words
     if torch.cuda.is_initialized():
@@ -57,10 +57,10 @@ def set_allocator(setting: str) -> str:
 
 @contextmanager
 def private_pool(device: torch.device | str) -> Iterator[None]:
-    """What is allocated inside, in this thread, comes from a pool of its own (`torch.cuda.MemPool`) on CUDA.
+    """A context in which this thread allocates from a private pool (`torch.cuda.MemPool`) on CUDA.
 
-    For work that passes and is of other sizes than a step: when it is done and its tensors are gone, its memory goes
-    back whole, and no piece of it stands between the segments of the steps that follow. On other devices: nothing.
+    Use it for temporary work with other sizes than a training step. When its tensors are freed, whole segments are
+    returned to the device, and no piece remains between the segments of later steps. On other devices it does nothing.
     """
     if torch.device(device).type != "cuda":
         yield

@@ -1,7 +1,7 @@
-"""CUDA memory snapshots, read without trusting them: what was reserved, what lay idle, and who held the peak.
+"""Reads CUDA memory snapshots without trusting them: reserved and idle bytes, and the holders of the peak.
 
-The structure is the one that `torch.cuda.memory._snapshot` documents (Snapshot, Segment, Block, TraceEntry, Frame);
-`_dump_snapshot` writes it as a pickle. Nothing of a file is executed: a pickle may hold plain containers only.
+`torch.cuda.memory._snapshot` documents the structure (Snapshot, Segment, Block, TraceEntry, Frame). `_dump_snapshot`
+writes it as a pickle. Nothing in a file is executed: only pickles of plain containers are accepted.
 """
 
 import io
@@ -15,13 +15,13 @@ from typing import Any
 from tightfit.errors import InputError
 from tightfit.memory.frames import Frame, phase_of, users_frame
 
-HOLDERS = 12  # places that are named
+HOLDERS = 12  # the number of places in a report
 _USED = ("active_allocated", "active_awaiting_free", "active_pending_free")  # the last one is of PyTorch before 2.1
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory that one line of code held at the peak: `count` allocations. `phase` is None where no frames were kept."""
+    """Memory that one line of code held at the peak, in `count` allocations. `phase` is None without frames."""
 
     bytes: int
     count: int
@@ -41,10 +41,10 @@ class RefusedAllocation:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot in figures. Bytes.
+    """The figures of a snapshot, in bytes.
 
-    `inactive_split_bytes` lie idle in segments of which another part is in use: they cannot be given back. The peak is
-    that of the recorded allocations (or of the moment itself, where no history was recorded), before rounding.
+    `inactive_split_bytes` are idle in segments of which another part is in use, so the allocator cannot return them.
+    The peak is that of the recorded allocations before rounding (without a history, the moment of the snapshot).
     """
 
     segments: int
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits dicts, lists, tuples, strings and numbers. Every class or function is looked up here, so none gets in."""
+    """Accepts dicts, lists, tuples, strings and numbers. Every class or function is looked up here, and refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise _CodeInPickle(f"{module}.{name}")
@@ -71,11 +71,11 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _CodeInPickle(Exception):
-    """A pickle asks for more than plain containers."""
+    """A pickle contains more than plain containers."""
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """The figures of a snapshot file, pickle or JSON. Raises `InputError` where it is not one, or holds code."""
+    """The figures of a snapshot file, pickle or JSON. Raises `InputError` if it is no snapshot, or contains code."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -85,7 +85,8 @@ def read_snapshot(path: Path) -> Snapshot:
         return snapshot_of(raw)
     except _CodeInPickle as error:
         raise InputError(
-            f"{path}: the pickle asks for {error}, which no memory snapshot does: refused, nothing of it was run"
+            f"{path}: refused, because the pickle refers to {error} and a memory snapshot contains plain containers "
+            "only. No code of the pickle was run."
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, EOFError, pickle.UnpicklingError) as error:
         raise InputError(
@@ -95,7 +96,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def is_pickle(head: bytes) -> bool:
-    """Whether a file begins as pickles since protocol 2 do."""
+    """Whether a file begins like a pickle of protocol 2 or newer."""
     return head[:1] == b"\x80"
 
 
@@ -109,7 +110,7 @@ def _unpickled(content: bytes) -> Any:
 
 
 def snapshot_of(raw: Any) -> Snapshot:
-    """The figures of what `torch.cuda.memory._snapshot()` returns. Raises `ValueError` where it is something else."""
+    """The figures of a result of `torch.cuda.memory._snapshot()`. Raises `ValueError` for anything else."""
     if not is_snapshot(raw):
         raise ValueError(f"a {type(raw).__name__} without a list of segments")
     segments = raw["segments"]
@@ -117,6 +118,7 @@ def snapshot_of(raw: Any) -> Snapshot:
     idle = [block["size"] for block in blocks if block["state"] not in _USED]
     used = [block for block in blocks if block["state"] in _USED]
     traces = [trace for trace in raw.get("device_traces", []) if trace]
+    # The snapshot has one trace per device. The longest is the one of the device that trained.
     history = max(traces, key=len, default=[])
     peak = _peak(history, [block for segment in _with_addresses(segments) for block in segment if _is_used(block)])
     return Snapshot(
@@ -144,7 +146,7 @@ def _split(blocks: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _with_addresses(segments: Iterable[Mapping[str, Any]]) -> Iterable[list[dict[str, Any]]]:
-    """The blocks of each segment with their address, which older releases leave to be added up."""
+    """The blocks of each segment with their addresses, which older releases do not store."""
     for segment in segments:
         address, blocks = segment["address"], []
         for block in segment["blocks"]:
@@ -162,14 +164,14 @@ class _Allocation:
 @dataclass(frozen=True)
 class _Peak:
     bytes: int
-    allocations: tuple[_Allocation, ...]  # those that are known one by one
+    allocations: tuple[_Allocation, ...]  # the individually recorded ones
 
 
 def _peak(history: Sequence[Mapping[str, Any]], final: Sequence[Mapping[str, Any]]) -> _Peak:
     """The highest level of the recorded history, which ends with the blocks in `final`.
 
-    What was there before the history began is known from its end: what is in use then, less what was allocated, and
-    what was freed besides.
+    The bytes before the history began follow from its end: the bytes in use then, less those allocated, plus those
+    freed.
     """
     held = sum(_requested(block) for block in final)
     before = held - sum(_change(event) for event in history)
@@ -179,17 +181,20 @@ def _peak(history: Sequence[Mapping[str, Any]], final: Sequence[Mapping[str, Any
         if level > highest:
             highest, at = level, index
     live: dict[int, _Allocation] = {}
+    # The allocator hands out a freed address again, so only the events up to the peak are replayed.
     for event in history[: at + 1]:
         if event["action"] == "alloc":
             live[event["addr"]] = _Allocation(event["size"], _frames(event))
         elif event["action"] == "free_completed":
             live.pop(event["addr"], None)
+    # Blocks that no event allocated are older than the history, so they were in use at the peak too.
     recorded = {event["addr"] for event in history if event["action"] == "alloc"}
     older = [_Allocation(_requested(b), _frames(b)) for b in final if b["address"] not in recorded]
     return _Peak(highest, (*live.values(), *older))
 
 
 def _change(event: Mapping[str, Any]) -> int:
+    # A block whose free was only requested stays in use until other streams are done with it, so it still counts.
     return event["size"] if event["action"] == "alloc" else -event["size"] if event["action"] == "free_completed" else 0
 
 

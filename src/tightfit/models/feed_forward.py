@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.runtime.internals import without_dynamo
 
 # The least CUDA capability with grouped products (`_grouped_mm_cuda`, ATen/native/cuda/GroupedBlas.cpp).
 GROUPED_CAPABILITY = (8, 0)
@@ -121,9 +122,18 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if has_grouped_products(rows):
-        return F.grouped_mm(rows, weights.mT, offs=ends.to(torch.int32))
+        # PyTorch's compiler knows them in bf16 only (`_meta_grouped_mm_common`): others run between two compiled parts.
+        is_compiled = torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
+        return (_between_compiled_parts if is_compiled else _grouped)(rows, weights, ends)
     parts = rows.tensor_split(ends[:-1].cpu())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
+
+
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weights.mT, offs=ends.to(torch.int32))
+
+
+_between_compiled_parts = without_dynamo(_grouped)
 
 
 def has_grouped_products(rows: Tensor) -> bool:

@@ -16,7 +16,7 @@ TENSORS = 5
 
 
 def describe_record(record: RecordedTraining, width: int = WIDTH) -> str:
-    """Peak, what it is made of, where it stands, phases, resident memory."""
+    """The peak, its categories and its place, the phases, and resident memory."""
     parts: list[Table | str] = [*summary(record)]
     if record.failure is not None:
         parts += [failure_line(record.failure)]
@@ -34,15 +34,15 @@ def describe_record(record: RecordedTraining, width: int = WIDTH) -> str:
 
 
 def summary(record: RecordedTraining) -> list[str]:
-    """What was watched, and its peak, in sentences."""
+    """The monitored training and its peak, in sentences."""
     if not record.model:
         return ["No model was called with gradients: nothing was watched."]
     model = f"{record.model}, {record.parameters / 1e6:.1f}M parameters"
     time = f", {format_seconds(record.step_seconds)} a step" if record.step_seconds else ""
     lines = [f"{model}, {record.optimizer or 'no optimizer'}, {record.device}; {record.steps} steps{time}"]
-    lines.append(f"Peak {format_bytes(record.peak_bytes)} ({record.peak_bytes:,} bytes): {told_source(record)}.")
+    lines.append(f"Peak {format_bytes(record.peak_bytes)} ({record.peak_bytes:,} bytes): {source_in_words(record)}.")
     if record.traced is not None:
-        lines.append(f"In the traced step, the peak stands in {told_place(record)}.")
+        lines.append(f"In the traced step, the peak is in {place_in_words(record)}.")
     allocator = f"; of the device, {format_bytes(record.allocator['reserved_peak_bytes'])} were reserved at most" if (
         record.allocator
     ) else ""  # fmt: skip
@@ -50,19 +50,19 @@ def summary(record: RecordedTraining) -> list[str]:
     return lines
 
 
-def told_source(record: RecordedTraining) -> str:
-    """What the peak was read from."""
+def source_in_words(record: RecordedTraining) -> str:
+    """The source of the peak, in words."""
     if record.peak_source == "traced step":
         if record.failure is not None and record.failure.out_of_memory is not None:
-            return f"step {record.traced_step}, up to the operator that failed, with what it asked for"
+            return f"step {record.traced_step}, up to the operator that failed, with the bytes that it requested"
         partly = "" if record.complete else ", which did not end"
-        return f"step {record.traced_step}, watched operator by operator{partly}"
+        return f"step {record.traced_step}, recorded operator by operator{partly}"
     if record.peak_source == "CUDA allocator":
         return "the allocator's own"
-    return "resident memory of the whole process, no step having been traced"
+    return "resident memory of the whole process, because no step was traced"
 
 
-def told_place(record: RecordedTraining) -> str:
+def place_in_words(record: RecordedTraining) -> str:
     """Phase, module and operator of the traced step's peak."""
     assert record.traced is not None, "there is a traced step"
     module = record.traced.peak_module or "top level"
@@ -75,7 +75,7 @@ def failure_line(failure: Failure) -> str:
 
 
 def category_table(record: RecordedTraining) -> Table:
-    """Bytes by category: at the peak, or of what is held between steps."""
+    """Bytes by category: at the peak, or held between steps if no step was traced."""
     total = sum(record.by_category.values())
     table = table_of("at the peak" if record.traced is not None else "held", "bytes", "share")
     for category, size in record.by_category.items():
@@ -84,7 +84,7 @@ def category_table(record: RecordedTraining) -> Table:
 
 
 def module_table(by_module: Mapping[str, int]) -> Table:
-    """The modules that hold most at the peak."""
+    """The modules with the most bytes at the peak."""
     table = table_of("modules at the peak", "bytes", "share")
     total = sum(by_module.values())
     items = sorted(by_module.items(), key=lambda item: -item[1])
@@ -97,7 +97,7 @@ def module_table(by_module: Mapping[str, int]) -> Table:
 
 
 def tensor_table(groups: Sequence[TensorGroup]) -> Table:
-    """The largest tensors at the peak; those that differ only in a block's number on one line."""
+    """The largest tensors at the peak. Tensors that differ only in a block's number share a line."""
     table = table_of("largest tensors", "bytes", "what", "made by", texts=("what", "made by"))
     for group in groups[:TENSORS]:
         what = f"{group.category} {'x'.join(map(str, group.shape))} {group.dtype}".strip()
@@ -116,7 +116,7 @@ def phase_table(record: RecordedTraining) -> Table:
 
 
 def pool_table(pools: Mapping[str, PoolStatistics]) -> Table:
-    """Pools of buffers: what was set up at most, and how often a buffer was there, was made, or found no room."""
+    """Buffer pools: their highest size, and the numbers of hits (reused), misses (made) and refusals (no room)."""
     table = table_of("pool", "highest", "now", "in use", "buffers", "hits", "misses", "refused")
     for name, pool in pools.items():
         sizes = (pool.high_water_bytes, pool.held_bytes, pool.leased_bytes)

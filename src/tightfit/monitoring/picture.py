@@ -20,9 +20,9 @@ RESIDENT, ALLOCATED, RESERVED = "#000000", "#0072B2", "#56B4E9"
 
 
 def record_picture(record: RecordedTraining) -> bytes:
-    """A PNG, 1200 pixels wide. Raises `InputError` where matplotlib is not installed."""
+    """A PNG, 1200 pixels wide. Raises `InputError` if matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure  # belongs to no window, whatever the user's backend is
+        from matplotlib.figure import Figure  # opens no window, whatever the user's backend
     except ImportError as error:
         raise InputError(f"the picture needs the package matplotlib: {INSTALL_HINT}") from error
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
@@ -64,7 +64,7 @@ def _draw_step(axis: "Axes", record: RecordedTraining, step_figures: StepFigures
 
 
 def _shade(axis: "Axes", phases: tuple[str, ...]) -> None:
-    """Each phase in its tint, and named where it is wide enough."""
+    """Shade each phase in its tint, and name it if it is wide enough."""
     start = 0
     for phase, run in itertools.groupby(phases):
         end = start + len(list(run))
@@ -89,7 +89,7 @@ def _draw_samples(axis: "Axes", samples: tuple[Sample, ...]) -> None:
             seconds, [size / divisor for size in sizes], ".-", color=colour, linewidth=1, markersize=4, label=name
         )
     axis.set_ylim(0, HEADROOM * max(highest, 1) / divisor)
-    axis.set_xlabel("seconds since the watching began; a point where a phase ended")
+    axis.set_xlabel("seconds since the monitoring began; one point at the end of each phase")
     axis.set_ylabel(unit)
     axis.set_title("The whole training")
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,6 @@
-"""Watches a training step that really runs: every storage from its birth to its death, as the dry run does.
+"""Records a real training step: every storage from its allocation to its release.
 
-The bookkeeping is the dry run's own. Only what the operators do is different: here they compute.
+The bookkeeping is that of the dry run. The only difference is that operators compute.
 """
 
 import time
@@ -29,14 +29,14 @@ CUDA_ROUNDING = 512  # kMinBlockSize, c10/cuda/CUDACachingAllocator.h
 
 
 class RealLedger(Ledger):
-    """A ledger that keeps no storage alive: what it watches belongs to the user and lives on.
+    """A ledger for storages of the user's, which it does not keep alive.
 
-    Storages on other devices than the one that is watched count nothing.
+    Storages on other devices than the observed one count zero bytes.
     """
 
     def __init__(self, device: torch.device):
-        # Others watch the same storages: a dry run, another monitor. A cell keeps its ledger alive, so that no two
-        # ledgers have the same number.
+        # Other ledgers attach cells to the same storages: a dry run, another monitor. So each has its own attribute. A
+        # cell keeps its ledger alive, so no two ledgers have the same id.
         super().__init__(rounding=CUDA_ROUNDING if device.type == "cuda" else 1, key=f"_tightfit_watch_{id(self)}")
         self.device = device
         self.seen: list[weakref.ref[torch.UntypedStorage]] = []
@@ -52,7 +52,7 @@ class RealLedger(Ledger):
         return cell
 
     def enter(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
-        """Say what a tensor is for; enter it if it has not been seen."""
+        """Set the category of a tensor. Enter it first if it is new."""
         self.track(tensor, known=True, operator=None)
         self.label(tensor, category, name)
 
@@ -70,10 +70,9 @@ class RealLedger(Ledger):
 
 
 class WatchedModules(ModuleTracker):
-    """Which module runs, by hooks on the watched modules themselves: global ones would meddle with compiled models.
+    """Tracks the running module by hooks on the observed modules. `models` maps prefixes of paths to models."""
 
-    `models` are named by the prefix of their paths.
-    """
+    # Not by global hooks, which would affect compiled models.
 
     def __init__(self, models: Mapping[str, nn.Module], aside: AsideOfLoop):
         super().__init__(nn.Module())
@@ -98,10 +97,10 @@ class WatchedModules(ModuleTracker):
 
 
 class RealRun(Recording):
-    """The mode under which a real step is watched. It changes nothing of what is computed.
+    """The dispatch mode that records a real step. It does not change what is computed.
 
-    `phase` is told from outside; `on_backward` is called at the first operator that autograd's engine runs. While
-    `passive`, and in what runs aside of the training, it watches nothing.
+    The monitor sets `phase`. `on_backward` is called at the first operator that autograd's engine runs. The mode
+    records nothing while it is `passive`, and nothing of code aside of the training.
     """
 
     def __init__(
@@ -120,10 +119,11 @@ class RealRun(Recording):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if any(map(answers_itself, types)):
-            return NotImplemented  # its own operators on the tensors inside come by here
+            return NotImplemented  # the class runs its own operators, which come here one by one
         if self.passive or self.aside:
             return func(*args, **kwargs)
         if self.phase is not Phase.BACKWARD and current_node() is not None:
+            # A loss made outside of the model runs backward operators before the hooks on the model's results run.
             self.on_backward()
         traits = traits_of(func)
         if traits.is_view:
@@ -149,23 +149,21 @@ class RealRun(Recording):
     def priced(
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
     ) -> tuple[float, int]:
-        """The seconds it took, and the scratch memory that no dispatch shows."""
+        """The measured seconds, and the scratch memory that no dispatch mode sees."""
         scratch = self._scratch.get(key)
         if scratch is None:
             scratch = self._scratch[key] = self.scratch(traits.name, inputs, args, out)
         return self._took, scratch
 
     def scratch(self, name: str, inputs: Sequence[torch.Tensor], args: tuple, out: Any) -> int:
-        # Some figures are measured under a profiler, of which there can be only one at a time.
+        # Some of these figures are measured with a profiler, and only one profiler can run at a time.
         if self.device.type != "cpu" or is_profiling():
             return 0
         shapes, made = (list(map(TensorShape.of, tensors)) for tensors in (inputs, instances(torch.Tensor, (out,))))
         return cpu_workspace(name, shapes, made, tuple(a for a in args if not isinstance(a, torch.Tensor)))
 
     def fail(self, traits: Traits, reads: tuple[int, ...], error: BaseException) -> None:
-        """Enter the operator that raised. Where it ran out of memory, what it asked for is its scratch memory, and
-        nothing more is watched: what the exception frees on its way is no part of the step.
-        """
+        """Enter the operator that raised. For an out-of-memory error, its requested bytes count as scratch memory."""
         out_of_memory = parse_out_of_memory(str(error))
         wanted = 0 if out_of_memory is None else out_of_memory.requested_bytes
         self.levels.append(self.ledger.live_bytes + wanted)
@@ -176,12 +174,12 @@ class RealRun(Recording):
         )
         if out_of_memory is not None:
             self.failed_at = len(self.operators) - 1
-            self.passive = True
+            self.passive = True  # memory that the exception frees on its way is no part of the step
 
-    # What storages are for
+    # Categories of storages
 
     def enter_model(self, model: nn.Module, prefix: str = "") -> None:
-        """Parameters, buffers and the gradients that there are."""
+        """Enter parameters, buffers and existing gradients of a model."""
         for name, parameter in model.named_parameters():
             self.ledger.enter(parameter, Category.PARAMETER, prefix + name)
             gradient = gradient_memory(parameter)
@@ -191,12 +189,12 @@ class RealRun(Recording):
             self.ledger.enter(buffer, Category.PARAMETER, prefix + name)
 
     def enter_states(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-        """The optimizer's states; `names` are those of the parameters."""
+        """Enter the optimizer's states. `names` are the names of the parameters."""
         for parameter, key, state in named_states(optimizer):
             self.ledger.enter(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
 
     def step_trace(self) -> StepTrace:
-        """The step so far."""
+        """The trace of the step so far."""
         return record(self, [0, len(self.operators)], repeats=1)
 
 
@@ -204,10 +202,10 @@ _OWNED = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 
 
 def bytes_by_module(trace: StepTrace) -> dict[str, int]:
-    """Bytes in use at the peak, by the module they belong to.
+    """Bytes in use at the peak, by module path, the largest first. They add up to the peak.
 
-    A parameter, its gradient and its states belong to its own module, other storages to the module that made them,
-    scratch memory to the one that is running. They add up to the level.
+    A parameter, its gradient and its states belong to the parameter's module. Other storages belong to the module that
+    allocated them, and scratch memory to the running one.
     """
     index = trace.peak_index
     totals: dict[str, int] = {}

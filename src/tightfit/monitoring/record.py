@@ -1,4 +1,4 @@
-"""What watching a training leaves: plain data that can be printed, written as JSON and diagnosed."""
+"""The record of a monitored training, which can be printed, written as JSON and diagnosed."""
 
 import json
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ KIND = "tightfit memory record"
 
 
 class Record(RecordedTraining):
-    """A watched training that can be shown, written and read."""
+    """A record that can be printed, written and read."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, with the place of the peak on top."""
+        """The record as JSON. The place of the peak comes first."""
         place = {"peak_phase": self.peak_phase, "peak_module": self.peak_module}
         return {"kind": KIND, "format": FORMAT, **place, **asdict(self)}
 
@@ -30,7 +30,7 @@ class Record(RecordedTraining):
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Record":
-        """Read a record that `to_json` wrote. Raises `InputError` where the file is not one."""
+        """Read a record that `to_json` wrote. Raises `InputError` if the file is not a record."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What watching a training leaves, as plain data."""
+"""The record of a monitored training as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from tightfit.planner.records import StepFigures
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The counters where a phase ended. `phase` is the one that ended; bytes; CUDA's are None on a CPU."""
+    """The counters at the end of a phase, in bytes. CUDA's are None on a CPU."""
 
-    seconds: float  # since the watching began
+    seconds: float  # since the monitoring began
     step: int
     phase: str
     rss_bytes: int
@@ -24,7 +24,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception that ended the watched training."""
+    """The exception that ended the monitored training."""
 
     kind: str
     message: str
@@ -36,12 +36,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class RecordedTraining:
-    """A watched training. Bytes are ints.
+    """A monitored training. Bytes are ints.
 
-    `traced` is the one step that was watched in every operator, `traced_step` its number from 1 (0: none was); it is
-    `complete` unless the training ended inside it. `peak_source` says what `peak_bytes` is: the peak of the traced
-    step, of CUDA's allocator, or of resident memory. `pools` are those of buffers outside of the allocators (offload),
-    by name, as they stood at the end.
+    `traced` are the figures of the step that was recorded operator by operator, and `traced_step` is its number from 1
+    (0: no step). The trace is `complete` unless the training ended inside it. `peak_source` names the source of
+    `peak_bytes`: the traced step, CUDA's allocator, or resident memory. `pools` are the final statistics of buffer
+    pools outside of the allocators (offload), by name.
     """
 
     peak_bytes: int
@@ -68,7 +68,7 @@ class RecordedTraining:
 
     @property
     def peak_phase(self) -> str | None:
-        """The phase of the traced step's peak; else the one whose peak is highest."""
+        """The phase of the traced step's peak, or else the phase with the highest peak."""
         if self.traced is not None:
             return self.traced.peak_phase
         return max(self.phase_peaks, key=self.phase_peaks.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""Reads the counters where phases change, seldom enough to cost next to nothing."""
+"""Reads memory counters at changes of phase, within a fixed share of the time."""
 
 import time
 from typing import Any
@@ -9,17 +9,17 @@ from tightfit.memory.counters import Reading, read_counters
 from tightfit.monitoring.recorded import Sample, thinned
 from tightfit.tracing.record import Phase
 
-SHARE = 0.005  # of the time that passes: half of what the monitor may cost when it only samples
-FIRST_SAMPLES = 16  # are taken whatever they cost
+SHARE = 0.005  # of the elapsed time: half of what the monitor may cost when it only samples
+FIRST_SAMPLES = 16  # taken whatever they cost
 MOST_SAMPLES = 2048
 
 
 class Sampler:
     """Mutable: the samples so far, and the highest figures of each phase.
 
-    The counters are high-water marks. Where a mark rose during a phase, the phase reached it; where it did not, the
-    phase reached at least what was in use at its two ends. A rise over several phases, of which some were not read,
-    belongs to none of them.
+    The counters are high-water marks. If a mark rose during a phase, the phase reached it. If not, the phase reached at
+    least the memory in use at its two ends. If the mark rose over several phases without a reading between them, the
+    rise is attributed to none of them.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Sampler:
         self._spent = 0.0
         self._last: Reading | None = None
         self._taken = 0
-        self._every = 1  # how many changes of phase make one kept sample, once there are many
-        self._missed = False  # whether phases ended since the last reading without one
+        self._every = 1  # readings per kept sample
+        self._missed = False  # whether a phase ended without a reading since the last one
         self.rss_peak = 0
         self.allocated_peak = 0
 
@@ -42,7 +42,7 @@ class Sampler:
         self._last = read_counters(device)
 
     def sample(self, step: int, phase: Phase, *, always: bool = False) -> None:
-        """Read the counters at the end of a phase, unless sampling has taken its share of the time already."""
+        """Read the counters at the end of a phase, unless sampling has used up its share of the time."""
         began = time.perf_counter()
         is_affordable = self._taken < FIRST_SAMPLES or self._spent <= SHARE * (began - self._began)
         if self._last is None or not (always or is_affordable):
@@ -57,7 +57,7 @@ class Sampler:
         self._spent += time.perf_counter() - began
 
     def skip(self) -> None:
-        """Read the counters anew where something else than the training ran since the last reading."""
+        """Read the counters again after code that is no part of the training."""
         if self._last is not None:
             self._last = read_counters(self._device)
 
@@ -96,5 +96,5 @@ def _figures(reading: Reading) -> tuple[Any, ...]:
 
 
 def _reached(before: int, highest_before: int, after: int, highest_after: int) -> int:
-    """The highest point between two readings, as far as they tell."""
+    """The highest point between two readings, as far as the counters show it."""
     return highest_after if highest_after > highest_before else max(before, after)

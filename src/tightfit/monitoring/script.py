@@ -1,4 +1,4 @@
-"""Runs anybody's training script, unchanged, under the monitor."""
+"""Runs a training script, unchanged, under the monitor."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ from tightfit.runtime.activity import now
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What a script left: the watch, and the exception that ended it (`SystemExit` too), if one did."""
+    """The monitor of a script, and the exception that ended the script (`SystemExit` too), if any."""
 
     watch: Monitor
     error: BaseException | None
@@ -35,12 +35,13 @@ def profile_script(
     traced_step: int | None = TRACED_STEP,
     prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None,
 ) -> ScriptRun:
-    """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and watch what it trains.
+    """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and monitor its training.
 
-    The model is the first module that is called at top level with gradients and has parameters to train; optimizers
-    are those that step. `prepare` is given the model, inside its first call, before its forward begins, and
-    returns the tensors that lie beside it. Raises
-    `InputError` where there is no such script; exceptions of the script itself, and of `prepare`, of any kind, are
+    The model is the first module with trained parameters that the script calls at top level with gradients enabled. The
+    optimizers are those that step. `prepare(model)` is called inside the model's first call, before its forward, and
+    returns tensors to count besides the model.
+
+    Raises `InputError` if there is no such script. Exceptions of the script and of `prepare`, of any kind, are
     returned.
     """
     if not script.is_file():
@@ -57,7 +58,7 @@ def profile_script(
 
 
 def from_script_on(error: BaseException, script: Path) -> BaseException:
-    """The exception with its traceback from the script's own first line on, as `python SCRIPT` would show it."""
+    """The exception with its traceback cut to start in the script, as `python SCRIPT` would show it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
@@ -66,7 +67,7 @@ def from_script_on(error: BaseException, script: Path) -> BaseException:
 
 @contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as the script expects them."""
+    """A context with `sys.argv` and `sys.path` as the script expects them."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -77,7 +78,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 class Discovery:
-    """Finds the model and the optimizers of a running script by PyTorch's global hooks, and hands them to a watch."""
+    """Finds the model and the optimizers of a running script by PyTorch's global hooks, and adds them to a monitor."""
 
     def __init__(self, watch: Monitor, prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None):
         self.watch = watch
@@ -108,11 +109,12 @@ class Discovery:
             self.depth -= 1
 
     def _found(self, model: nn.Module, args: tuple) -> None:
-        """Watch from here on; its own hooks, being new, are not called for this call."""
+        """Start to monitor the model, inside its first call."""
+        # Hooks registered now are not called for this call, so `enter_call` enters it.
         self.__exit__()
         if self.prepare is not None:
             self.watch.add_resident(self.prepare(model))
-        self.handles = [  # from here on: what steps meanwhile, dry, is not the script's
+        self.handles = [  # after `prepare`, whose dry runs step optimizers that are not the script's
             register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
             register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),
         ]
@@ -127,6 +129,6 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _has_optimizer() -> bool:
-    """Whether the script has made an optimizer; one that steps later is found when it does."""
-    # Not `isinstance`, which asks the objects themselves for their class, and some of them answer with a warning.
+    """Whether the script has made an optimizer. One that is made later is found when it steps."""
+    # Not `isinstance`: that reads `__class__` of every object, and some objects raise a warning then.
     return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())

@@ -1,10 +1,10 @@
-"""Finds out which part of a training step runs, in anybody's loop, by hooks alone.
+"""Finds the phase of a training step in any loop, by hooks.
 
-Forward begins where the model is called, backward where the gradient of one of its results arrives, the optimizer's
-part where backward ends: clipping, setting gradients to None and loading the next batch belong to it. A step ends where
-the model is called again after an optimizer stepped (after a backward, where there is no optimizer): several optimizers
-and several micro-batches are one step. What runs aside of the training (a dry run, a comparison of two runs) is no
-part of it.
+Forward begins when the model is called. Backward begins when the gradient of one of its results arrives. The
+optimizer's phase begins when backward ends; it includes clipping, setting gradients to None and loading the next batch.
+A step ends when the model is called again after an optimizer stepped (after a backward, if there is no optimizer). So
+several optimizers and several micro-batches belong to one step. Code aside of the training (a dry run, a comparison of
+two runs) is ignored.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from tightfit.tracing.record import Phase
 
 
 class Stage:
-    """Mutable: the phase that is running.
+    """Mutable: the running phase.
 
-    Listeners: `on_change(old, new)` before the phase changes; `on_inputs(args, kwargs)` at each call of a model;
-    `on_optimizer(optimizer)` before it steps; `on_step()` where a step has ended.
+    Callbacks: `on_change(old, new)` before the phase changes, `on_inputs(args, kwargs)` at each call of a model,
+    `on_optimizer(optimizer)` before it steps, `on_step()` at the end of a step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stage:
         self.on_optimizer = on_optimizer
         self.on_step = on_step
         self.has_optimizer = has_optimizer
-        self._stepped = False  # the step that is running has done all that makes it one
+        self._stepped = False  # an optimizer has stepped, so the next call of the model begins a new step
         self._handles: list[Any] = []
 
     def follow_model(self, model: nn.Module) -> None:
@@ -58,7 +58,7 @@ class Stage:
         ]
 
     def remove(self) -> None:
-        """Take every hook off again."""
+        """Remove all hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -68,7 +68,7 @@ class Stage:
             self.phase = phase
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.aside or current_node() is not None:  # the latter: somebody's recomputation of the whole model
+        if self.aside or current_node() is not None:  # within backward, a checkpoint recomputes the whole model
             return
         if self._stepped:
             self._stepped = False
@@ -82,14 +82,14 @@ class Stage:
         for result in _tensors(output):
             if result.requires_grad and result.grad_fn is not None:
                 result.register_hook(self._gradient_arrives)
-                if result.dim() == 0:  # a loss: nothing else will have its gradient before
+                if result.dim() == 0:  # a loss: its gradient arrives before all others, so one hook is enough
                     return
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         self.backward_begins()
 
     def backward_begins(self) -> None:
-        """To be called inside a backward."""
+        """Note that backward runs. Call it inside a backward."""
         if self.phase is not Phase.BACKWARD:
             self.enter(Phase.BACKWARD)
             at_end_of_backward(self._backward_ends)
@@ -108,13 +108,13 @@ class Stage:
         self._stepped = self._stepped or not self.aside
 
     def ends(self) -> None:
-        """The watching ends: a step that has stepped is whole."""
+        """End the monitoring. A step whose optimizer has stepped counts as complete."""
         if self._stepped:
             self._stepped = False
             self.on_step()
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors of a result, scalars first: in lists, tuples, dicts and dataclasses, as models return them."""
+    """The tensors in a model's result (lists, tuples, dicts, dataclasses), scalars first."""
     tensors = [leaf for leaf in flatten(output).leaves if isinstance(leaf, torch.Tensor)]
     return sorted(tensors, key=torch.Tensor.dim)

@@ -29,19 +29,19 @@ from tightfit.runtime.internals import compiled_code_off, is_innermost
 from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.record import Category, Phase, StepTrace
 
-RECENT_STEPS = 101  # whose median is the step's time
-TRACED_STEP = 2  # the first one has no optimizer states before its end
+RECENT_STEPS = 101  # the time of a step is the median over the latest ones
+TRACED_STEP = 2  # in the first step the optimizer makes its states only at the end
 
 
 def monitor(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, traced_step: int | None = TRACED_STEP
 ) -> "Monitor":
-    """Monitor the memory of a training loop; a context manager, whose result tells what was seen.
+    """Monitor the memory of a training loop. Returns a context manager that holds the figures.
 
-    Steps up to `traced_step` are watched operator by operator (those steps are slower, and not otherwise changed);
-    after that the counters of the system and of CUDA's allocator are read where phases change. None traces no step.
-    Without `optimizer`, each backward ends a step. Nothing stays on the model afterwards; exceptions pass through, and
-    the record is kept. Raises `InputError` for a wrong argument, `ModelError` for a sharded model.
+    The monitor records steps up to `traced_step` operator by operator. These steps are slower, and otherwise unchanged.
+    Afterwards it reads the counters of the system and of CUDA's allocator when phases change. None traces no step.
+    Without `optimizer`, each backward ends a step. Nothing remains on the model afterwards. Exceptions pass through,
+    and the record is kept. Raises `InputError` for a wrong argument, `ModelError` for a sharded model.
 
     Example:
         >>> import tightfit, torch
@@ -70,9 +70,9 @@ def monitor(
 
 
 class Monitor:
-    """Mutable while the training runs; afterwards what it saw.
+    """The monitor of a training. Mutable while the training runs.
 
-    The figures are those of `Record`, which `record()` returns; `trace` is the traced step as a `StepTrace`.
+    `record()` returns its figures as a `Record`. `trace` is the traced step as a `StepTrace`.
     """
 
     def __init__(self, *, traced_step: int | None = TRACED_STEP, has_optimizer: bool = True):
@@ -83,7 +83,7 @@ class Monitor:
         self.stage = Stage(
             self._phase_changes, self._inputs, self.add_optimizer_state, self._step_ends, has_optimizer=has_optimizer
         )
-        self._models: dict[str, nn.Module] = {}  # by the prefix of its paths
+        self._models: dict[str, nn.Module] = {}  # by the prefix of their paths
         self._optimizers: list[torch.optim.Optimizer] = []
         self._resident: list[weakref.ref[torch.Tensor]] = []
         self._device = torch.device("cpu")
@@ -91,30 +91,30 @@ class Monitor:
         self._complete = False
         self._run: RealRun | None = None
         self._modules: WatchedModules | None = None
-        self._stance: Callable[[], None] = lambda: None  # lets compiled code run again
+        self._stance: Callable[[], None] = lambda: None  # enables compiled code again
         self._record: Record | None = None
         self._sampler = Sampler()
         self._step_began = self._aside_began = time.perf_counter()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    # What is watched
+    # Models and optimizers
 
     def add_model(self, model: nn.Module) -> None:
-        """Monitor a model; the paths of a second one begin with its class's name."""
+        """Add a model. The paths of a second model begin with the name of its class."""
         prefix = f"{type(model).__name__}." if self._models else ""
         while prefix in self._models:
             prefix = f"{prefix[:-1]}'."
         self._models[prefix] = model
 
     def add_resident(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors that lie beside the model whether or not a step reads them; counted as long as they are there."""
+        """Count these tensors as long as they exist, even if no step reads them."""
         self._resident += [weakref.ref(tensor) for tensor in tensors]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
 
     def add_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Add an optimizer that is about to step, if it is new."""
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
 
@@ -127,13 +127,13 @@ class Monitor:
         return self
 
     def enter_call(self, model: nn.Module, args: tuple) -> None:
-        """Take notice of a model's call that had begun before the watching did."""
+        """Enter a model's call that began before the monitoring did."""
         if self._modules is not None:
             self._modules.stack.append(self._modules.paths[id(model)])
         self.stage.forward_begins(model, args, {})
 
     def start(self) -> None:
-        """Begin to follow the models, to sample, and to trace if a step is to be traced."""
+        """Begin to follow the models and to sample, and to trace unless `traced_step` is None."""
         for model in self._models.values():
             self.stage.follow_model(model)
         models = list(self._models.values())
@@ -150,17 +150,17 @@ class Monitor:
         self.stop(error)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the watching; an `Exception` is kept as what ended the training."""
+        """End the monitoring. An `Exception` is kept as the failure that ended the training."""
         self._sampler.sample(self.steps + 1, self.stage.phase, always=True)
         self.stage.ends()
         try:
             self._keep_partial_trace()
             if isinstance(error, Exception):
                 self.failure = self._failure(error)
-        finally:  # what watches the training is taken off, whatever becomes of the record
+        finally:  # remove all hooks, even if the record cannot be made
             self.stage.remove()
             self._stop_tracing()
-            now.on_aside = tuple(told for told in now.on_aside if told != self._on_aside)
+            now.on_aside = tuple(callback for callback in now.on_aside if callback != self._on_aside)
         self._record = self._make_record()
         self._models, self._optimizers = {}, []
 
@@ -169,6 +169,7 @@ class Monitor:
     def _start_tracing(self) -> None:
         self._modules = WatchedModules(self._models, self.stage.aside)
         self._modules.__enter__()
+        # No operator of compiled code passes the dispatcher, so the traced steps run eagerly.
         self._stance = compiled_code_off()
         self._run = RealRun(self._device, self._modules, self.stage.backward_begins, self.stage.aside)
         self._run.phase = self.stage.phase
@@ -176,9 +177,10 @@ class Monitor:
         self._run.__enter__()
 
     def _stop_tracing(self) -> None:
-        """Take the mode off. Where another one was entered after it, it stays there and watches nothing."""
+        """Remove the dispatch mode."""
         if self._run is None:
             return
+        # Modes form a stack. If another one was entered after ours, ours cannot be removed now and remains passive.
         self._run.passive = True
         self._run.ledger.close()
         if self._modules is not None:
@@ -190,7 +192,7 @@ class Monitor:
             self._run = None
 
     def _label(self) -> None:
-        """Say what the model's and the optimizers' storages are for."""
+        """Set the categories of the models' and the optimizers' storages."""
         if self._run is None or self._run.ledger.closed:
             return
         for reference in self._resident:
@@ -211,24 +213,24 @@ class Monitor:
         self._traced, self._complete = self.steps + 1, complete
 
     def _keep_partial_trace(self) -> None:
-        """The step that is running, where it failed or no other has been traced."""
+        """Keep the trace of the running step if it failed, or if no other step was traced."""
         run = self._run
         if run is None or run.ledger.closed or not run.operators:
             return
         if run.failed_at is not None or self.trace is None:
             self._keep_trace(complete=False)
 
-    # What the stage tells
+    # Callbacks of the stage
 
     def _phase_changes(self, old: Phase, new: Phase) -> None:
         self._sampler.sample(self.steps + 1, old)
         if self._run is not None and not self._run.passive:
             self._run.phase = new
             if old is Phase.BACKWARD:
-                self._label()  # gradients, before anybody sets them to None
+                self._label()  # gradients, before the loop sets them to None
 
     def _on_aside(self, begins: bool) -> None:
-        """Something that is no part of the training begins, or has ended: its time and memory do not count."""
+        """Code aside of the training begins or has ended. Its time and memory do not count."""
         self.stage.aside.begun = begins
         if begins:
             self._sampler.sample(self.steps + 1, self.stage.phase)
@@ -252,7 +254,7 @@ class Monitor:
         self._step_began = time.perf_counter()
 
     def _traced_step_ends(self, run: RealRun) -> None:
-        if run.ledger.closed:  # another mode stood in the way of taking it off
+        if run.ledger.closed:  # another mode was active when tracing stopped: try again to remove ours
             self._stop_tracing()
         elif run.failed_at is not None:
             self._keep_trace(complete=False)
@@ -264,20 +266,20 @@ class Monitor:
             else:
                 run.begin_again()
 
-    # What was seen
+    # Results
 
     def record(self) -> Record:
-        """All of it, as plain data; within the loop, up to now."""
+        """All figures as plain data. Within the loop: the figures so far."""
         return self._record or self._make_record()
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """The counters, where phases changed."""
+        """The counters at changes of phase."""
         return tuple(self._sampler.samples)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest memory in use: see `Record.peak_source`."""
+        """The highest memory in use. `Record.peak_source` names its source."""
         return self.record().peak_bytes
 
     @property
@@ -303,7 +305,7 @@ class Monitor:
         return self.record().rss_bytes
 
     def live(self) -> dict[str, int]:
-        """Bytes in use now: by category while a step is traced, else of what models and optimizers hold."""
+        """Bytes in use now, by category. Outside of a traced step, only those of models and optimizers."""
         run = self._run
         if run is not None and not run.ledger.closed and run.operators:
             self._label()
@@ -318,7 +320,7 @@ class Monitor:
         self.record().to_json(path)
 
     def to_png(self, path: str | Path) -> None:
-        """Draw the traced step and the samples. Raises `InputError` where matplotlib is not installed."""
+        """Draw the traced step and the samples. Raises `InputError` if matplotlib is not installed."""
         from tightfit.monitoring.picture import record_picture
 
         Path(path).write_bytes(record_picture(self.record()))
@@ -327,7 +329,7 @@ class Monitor:
         return str(self.record())
 
     def _held(self) -> dict[Category, int]:
-        """Bytes of parameters, gradients and states, each storage once."""
+        """Bytes of parameters, gradients and states. Each storage counts once."""
         from tightfit.memory.allocator import storage_bytes
         from tightfit.optim.by_name import state_tensors
         from tightfit.optim.gradients import gradient_memory
@@ -363,6 +365,8 @@ class Monitor:
         else:
             by_category, by_module = {str(c): size for c, size in self._held().items()}, {}
         sampler = self._sampler
+        # The most direct measurement wins: CUDA's counter, then the traced step, then resident memory, which includes
+        # Python and libraries.
         if sampler.allocated_peaks:
             peak, source, phases = sampler.allocated_peak, "CUDA allocator", sampler.allocated_peaks
         elif traced is not None:

@@ -1,4 +1,4 @@
-"""Where in a training step an exception was raised."""
+"""Finds where in a training step an exception was raised."""
 
 import traceback
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from tightfit.memory.frames import Frame, phase_of
 
 
 class Place(NamedTuple):
-    """Phase and module path; None where the traceback does not tell."""
+    """Phase and module path; None if the traceback does not show them."""
 
     phase: str | None
     module: str | None
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 def place_of_error(error: BaseException, paths: Mapping[int, str] | None = None) -> Place:
     """Phase and innermost module on an exception's traceback.
 
-    `paths` are module paths by the modules' identity; without it, paths from the outermost module on the traceback.
+    `paths` maps ids of modules to paths. Without it, paths start at the outermost module on the traceback.
     """
     calls = list(traceback.walk_tb(error.__traceback__))
     modules = [frame.f_locals.get("self") for frame, _ in calls]

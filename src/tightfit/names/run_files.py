@@ -2,6 +2,7 @@
 
 CONFIG, PLAN, METRICS, RESULT = "config.yaml", "plan.json", "metrics.jsonl", "result.json"
 PICTURE, PAGE = "memory.png", "report.html"
+REFERENCE = "reference.safetensors"  # log-probabilities of preference pairs before the first step
 CHECKPOINTS = "checkpoints"  # the folder of the checkpoints
 LOCK = ".tightfit.lock"
 MODEL = "model"  # before the names of a model's tensors in a checkpoint

@@ -1,4 +1,4 @@
-"""The operators that levers swap in: each a reference, a low-memory version, one public function."""
+"""The operators that levers substitute: each has a reference, a low-memory version, and one public function."""
 
 from tightfit.ops.attention import attention
 from tightfit.ops.cross_entropy import linear_cross_entropy

@@ -1,7 +1,7 @@
-"""Documents of packed rows on a CPU: where they are, and causal attention by PyTorch's fused kernel, one at a time.
+"""Finds the documents of packed rows, and computes causal attention on a CPU for one document at a time.
 
-Nothing is computed for pairs of different documents, and no mask is made. A document's numbers depend on its own tokens
-alone.
+PyTorch's fused kernel runs once per document: nothing is computed for pairs of different documents, and no mask is
+allocated. The result of a document depends only on its own tokens.
 """
 
 from typing import Any
@@ -17,14 +17,15 @@ _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def serves_documents(tensor: Tensor) -> bool:
-    """Whether attention over such a tensor runs a document at a time: on a CPU, outside of compiled code, which would
-    be compiled again for other lengths of documents.
+    """Whether attention over such a tensor runs one document at a time.
+
+    It does on a CPU, except in compiled code, which would be recompiled for other document lengths.
     """
-    return tensor.device.type == "cpu" and not now.playing_cuda and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and not now.playing_cuda
 
 
 def runs(document_ids: Tensor) -> list[tuple[int, int, int]] | None:
-    """Row, begin and end of each document of ids (B, T); None where a document's tokens are not all together."""
+    """Row, begin and end of each document of ids (B, T); None if the ids descend within a row."""
     if not _ascend(document_ids):
         return None
     found, length = [], document_ids.shape[1]
@@ -35,7 +36,7 @@ def runs(document_ids: Tensor) -> list[tuple[int, int, int]] | None:
 
 
 def earliest_keys(document_ids: Tensor) -> list[int] | None:
-    """For each position the first one of its document, of all rows the least; None as for `runs`."""
+    """For each position the first position of its document, the minimum over all rows; None as for `runs`."""
     if not _ascend(document_ids):
         return None
     places = torch.arange(document_ids.shape[1], device=document_ids.device)
@@ -54,14 +55,14 @@ def _begins(document_ids: Tensor) -> Tensor:
 
 
 class DocumentAttention(torch.autograd.Function):
-    """See `attention`. Saves the inputs, the output and a log-sum-exp a query."""
+    """See `attention`. Saves the inputs, the output and one log-sum-exp per query."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: list[tuple[int, int, int]], scale: float
     ) -> Tensor:
         batch, heads, length, width = q.shape
-        # (batch, length, heads, width) in memory, as the kernel's own result: what follows needs no copy
+        # (batch, length, heads, width) in memory, as in the kernel's own result, so that later operations need no copy
         out = q.new_empty(batch, length, heads, width).transpose(1, 2)
         sums = q.new_empty(batch, length, heads, dtype=_sum_dtype(q)).transpose(1, 2)
         for part in map(_Part, documents):

@@ -1,4 +1,4 @@
-"""Backward passes that cannot be differentiated themselves, and say so."""
+"""Refuses second derivatives of backward passes that do not support them."""
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def differentiable_once(name: str) -> Callable[[Backward], Backward]:
-    """Decorates an `autograd.Function`'s backward: its results may be used, but not differentiated.
+    """Decorate an `autograd.Function`'s backward so that differentiating its results raises.
 
-    PyTorch's `once_differentiable` looks at the incoming gradient only: where that is a constant, as for a loss, the
-    results come out as constants too, and a gradient penalty silently lacks them.
+    PyTorch's `once_differentiable` checks the incoming gradient only. If that is a constant, as for a loss, the results
+    are constants too, and a gradient penalty silently lacks their part.
     """
 
     def decorate(backward: Backward) -> Backward:

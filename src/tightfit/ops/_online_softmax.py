@@ -3,9 +3,11 @@
 Forward, per chunk of queries, over its tiles: with s a tile's scores and m the running maximum,
 m' = max(m, max s), l' = l exp(m - m') + sum exp(s - m'), o' = o exp(m - m') + exp(s - m') v; the output is o / l
 (Milakov and Gimelshein 2018; Rabe and Staats 2021). Backward, with the probabilities p = exp(s - m) / l:
-dv += pᵀ do, ds = p (do vᵀ - sum(do * o)), dq += ds k, dk += dsᵀ q (Dao et al. 2022). The log-sum-exp is saved as its
-two parts m and l: of their sum m + log l the rounding would move all of a row's probabilities together, which made
-gradients in fp32 a quarter less exact than those of a plain softmax. What divides by l is do, a row at a time.
+dv += pᵀ do, ds = p (do vᵀ - sum(do * o)), dq += ds k, dk += dsᵀ q (Dao et al. 2022).
+
+The log-sum-exp is saved as its two parts m and l. Rounding their sum m + log l would change all probabilities of a row
+together, which made gradients in fp32 a quarter less exact than those of a plain softmax. The division by l is applied
+to do, one row at a time.
 """
 
 from typing import Any
@@ -18,7 +20,7 @@ from tightfit.ops._visibility import Tile, Visibility
 
 
 class ChunkedAttention(torch.autograd.Function):
-    """See `attention`. mask has four dimensions. Saves the inputs, the output and a log-sum-exp a query."""
+    """See `attention`. mask has four dimensions. Saves the inputs, the output and one log-sum-exp for each query."""
 
     @staticmethod
     def forward(
@@ -79,7 +81,7 @@ class Tiles:
         return self.visibility.tiles(self.q.shape[2], self.k.shape[2], self.size, q0)
 
     def chunk(self, values: Tensor, q0: int) -> Tensor:
-        """Queries [q0, q0 + size) of `values` (B, Hq, Tq, n), those that share a key head one after the other."""
+        """Queries [q0, q0 + size) of `values` (B, Hq, Tq, n), with those that share a key head next to each other."""
         part = values[:, :, q0 : q0 + self.size].to(self.dtype)
         return part.reshape(part.shape[0], self.k.shape[1], -1, part.shape[3])
 
@@ -87,7 +89,7 @@ class Tiles:
         return self.chunk(self.q, q0) * self.scale
 
     def spread_(self, target: Tensor, q0: int, chunk: Tensor) -> None:
-        """Write a chunk back to where `chunk` read it."""
+        """Write a chunk to the place from which `chunk` read it."""
         part = target[:, :, q0 : q0 + self.size]
         part.copy_(chunk.reshape(part.shape))
 
@@ -102,7 +104,7 @@ class Tiles:
         return scores.unflatten(2, (self.visibility.groups, -1))
 
     def over_queries(self, pairs: Tensor, rows: Tensor) -> Tensor:
-        """pairsᵀ rows, (B, Hkv, keys, n): summed for each query head by itself first, which rounds away less."""
+        """pairsᵀ rows (B, Hkv, keys, n). It is summed for each query head first, which loses less to rounding."""
         return (self.by_group(pairs).mT @ self.by_group(rows)).sum(dim=2)
 
     def scores(self, queries: Tensor, keys: Tensor, tile: Tile) -> Tensor:
@@ -111,7 +113,7 @@ class Tiles:
         return scores
 
     def attend(self, q0: int) -> tuple[Tensor, Tensor]:
-        """Output (..., Dv) of a chunk, maximum and sum of exponentials (..., 2); 0, 0 and 1 where nothing is seen."""
+        """Output (..., Dv) of a chunk; maximum and sum of exponentials (..., 2). 0, 0 and 1 if no key is visible."""
         queries = self.queries(q0)
         out = queries.new_zeros(*queries.shape[:3], self.v.shape[3])
         total = queries.new_zeros(*queries.shape[:3], 1)
@@ -119,34 +121,37 @@ class Tiles:
         for tile in self.of(q0):
             scores = self.scores(queries, self.keys(tile), tile)
             before, highest = highest, torch.maximum(highest, scores.amax(dim=-1, keepdim=True))
+            # A query that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
             subtracted = highest.masked_fill(highest == -torch.inf, 0)
             weights = scores.sub_(subtracted).exp_()
             shrink = (before - subtracted).exp_()
             total.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
             out.mul_(shrink).add_(weights @ self.values(tile))
-        total.masked_fill_(total == 0, 1)
+        total.masked_fill_(total == 0, 1)  # a query without visible keys gives zeros, not NaN
         highest = highest.masked_fill(highest == -torch.inf, 0)
         return out.div_(total), torch.cat((highest, total), dim=-1)
 
 
 class Sums:
-    """The gradients of q, k, v and the mask; all but the first are summed over the chunks of queries."""
+    """The gradients of q, k, v and the mask. All except that of q are summed over the chunks of queries."""
 
     def __init__(self, tiles: Tiles, needed: tuple[bool, ...]):
         of_q, of_k, of_v, of_mask = needed[:4]
         self.tiles = tiles
+        # A chunk writes its part of q's gradient once. The others are sums over chunks, so they need zeros in fp32.
         self.q = torch.empty_like(tiles.q) if of_q else None
         self.k = torch.zeros_like(tiles.k, dtype=tiles.dtype) if of_k else None
         self.v = torch.zeros_like(tiles.v, dtype=tiles.dtype) if of_v else None
         self.mask = torch.zeros_like(tiles.mask, dtype=tiles.dtype) if of_mask and tiles.mask is not None else None
 
     def add(self, q0: int, gradient: Tensor, out: Tensor, log_sum: Tensor) -> None:
-        """Add what the chunk at q0 gives, from the gradient of its output, its output, and its maximum and sum."""
+        """Add the part of the chunk at q0, from the gradient of its output, its output, and its maximum and sum."""
         tiles = self.tiles
         queries = tiles.queries(q0)
         of_queries = torch.zeros_like(queries)
         highest, total = log_sum.split(1, dim=-1)
         gradient = gradient / total
+        # fp64 costs little for one number per query, and it is subtracted from every score's gradient.
         correction = (gradient.double() * out).sum(dim=-1, keepdim=True).to(tiles.dtype)
         for tile in tiles.of(q0):
             keys = tiles.keys(tile)
@@ -154,7 +159,7 @@ class Sums:
             if self.v is not None:
                 self.v[:, :, tile.k0 : tile.k1].add_(tiles.over_queries(weights, gradient))
             of_scores = (gradient @ tiles.values(tile).mT).sub_(correction).mul_(weights)
-            del weights
+            del weights  # one buffer of scores less while the products below run
             self.add_to_mask(tile, of_scores)
             if self.q is not None:
                 of_queries.add_(of_scores @ keys)

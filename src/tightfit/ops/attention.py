@@ -1,4 +1,4 @@
-"""Scaled dot-product attention that never needs memory for all pairs of positions."""
+"""Scaled dot-product attention without memory for all pairs of positions."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from tightfit.ops._visibility import Visibility
 
 __all__ = ["attention", "plain_attention"]
 
-# Where no size is given. Of 64 to 1024 the fastest: one core, 8 heads of 64, 1024 and 2048 tokens, causal, forward and
-# backward within 1.2 of the time that PyTorch's fused attention takes.
+# The default size is the fastest of 64 to 1024, measured on one core with 8 heads of 64 and 1024 and 2048 causal
+# tokens: forward and backward within 1.2 times the time of PyTorch's fused attention.
 DEFAULT_CHUNK_SIZE = 128
 
 
@@ -34,22 +34,27 @@ def attention(
 ) -> Tensor:
     """softmax(q kᵀ * scale + mask) v, in memory that grows with the sequence and not with its square.
 
-    q (B, Hq, Tq, D), k (B, Hkv, Tk, D) and v (B, Hkv, Tk, Dv) of one floating dtype; Hq is a multiple of Hkv, and
-    each key and value head serves a run of Hq / Hkv query heads without being repeated. Returns (B, Hq, Tq, Dv).
+    q (B, Hq, Tq, D), k (B, Hkv, Tk, D) and v (B, Hkv, Tk, Dv) have one floating dtype. Hq is a multiple of Hkv: each
+    key and value head serves Hq / Hkv consecutive query heads, without being repeated. Returns (B, Hq, Tq, Dv).
 
-    Position i sees position j where all that is given allows it: `causal`, j <= i; `window` w, i - w < j <= i if
-    causal and |i - j| < w if not; `mask`, broadcastable to (B, Hq, Tq, Tk), True where a boolean one lets through, or
-    added to the scores; `document_ids` (B, T) integers, equal. A position that sees nothing gives zeros, and zero
-    gradients. With an `offset` the queries stand at the positions offset + i, as when the keys before them come from a
-    cache. `scale` is 1 / sqrt(D) by default.
+    Position i sees position j if every given condition allows it:
 
-    With a `chunk_size` the scores exist for that many queries and keys at a time, forward and backward: online
-    softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao 2023), summed in fp32 (fp64 for fp64 inputs).
-    Within a window, time and memory grow with window times sequence. Without a size, the device's best serves:
-    `F.scaled_dot_product_attention` where it needs no mask of our making, FlexAttention on CUDA for windows and
-    documents without a mask, on a CPU the fused kernel for each document that is a run of tokens, else chunks of 128.
-    Raises `InputError` for shapes, dtypes or options that do not fit. What is not PyTorch's own attention cannot be
-    differentiated twice.
+    - `causal`: j <= i.
+    - `window` w: i - w < j <= i if causal, else |i - j| < w.
+    - `mask`, broadcastable to (B, Hq, Tq, Tk): a boolean mask is True; a float mask is added to the scores.
+    - `document_ids`, integers (B, T): both ids are equal.
+
+    A position that sees nothing gives zeros, and zero gradients. `offset` puts the queries at the positions offset + i,
+    for keys from a cache. `scale` is 1 / sqrt(D) by default.
+
+    With a `chunk_size`, scores exist for that many queries and keys at a time, forward and backward: online softmax
+    (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao 2023), summed in fp32 (fp64 for fp64 inputs). With a window,
+    time and memory grow with window times sequence. Without a size, the fastest implementation is used:
+    `F.scaled_dot_product_attention` if it needs no extra mask, FlexAttention on CUDA for windows and documents without
+    a mask, PyTorch's fused kernel per document on a CPU if each document is a run of tokens, else chunks of 128.
+
+    Raises `InputError` for shapes, dtypes or options that do not fit. Except for PyTorch's own attention, the result
+    cannot be differentiated twice.
 
     Example:
         >>> import torch
@@ -73,6 +78,7 @@ def attention(
     q, k, v = autocasted(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if chunk_size is None and document_ids is not None and causal and window is None and mask is None:
+        # PyTorch's CPU kernel refuses values whose head size differs from the keys'.
         documents = runs(document_ids) if serves_documents(q) and q.shape[-1] == v.shape[-1] else None
         if documents is not None:
             return DocumentAttention.apply(q, k, v, documents, scale)
@@ -131,7 +137,7 @@ def fused_attention(
 
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as autocast, where it is on, gives them to PyTorch's own attention."""
+    """The tensors as autocast, if enabled, passes them to PyTorch's own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -179,7 +185,7 @@ def check_offset(offset: int, document_ids: Tensor | None) -> None:
     if offset < 0:
         raise InputError(f"attention: offset={offset} is negative: give the position of the first query among the keys")
     if offset and document_ids is not None:
-        raise InputError("attention: document_ids say nothing of keys before the queries: leave out offset, or the ids")
+        raise InputError("attention: document_ids do not cover keys before the queries: leave out offset, or the ids")
 
 
 def broadcastable(shape: torch.Size, wanted: tuple[int, ...]) -> bool:

@@ -1,8 +1,8 @@
-"""Linear layer and cross-entropy in one, with the logits of a few tokens at a time.
+"""Linear layer and cross-entropy together, with the logits of a few tokens at a time.
 
-For a mean or a sum the gradients are made in the forward pass, chunk by chunk, while a chunk's logits are there: no
-second product with the vocabulary. For `reduction="none"` the tokens' weights are not known before the backward pass,
-so the chunks run again there.
+For a mean or a sum, forward computes the gradients chunk by chunk, while a chunk's logits exist. That saves a second
+product with the vocabulary. For `reduction="none"` the tokens' weights are unknown before backward, so the chunks run
+again there.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ __all__ = ["linear_cross_entropy", "plain_linear_cross_entropy"]
 
 Reduction = Literal["mean", "sum", "none"]
 
-# The least that a chunk's logits may take where no size is given: smaller ones only cost time.
+# The default size gives a chunk's logits at least this many bytes: smaller chunks only cost time.
 LEAST_CHUNK_BYTES = 4 * 2**20
-# The gradient of the weight is read and written once a chunk, which few rows do not pay for. One core, fp32, 1024
-# tokens, D 1024, V 32000, time over the plain version's: D/64 rows 0.97, D/16 0.73, D/8 0.67, D/4 0.63, D/2 0.64.
+# Each chunk reads and writes the gradient of the weight, which is slow for few rows. Time relative to the plain version
+# on one core (fp32, 1024 tokens, D 1024, V 32000): D/64 rows 0.97, D/16 0.73, D/8 0.67, D/4 0.63, D/2 0.64.
 LEAST_ROWS_PER_HIDDEN = 1 / 8
 
 
@@ -40,16 +40,18 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Cross entropy of `hidden @ weight.T + bias` against `labels`, without the logits of all tokens at once.
+    """Cross entropy of `hidden @ weight.T + bias` against `labels`, without materialising the logits of all tokens.
 
-    hidden (N, D) and weight (V, D) of one floating dtype (under autocast of any, the products are in the autocast
-    dtype); bias (V,); labels (N,) integers in [0, V), or `ignore_index` for tokens that do not count: those are
-    dropped before any product. The loss is fp32 (fp64 for fp64 inputs): a scalar for "mean", over the tokens that
-    count, and "sum"; (N,) for "none", zero where ignored. Sums over tokens, gradients included, are made in fp32.
-    Where every label is ignored the loss is zero, with zero gradients, for "mean" too: not NaN.
+    - hidden (N, D), weight (V, D), bias (V,): one floating dtype. Under autocast the dtypes may differ, and products
+      are in the autocast dtype.
+    - labels (N,): integers in [0, V), or `ignore_index`. Ignored tokens are dropped before any product.
 
-    Per token, with l the logits and y the label: lse(l) - l_y, where `label_smoothing` e mixes in the uniform
-    distribution, (1 - e) (lse(l) - l_y) + e (lse(l) - mean(l)) (Szegedy et al. 2016), plus z_loss * lse(l)²
+    The loss is fp32 (fp64 for fp64 inputs): a scalar for "mean" (over the tokens that are not ignored) and "sum", (N,)
+    for "none", with zeros for ignored tokens. Sums over tokens, those of gradients too, are computed in fp32. If every
+    label is ignored, the loss is zero with zero gradients, for "mean" too, and not NaN.
+
+    With logits l and label y, the loss of a token is lse(l) - l_y. `label_smoothing` e mixes in the uniform
+    distribution: (1 - e) (lse(l) - l_y) + e (lse(l) - mean(l)) (Szegedy et al. 2016). z_loss adds z_loss * lse(l)²
     (PaLM, Chowdhery et al. 2022).
 
     `chunk_size` is the number of tokens whose logits exist at a time; for None see `default_chunk_size`. Raises
@@ -86,7 +88,7 @@ def plain_linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The reference: the same loss through the logits of all tokens."""
+    """The reference: the same loss from the logits of all tokens."""
     logits = F.linear(hidden, weight, bias)
     loss = F.cross_entropy(
         logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
@@ -101,10 +103,10 @@ def plain_linear_cross_entropy(
 
 
 def default_chunk_size(tokens: int, hidden_size: int, vocabulary: int) -> int:
-    """How many tokens to take at a time.
+    """The default number of tokens in a chunk.
 
-    A chunk's fp32 logits take about as many bytes as the hidden states in fp32, or 4 MiB where that is more; and a
-    chunk has at least an eighth of the hidden size in rows.
+    A chunk's fp32 logits have about as many bytes as the hidden states in fp32, or 4 MiB if that is more. A chunk has
+    at least an eighth of the hidden size in rows.
     """
     logits_bytes = max(4 * tokens * hidden_size, LEAST_CHUNK_BYTES)
     rows = max(logits_bytes // (4 * vocabulary), int(hidden_size * LEAST_ROWS_PER_HIDDEN), 1)
@@ -112,7 +114,7 @@ def default_chunk_size(tokens: int, hidden_size: int, vocabulary: int) -> int:
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype that `F.linear` would compute in here: autocast's, except for fp64."""
+    """The dtype in which `F.linear` would compute here: autocast's, except for fp64."""
     device = hidden.device.type
     if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -129,7 +131,7 @@ def chunked_loss(
     chunk_size: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`linear_cross_entropy` on inputs that fit together, with the products in `dtype`."""
+    """`linear_cross_entropy` on checked inputs, with products in `dtype`."""
     tokens = Tokens(labels, terms.ignore_index)
     check_labels(tokens, len(weight))
     rows = chunk_size or default_chunk_size(tokens.count, weight.shape[1], len(weight))
@@ -137,7 +139,7 @@ def chunked_loss(
     if reduction == "none":
         loss = TokenLosses.apply(hidden, weight, bias, tokens, terms, rows, dtype)
     else:
-        divisor = max(tokens.count, 1) if reduction == "mean" else 1
+        divisor = max(tokens.count, 1) if reduction == "mean" else 1  # with every label ignored: 0 / 1, not 0 / 0
         loss = TotalLoss.apply(hidden, weight, bias, tokens, terms, rows, dtype, divisor, torch.is_grad_enabled())
     return loss
 
@@ -175,7 +177,7 @@ def check_labels(tokens: Tokens, vocabulary: int) -> None:
 
 
 class TotalLoss(torch.autograd.Function):
-    """The sum of the token losses over `divisor`; its gradients are made with it."""
+    """The sum of the token losses, divided by `divisor`. Forward computes its gradients too."""
 
     @staticmethod
     def forward(
@@ -190,11 +192,12 @@ class TotalLoss(torch.autograd.Function):
         divisor: int,
         recording: bool,
     ) -> Tensor:
-        # In fp16 the mean's small gradients would vanish: there the backward pass divides.
+        # In fp16 the small gradients of a mean would underflow, so backward divides instead.
         inside = divisor if dtype != torch.float16 else 1
         ctx.divisor = divisor / inside
         ctx.dtypes = dtypes(hidden, weight, bias)
         needed = [recording and need for need in ctx.needs_input_grad[:3]]
+        # The dtypes of products and sums are chosen here. Autocast would cast the fp32 buffers back to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, dtype)
             gradients = Gradients(hidden, weight, bias, needed) if any(needed) else None
@@ -208,14 +211,14 @@ class TotalLoss(torch.autograd.Function):
     @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0] / ctx.divisor
-        # Scaled in place: a second copy of the weight's gradient would stand at the peak of the step.
+        # Scaled in place: a second copy of the weight's gradient would raise the peak of the step.
         multiply = torch.mul if graph_is_kept() else torch.Tensor.mul_
         scaled = [None if gradient is None else multiply(gradient, scale) for gradient in ctx.saved_tensors]
         return (*cast(scaled, ctx.dtypes), None, None, None, None, None, None)
 
 
 class TokenLosses(torch.autograd.Function):
-    """The loss of each token, zero where ignored; the chunks run again in the backward pass."""
+    """The loss of each token, zero if ignored. The chunks run again in backward."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Attention within a window or a document on CUDA: PyTorch's FlexAttention, behind two operators of our own.
+"""Attention within a window or a document on CUDA: PyTorch's FlexAttention as two operators.
 
-FlexAttention is a higher-order operator that has to be compiled, and that no dispatch mode lets through. As
-`tightfit::window_attention` it is an operator like others: levers that record operators run it again, a dry run asks it
-for shapes only. Nothing is compiled or imported before a CUDA tensor comes. Backward runs FlexAttention's forward once
-more, since its own backward is reached through autograd alone: q, k and v are all that is kept.
+FlexAttention is a higher-order operator that must be compiled, and that dispatch modes do not support. As
+`tightfit::window_attention` it is an ordinary operator: recompute can replay it, and a dry run needs only its shapes.
+Nothing is compiled or imported before a CUDA tensor arrives. Backward runs FlexAttention's forward again, because only
+autograd can call its backward. So only q, k and v are saved.
 """
 
 import functools
@@ -26,8 +26,8 @@ _LIBRARY.define(f"window_attention_backward(Tensor gradient, {_ARGUMENTS}) -> (T
 FORWARD: Any = torch.ops.tightfit.window_attention.default
 BACKWARD: Any = torch.ops.tightfit.window_attention_backward.default
 
-BLOCK = 128  # queries and keys in a block of FlexAttention's masks: its default, and what its kernels are tuned for
-LEAST_WIDTH = 16  # of a head: the least that Triton multiplies
+BLOCK = 128  # queries and keys in a block of FlexAttention's masks: its default, for which its kernels are tuned
+LEAST_WIDTH = 16  # of a head: the smallest size that Triton multiplies
 
 
 class FlexAttention(torch.autograd.Function):
@@ -57,7 +57,7 @@ class FlexAttention(torch.autograd.Function):
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether FlexAttention takes these tensors: on CUDA, or where a dry run plays it."""
+    """Whether FlexAttention supports these tensors: on CUDA, or in a dry run that simulates CUDA."""
     if not (q.is_cuda or now.playing_cuda):
         return False
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and min(q.shape[-1], v.shape[-1]) >= LEAST_WIDTH
@@ -76,6 +76,7 @@ def _forward(
 def _backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
+    # Only autograd reaches FlexAttention's backward, so its forward runs again with a graph of its own.
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with torch.autocast(q.device.type, enabled=False), as_outside_of_kernels(), torch.enable_grad():
         return torch.autograd.grad(_attend(leaves[0], leaves[1], leaves[2], document_ids, *how), leaves, gradient)
@@ -90,10 +91,10 @@ def _attend(
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Without its kernel FlexAttention computes all pairs: rather an error than that."""
+    """FlexAttention, compiled, or an error: without its kernel it would materialise the scores of all pairs."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)
+    return torch.compile(flex_attention, fullgraph=True)  # `fullgraph`: a graph break would fall back to eager scores
 
 
 _LIBRARY.impl("window_attention", _forward, "CUDA")
@@ -102,7 +103,7 @@ _LIBRARY.impl("window_attention_backward", _backward, "CUDA")
 
 @torch.library.register_fake("tightfit::window_attention", lib=_LIBRARY)
 def _shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-    # FlexAttention's output lies in memory as its query does (`infer_dense_strides` in torch/_inductor/kernel/flex)
+    # FlexAttention's output has the memory layout of its query (`infer_dense_strides` in torch/_inductor/kernel/flex).
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
     return q.new_empty(*q.shape[:3], v.shape[3])
@@ -113,14 +114,14 @@ def _shapes_of_gradients(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *how
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-# What is seen
+# Visibility
 
 
 def block_mask(q: Tensor, k: Tensor, document_ids: Tensor | None, causal: bool, window: int | None) -> Any:
-    """A `BlockMask` for q (B, Hq, Tq, D) and k (B, Hkv, Tk, D), made from positions alone.
+    """A `BlockMask` for q (B, Hq, Tq, D) and k (B, Hkv, Tk, D), from positions and ids.
 
-    PyTorch's `create_block_mask` looks at all pairs; here a pair of blocks is judged by the distance of its ends, and
-    by the range of the ids in each: where ranges do not meet, no two ids are equal.
+    PyTorch's `create_block_mask` evaluates all pairs. Here the distance of two blocks' ends decides, and the ranges of
+    their document ids: if the ranges do not overlap, no two ids are equal.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -141,11 +142,13 @@ def block_mask(q: Tensor, k: Tensor, document_ids: Tensor | None, causal: bool, 
 def _by_position(
     queries: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(1, query blocks, key blocks) booleans: some pair of the block is in sight; all are, and the block is whole."""
+    """Two booleans (1, query blocks, key blocks): whether any pair of a block is visible, and whether all pairs of a
+    whole block are.
+    """
     q0 = torch.arange(0, queries, BLOCK, device=device)[:, None]
     k0 = torch.arange(0, keys, BLOCK, device=device)
     q1, k1 = (q0 + BLOCK).clamp(max=queries), (k0 + BLOCK).clamp(max=keys)
-    # the distance i - j over a block is between these two
+    # The distance i - j within a block is between these two.
     least, most = q0 - (k1 - 1), q1 - 1 - k0
     seen = torch.ones_like(least, dtype=torch.bool)
     full = (q0 + BLOCK <= queries) & (k0 + BLOCK <= keys)
@@ -168,14 +171,16 @@ def _documents_may_meet(document_ids: Tensor) -> Tensor:
 
 
 def _table(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of blocks how many there are, and their places, those first: (B, 1, rows), (B, 1, rows, columns)."""
+    """For each row, the number of visible blocks (B, 1, rows), and the indices of blocks, visible ones first (B, 1,
+    rows, columns).
+    """
     blocks = blocks[:, None]
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _visible(document_ids: Tensor | None, causal: bool, window: int | None) -> Callable[..., Tensor]:
-    """FlexAttention's `mask_mod`: whether the pair (i, j) of batch row b is seen."""
+    """FlexAttention's `mask_mod`: whether the pair (i, j) in batch row b is visible."""
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) if causal else (j >= 0)

@@ -1,7 +1,7 @@
-"""Gated activations that keep nothing but their two inputs.
+"""Gated activations that save only their two inputs.
 
-`F.silu(gate) * up` under autograd holds gate, up and silu(gate) until the backward pass. Here silu(gate) is computed
-again there, by the operators that autograd itself would use, so that output and gradients are equal bit by bit.
+Under autograd, `F.silu(gate) * up` saves gate, up and silu(gate) for backward. Here backward recomputes silu(gate) by
+the operators that autograd itself would use, so output and gradients are bit-equal.
 Mathematics: Shazeer 2020, "GLU variants improve transformer".
 """
 
@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, keeping only gate and up for the backward pass.
+    """silu(gate) * up, saving only gate and up for backward.
 
-    gate and up have one shape and any floating dtypes; the result has that shape and their promoted dtype. Equal bit
-    by bit to `F.silu(gate) * up`, gradients included; may be differentiated twice. Raises `InputError` where the
+    gate and up have the same shape and any floating dtypes. The result has that shape and their promoted dtype. Result
+    and gradients are bit-equal to those of `F.silu(gate) * up`. Can be differentiated twice. Raises `InputError` if the
     shapes differ or a dtype is not floating.
 
     Example:
@@ -37,10 +37,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(gate) * up, keeping only gate and up for the backward pass.
+    """gelu(gate) * up, saving only gate and up for backward.
 
-    `approximate="none"` is the exact GELU, gate * Φ(gate) by the error function; `"tanh"` its approximation
-    (Hendrycks and Gimpel 2016). Shapes, dtypes, exactness and errors as in `swiglu`, against
+    `approximate="none"` is the exact GELU, gate * Φ(gate) by the error function. `"tanh"` is its approximation
+    (Hendrycks and Gimpel 2016). Shapes, dtypes, exactness and errors are those of `swiglu`, compared with
     `F.gelu(gate, approximate=approximate) * up`.
 
     Example:
@@ -57,12 +57,12 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """What `swiglu` must equal."""
+    """The reference for `swiglu`."""
     return F.silu(gate) * up
 
 
 def plain_geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """What `geglu` must equal."""
+    """The reference for `geglu`."""
     return F.gelu(gate, approximate=approximate) * up
 
 
@@ -83,8 +83,8 @@ class Silu:
         return F.silu(x)
 
     def gradient_(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x, written over `gradient` where autograd does not watch."""
-        if torch.is_grad_enabled():  # as autograd has it when the gradient is to be differentiated again
+        """The gradient of x, written over `gradient` unless autograd records."""
+        if torch.is_grad_enabled():  # autograd's own formula, which can be differentiated again
             sigmoid = torch.sigmoid(x)
             return gradient * sigmoid * (1.0 + x * (1.0 - sigmoid))
         return aten.silu_backward.grad_input(gradient, x, grad_input=gradient)
@@ -100,8 +100,8 @@ class Gelu:
         return F.gelu(x, approximate=self.approximate)
 
     def gradient_(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x, written over `gradient` where autograd does not watch."""
-        if torch.is_grad_enabled():
+        """The gradient of x, written over `gradient` unless autograd records."""
+        if torch.is_grad_enabled():  # the functional form, which can be differentiated again
             return aten.gelu_backward.default(gradient, x, approximate=self.approximate)
         return aten.gelu_backward.grad_input(gradient, x, approximate=self.approximate, grad_input=gradient)
 
@@ -133,5 +133,5 @@ def gated(gate: Tensor, up: Tensor, activation: Silu | Gelu) -> Tensor:
 
 
 def product_(own: Tensor, other: Tensor) -> Tensor:
-    """own * other, written over `own`, which nobody else holds, where dtypes and autograd allow."""
+    """own * other, written over `own` if dtypes and autograd allow it. Nothing else holds `own`."""
     return own * other if torch.is_grad_enabled() or own.dtype != other.dtype else own.mul_(other)

@@ -1,8 +1,8 @@
-"""A function of each token by itself, run over the sequence tile by tile.
+"""Runs a tokenwise function over the sequence tile by tile.
 
-Forward keeps the input only; backward runs each tile once more, with a graph, from the random numbers that forward
-began with, and adds up the gradients of the weights (as Bekman et al. 2025, "Arctic Long Sequence Training", tile
-feed-forwards). What the function holds and works with exists for one tile at a time.
+Forward saves only the input. Backward runs each tile again, with a graph and the same random numbers, and sums the
+gradients of the weights (as Bekman et al. 2025, "Arctic Long Sequence Training", tile feed-forwards). The function's
+saved tensors and temporaries exist for one tile at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,9 +21,9 @@ __all__ = ["tiled"]
 def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, weights: Iterable[nn.Parameter]) -> Tensor:
     """function(x) over `tokens` tokens of x (B, T, n) at a time: (B, T, m), equal to rounding.
 
-    `function` treats each token by itself, reads the `weights` and nothing else that wants a gradient. Runs forward a
-    second time in backward. Raises `InputError` where x has not three dimensions or `tokens` is less than 1. Cannot be
-    differentiated twice where there is more than one tile.
+    `function` must treat each token by itself. Of tensors that require a gradient, it may read only x and the
+    `weights`. Its forward runs again in backward. Raises `InputError` if x does not have three dimensions or `tokens`
+    is less than 1. With more than one tile, the result cannot be differentiated twice.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, weights:
         True
     """
     if x.dim() != 3:
-        raise InputError(f"tiled: x {tuple(x.shape)} has not three dimensions: give (B, T, n)")
+        raise InputError(f"tiled: x {tuple(x.shape)} does not have three dimensions: give (B, T, n)")
     if tokens < 1:
         raise InputError(f"tiled: tokens={tokens} is less than 1: give the tokens of one tile")
     if x.shape[1] <= tokens:
@@ -52,6 +52,7 @@ class Tiled(torch.autograd.Function):
         before = random_state(x.device)
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         out = torch.cat([function(part) for part in x.split(tokens, dim=1)], dim=1)
+        # Kept only if the function drew random numbers (dropout). Else backward has nothing to repeat.
         ctx.random = None if before == random_state(x.device) else before
         return out
 
@@ -68,40 +69,41 @@ class Tiled(torch.autograd.Function):
                 if of_x is not None:
                     of_x[:, rows] = 0 if of_part is None else of_part
                 sums = [grown(total, more) for total, more in zip(sums, made, strict=True)]
-                del of_part, made
+                del of_part, made  # a tile's gradients must not live while the next tile runs
         return (None, None, of_x, *sums)
 
 
 def random_state(device: torch.device) -> bytes:
-    """The state of the device's generator, in memory that is not the allocator's."""
+    """The state of the device's generator as bytes, which the allocator does not count."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return state.numpy().tobytes()
 
 
 @contextmanager
 def random_numbers_from(state: bytes, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers are drawn from this state; afterwards as if none had been drawn."""
+    """A context that draws random numbers from this state. Afterwards the generator is as before."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        told = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        saved = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if device.type == "cuda":
-            torch.cuda.set_rng_state(told, device)
+            torch.cuda.set_rng_state(saved, device)
         else:
-            torch.set_rng_state(told)
+            torch.set_rng_state(saved)
         yield
 
 
 def gradients_of_tile(ctx: Any, part: Tensor, weights: list[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a tile's input and of the weights, from that of its output."""
+    """The gradients of a tile's input and of the weights, from the gradient of its output."""
     enabled, dtype = ctx.autocast
     part = part.detach().requires_grad_()
-    # autocast would remember casts that forward made without a graph
+    # Without autocast's cache, which holds casts of the weights that forward made without a graph.
     with torch.enable_grad(), torch.autocast(part.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
         out = ctx.how[0](part)
     return torch.autograd.grad(out, [part, *weights], gradient, allow_unused=True)
 
 
 def grown(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """The sum, written over `total`, which is nobody else's: autograd gives one tensor to two that are added."""
+    """total + more, written over `total`, which nothing else holds."""
     if more is None:
         return total
+    # Cloned: autograd may return one tensor as the gradient of both operands of a sum.
     return more.clone() if total is None else total.add_(more)

@@ -1,4 +1,4 @@
-"""Optimizers that spend less memory: states on the host, 16-bit weights, a step inside backward, Muon beside AdamW."""
+"""Memory-saving optimizers: states on the host, 16-bit weights, a step inside backward, Muon with AdamW."""
 
 from tightfit.optim.bf16 import BF16AdamW
 from tightfit.optim.in_backward import StepInBackward, step_in_backward

@@ -1,4 +1,4 @@
-"""One step of AdamW on tensors, wherever they lie: PyTorch's own arithmetic."""
+"""One step of AdamW on tensors of any device, by PyTorch's own arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
-    """A group's settings. Raises `InputError` where one is out of its range."""
+    """A group's settings as a dict. Raises `InputError` if one is out of range."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not value >= 0:
             raise InputError(f"{name} is {value!r}: it must be zero or more")
@@ -24,7 +24,7 @@ def settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: fl
 
 
 def new_moments(weight: Tensor) -> dict[str, Tensor]:
-    """The states before the first step: the count of steps, and both moments in the weight's dtype and place."""
+    """The states before the first step: the count of steps, and both moments, in the weight's dtype and device."""
     moments = {key: torch.zeros_like(weight, memory_format=torch.preserve_format) for key in MOMENTS}
     return {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 

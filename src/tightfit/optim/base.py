@@ -1,4 +1,4 @@
-"""What this package's optimizers share: settings, the step's outline, a twin, and being copied and pickled."""
+"""The base class of this package's optimizers: settings, the outline of a step, twins, copying and pickling."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
@@ -13,7 +13,7 @@ _OWN, _CHOICE = "own_settings", "choice"
 
 
 class Shared(TypedDict, total=False):
-    """The settings that every kind has, beside the learning rate."""
+    """The settings of every kind of optimizer, besides the learning rate."""
 
     betas: tuple[float, float]
     eps: float
@@ -21,12 +21,13 @@ class Shared(TypedDict, total=False):
 
 
 class FrugalOptimizer(StrictStateOptimizer):
-    """An optimizer with AdamW's settings, and settings of its own.
+    """An optimizer with AdamW's settings and further ones.
 
-    A kind of optimizer says how parameters are updated (`update`), and, where it needs to, what its own settings are
-    (`own_settings`, which `prepare` takes before there are parameters) and what becomes of parameters that it is given
-    (`adopt`). Copied or pickled together with its model, it is over the copied parameters; a step in backward is not
-    copied with it. Raises `InputError` for settings out of their range.
+    A subclass defines `update`, which updates the parameters. If it has further settings, it returns them from
+    `own_settings` and reads them in `prepare`, before there are parameters. `adopt` prepares new parameters.
+
+    An optimizer that is copied or pickled together with its model belongs to the copied parameters. A step in backward
+    is not copied with it. Raises `InputError` for settings out of range.
     """
 
     def __init__(
@@ -43,24 +44,25 @@ class FrugalOptimizer(StrictStateOptimizer):
         self.adopt(self._parameters())
 
     def prepare(self) -> None:
-        """Take one's own settings; there are no parameters yet. Raises `InputError` where one is out of its range."""
+        """Store the further settings, before there are parameters. Raises `InputError` if one is out of range."""
 
     def own_settings(self) -> dict[str, Any]:
-        """What `prepare` was given."""
+        """The arguments of `prepare`."""
         return {}
 
     def adopt(self, parameters: Sequence[Tensor], choice: Any = None) -> None:
-        """These parameters are this optimizer's from now on; a copy is given its original's `choice`."""
+        """Prepare new parameters. A copied optimizer passes the `choice` of its original."""
 
     def choice(self) -> Any:
-        """What `adopt` decided about the parameters."""
+        """The decision of `adopt` about the parameters, for copies."""
 
     def update(self) -> None:
-        """Update every parameter that has a gradient. Without autograd."""
+        """Update every parameter that has a gradient. Called without autograd."""
         raise NotImplementedError  # each optimizer has its own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        # `Optimizer.__init__` calls this for each group too, before all of them are known.
         if self._is_built:
             self.adopt(self.param_groups[-1]["params"])
 
@@ -85,6 +87,7 @@ class FrugalOptimizer(StrictStateOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rest = dict(state)
+        # The choice is copied, not made again: the states exist where the original optimizer put them.
         own, choice = rest.pop(_OWN), rest.pop(_CHOICE)
         self._is_built = True
         self.prepare(**own)

@@ -1,4 +1,4 @@
-"""AdamW for bf16 weights that loses no small update: by stochastic rounding, or by the 16 bits that bf16 leaves off."""
+"""AdamW for bf16 weights without lost updates: by stochastic rounding, or with the 16 bits that bf16 drops."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
@@ -13,17 +13,19 @@ from tightfit.optim.base import FrugalOptimizer
 Keeping = Literal["remainder", "stochastic"]
 REMAINDER = "remainder"
 _HALF, _BITS = 1 << 15, 16
-_STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring counts give seeds far apart (splitmix64)
+_STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring counts give distant seeds (splitmix64)
 
 
 class BF16AdamW(FrugalOptimizer):
-    """AdamW in fp32 arithmetic on bf16 weights, with fp32 moments; fp32 parameters are updated as usual.
+    """AdamW in fp32 arithmetic on bf16 weights, with fp32 moments. fp32 parameters are updated as usual.
 
-    `keeping="remainder"`: the lower 16 bits of an fp32 master are kept beside the weight, which holds the upper ones
-    (rounded to nearest): bit-equal to AdamW on fp32 weights with the same gradients, for 2 bytes a parameter.
-    `keeping="stochastic"`: nothing is kept; the new weight is rounded up or down by chance, so that its mean is right
-    (Zamirai et al. 2020, "Revisiting BFloat16 training"). The chances follow from `seed`, parameter and step, not from
-    PyTorch's generator. Raises `InputError` for settings out of their range, and for fp16 parameters.
+    `keeping="remainder"` keeps the lower 16 bits of an fp32 master beside the weight, which has the upper 16 bits
+    (rounded to nearest). It is bit-equal to AdamW on fp32 weights with the same gradients, and costs 2 bytes for each
+    parameter. `keeping="stochastic"` keeps nothing. It rounds the new weight up or down at random, so that its mean is
+    right (Zamirai et al. 2020, "Revisiting BFloat16 training"). These random numbers depend on `seed`, parameter and
+    step, not on PyTorch's generator.
+
+    Raises `InputError` for settings out of range, and for fp16 parameters.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class BF16AdamW(FrugalOptimizer):
             parameter.copy_(rounded_stochastically(weight, self._chance(parameter, state)))
 
     def _chance(self, parameter: Tensor, state: dict[str, Any]) -> torch.Generator:
+        # Not from PyTorch's generator: dropout would then draw other numbers than with AdamW.
         count = int(state["step"]) * len(self._numbers) + self._numbers[parameter]
         generator = torch.Generator(parameter.device)
         generator.manual_seed((self.seed + count * _STRIDE) % 2**63)
@@ -89,15 +92,13 @@ class BF16AdamW(FrugalOptimizer):
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 number whose upper bits are in a bf16 weight and whose lower ones are in an int16 remainder."""
+    """The fp32 numbers whose upper bits are in a bf16 weight and whose lower bits are in an int16 remainder."""
     return (weight.view(torch.int16).to(torch.int32).mul_(1 << _BITS).add_(remainder)).view(torch.float32)
 
 
 def split_into(number: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write an fp32 number as the nearest bf16 (halves away from zero) and what is missing to it, in units of its bits.
-
-    With halves away from zero the missing part is from -2^15 to 2^15 - 1, which is what 16 bits hold.
-    """
+    """Write fp32 numbers as the nearest bf16 (halves away from zero) and an int16 remainder in the last bits."""
+    # Halves away from zero: the remainder is then from -2^15 to 2^15 - 1, which fits 16 bits.
     bits = number.view(torch.int32)
     upper = bits.add(_HALF).bitwise_right_shift_(_BITS)
     weight.view(torch.int16).copy_(upper)
@@ -105,8 +106,9 @@ def split_into(number: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def rounded_stochastically(number: Tensor, generator: torch.Generator) -> Tensor:
-    """An fp32 number as one of the two bf16 around it, the nearer one more often; fp32 in, bf16 out."""
+    """Round fp32 numbers to one of their two bf16 neighbours, the nearer one more often. Returns bf16."""
     noise = torch.randint(0, 1 << _BITS, number.shape, dtype=torch.int32, device=number.device, generator=generator)
     bits = noise.add_(number.view(torch.int32))
+    # Noise added to the bits of NaN could overflow them into a number.
     bits = torch.where(number.isfinite(), bits, number.view(torch.int32))
     return bits.bitwise_right_shift_(_BITS).to(torch.int16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Optimizers by name, as PyTorch's own defaults build them."""
+"""Builds optimizers by name, with PyTorch's defaults."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,21 +40,22 @@ _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
-_SETTINGS = {"adafactor": ("lr", "weight_decay"), "sgd": ("lr",)}  # that mean to it what they mean to AdamW
+_SETTINGS = {"adafactor": ("lr", "weight_decay"), "sgd": ("lr",)}  # the settings with the same meaning as AdamW's
 
 
 def build_optimizer(
     kind: str | OptimizerFactory | torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer over the parameters that are trained.
+    """An optimizer over the trained parameters.
 
-    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: `optimizer_names`), a callable that takes
-    parameters, or an optimizer whose class and settings are taken over, group by group, but not its state. Raises
-    `InputError` for an unknown name, a missing package or weights that it is not for, `DeviceError` where it cannot run
-    on the parameters' device.
+    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: see `optimizer_names`), a callable that takes
+    parameters, or an optimizer. Of an optimizer, the class and the settings of each group are copied, but not the
+    state. Raises `InputError` for an unknown name, a missing package or unsuitable weights, and `DeviceError` if the
+    optimizer cannot run on the parameters' device.
     """
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(kind, torch.optim.Optimizer):
+        # The user's own optimizer must not be stepped: its states are part of the training.
         return _twin(kind)
     if callable(kind):
         return kind(trained)
@@ -62,8 +63,9 @@ def build_optimizer(
 
 
 def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer over parameters or groups, with those of AdamW's settings that it has too. Raises as
-    `build_optimizer` does.
+    """An optimizer over parameters or groups. Of `settings`, it uses those that it shares with AdamW.
+
+    Raises the same errors as `build_optimizer`.
     """
     kind, fraction = _parsed(name)
     known = _SETTINGS.get(kind, _ADAM_SETTINGS)
@@ -77,7 +79,7 @@ def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, A
 
 
 def _demand_bf16(kind: str, groups: list[Any]) -> None:
-    """On fp32 weights alone, these would be plain AdamW and save nothing."""
+    """Raise `InputError` without bf16 weights: on fp32 weights these optimizers equal AdamW and save nothing."""
     given = [group["params"] if isinstance(group, dict) else [group] for group in groups]
     members = [parameter for group in given for parameter in group]
     if members and not any(p.dtype == torch.bfloat16 for p in members):
@@ -95,7 +97,7 @@ def _parsed(name: str) -> OptimizerName:
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class over the same parameters and settings, without states."""
+    """A new optimizer of the same class over the same parameters, with the same settings and without states."""
     if isinstance(optimizer, FrugalOptimizer):
         twin: torch.optim.Optimizer = optimizer.twin()
     else:
@@ -109,8 +111,8 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """States that lie in host memory while the parameters lie on CUDA: counters of steps, where the optimizer is
-    neither fused nor capturable (`_init_group` in torch/optim/adam.py and its neighbours).
+    """States in host memory while the parameters are on CUDA: the counts of steps, if the optimizer is neither fused
+    nor capturable (`_init_group` in torch/optim/adam.py and its neighbours).
     """
     return [
         state["step"]
@@ -127,7 +129,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def named_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Every tensor of the optimizer's state, after the parameter that it belongs to and the name of the state."""
+    """Each tensor of the optimizer's state as (parameter, name of the state, tensor)."""
     for parameter, states in optimizer.state.items():
         for key, value in states.items():
             for leaf in tensors_in(value):

@@ -1,4 +1,4 @@
-"""The memory behind a parameter's `.grad`, whatever stands there."""
+"""Finds the memory of a parameter's gradient."""
 
 from torch import Tensor
 
@@ -7,8 +7,9 @@ from tightfit.optim.in_backward import SpentGradient
 
 
 def gradient_memory(parameter: Tensor) -> Tensor | None:
-    """The tensor that holds a parameter's gradient: on the host, where it was moved there; None where there is none, or
-    where a step in backward has used it up.
+    """The tensor that holds a parameter's gradient, which may be on the host.
+
+    None if there is no gradient, or if a step in backward has used it up.
     """
     gradient = parameter.grad
     if isinstance(gradient, HostGradient):

@@ -1,7 +1,7 @@
-"""A gradient that lies in host memory while its parameter lies on the device.
+"""A gradient in host memory while its parameter is on the device.
 
-It stands in the parameter's `.grad` and is what it says: whoever reads or scales it (clipping, a gradient scaler, the
-sum over micro-batches) does so in host memory. What such operators return lies on the host too.
+It is the parameter's `.grad`. Operators that read or scale it (clipping, a gradient scaler, the sum over micro-batches)
+run in host memory, and their results are in host memory too.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class HostGradient(Tensor):
-    """A parameter's gradient in host memory, with the shape, the dtype and the device that a gradient must have."""
+    """A parameter's gradient in host memory. It reports the shape, dtype and device that PyTorch requires."""
 
     __torch_function__: Any = no_torch_function
 
@@ -30,10 +30,11 @@ class HostGradient(Tensor):
     def __init__(self, gradient: Tensor, link: Link):
         self._link = link
         self._host = link.to_host(gradient)
-        self._arriving: Tensor | None = None  # a further micro-batch's gradient, to be added when it is there
+        self._arriving: Tensor | None = None  # another micro-batch's gradient, added when its copy is complete
 
     def add(self, gradient: Tensor) -> None:
-        """Add another micro-batch's gradient; where copies take their own stream, it is added when it is needed."""
+        """Add another micro-batch's gradient."""
+        # On CUDA the sum is made on the next read, so that the copy runs in parallel with backward.
         host = self.host()
         if self._link.is_concurrent:
             self._arriving = self._link.to_host(gradient)
@@ -41,7 +42,7 @@ class HostGradient(Tensor):
             host.add_(gradient)
 
     def host(self) -> Tensor:
-        """The gradient in host memory, with everything that is on its way; writing into it changes the gradient."""
+        """The gradient in host memory, after all copies. Writing into it changes the gradient."""
         self._link.wait(self._host)
         if self._arriving is not None:
             self._link.wait(self._arriving)
@@ -69,7 +70,7 @@ class HostGradient(Tensor):
         return first if func._schema.is_mutable and isinstance(first, cls) else out
 
     def _alias(self) -> "HostGradient":
-        """Another tensor over the same memory."""
+        """A second tensor over the same memory."""
         self.host()
         alias = HostGradient.__new__(HostGradient, self, self._link)
         alias._link, alias._host, alias._arriving = self._link, self._host, None
@@ -77,7 +78,7 @@ class HostGradient(Tensor):
 
 
 def _is_whole(other: Any, gradient: Tensor) -> bool:
-    """Whether what is added is a plain gradient, as autograd adds them."""
+    """Whether `other` is a plain tensor of the gradient's shape and dtype, as autograd adds them."""
     plain = isinstance(other, Tensor) and not isinstance(other, HostGradient)
     return plain and other.shape == gradient.shape and other.dtype == gradient.dtype
 
@@ -89,7 +90,7 @@ def _on_host(item: Any) -> Any:
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """`GradScaler.unscale_`: those on the host and those on the device each in their place, one answer for both."""
+    """`GradScaler.unscale_` for gradients on the host and on the device. Both report into one `found_inf`."""
     there = [g for g in gradients if not isinstance(g, HostGradient)]
     here = [g.host() for g in gradients if isinstance(g, HostGradient)]
     if there:

@@ -1,7 +1,7 @@
-"""The optimizer's step inside backward: each weight is updated when its gradient is there, and the gradient is gone.
+"""The optimizer's step inside backward: each weight is updated when its gradient is ready, and the gradient is freed.
 
-All gradients never exist at once. What needs them all (clipping by their common norm, a gradient scaler's look for
-overflows) cannot be had together with it, and says so.
+All gradients never exist at the same time. Clipping by the common norm and gradient scalers need all of them, so they
+are refused (other libraries skip the clipping silently: torchtitan#990, pytorch#124523).
 """
 
 import weakref
@@ -28,7 +28,7 @@ _USED_UP = (
 
 
 class SpentGradient(Tensor):
-    """Stands in `.grad` after the step that used the gradient up: it has no memory, and whoever reads it is told."""
+    """The `.grad` of a parameter whose gradient was used up by its step. It has no memory; reading it raises."""
 
     __torch_function__: Any = no_torch_function
 
@@ -49,12 +49,12 @@ class SpentGradient(Tensor):
 
 
 class _Stepping:
-    """The hooks of one optimizer's parameters. Mutable: which gradients are used up."""
+    """The hooks on one optimizer's parameters. Mutable: the parameters whose gradients are used up."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = weakref.ref(optimizer)
         self._is_dry = now.dry
-        self._is_inside = False  # of a step that a gradient called for
+        self._is_inside = False  # whether a step for a single gradient runs
         self._spent: list[Tensor] = []
         self.has_begun = False  # a weight of this step is updated, or half updated
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -63,6 +63,7 @@ class _Stepping:
 
     def gradient_ready(self, parameter: Tensor) -> None:
         optimizer = self._optimizer()
+        # A dry run has an optimizer of its own on the same parameters. Each must ignore the other's backward.
         if optimizer is None or now.dry != self._is_dry or now.accumulating:
             return
         with only(optimizer, parameter) as is_known:
@@ -77,7 +78,8 @@ class _Stepping:
         self._spent.append(parameter)
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        """The loop's own call: what is left are gradients of parameters that the last micro-batch did not reach."""
+        """The loop calls `step`: it must skip the parameters that were stepped in backward."""
+        # It still steps those whose gradients come only from earlier micro-batches.
         if not self._is_inside:
             self.has_begun = False
             for parameter in self._spent:
@@ -98,17 +100,17 @@ _STEPPING: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepping]" = weakr
 
 
 class StepInBackward:
-    """The lever in force. `undo()`, or leaving the `with` block, takes it off; the optimizer keeps its states."""
+    """The handle of the lever. `undo()`, or leaving the `with` block, removes it. The optimizer keeps its states."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, a backward only adds to the gradients: for every micro-batch but the last."""
+        """A context in which backward only adds to the gradients: for every micro-batch except the last."""
         return accumulation()
 
     def undo(self) -> None:
-        """Take the lever off. Calling it again does nothing."""
+        """Remove the lever. Calling it again does nothing."""
         stepping = _STEPPING.pop(self.optimizer, None)
         if stepping is not None:
             stepping.remove()
@@ -127,12 +129,14 @@ def step_in_backward(
 ) -> StepInBackward:
     """Step each parameter of `optimizer` when its gradient is ready, and free the gradient at once.
 
-    `optimizer` is one over the model's parameters, or a callable that makes it. The training loop stays as it is,
-    `optimizer.step()` and `zero_grad()` included: they end the step, and schedulers need them. Weights and states are
-    bit-equal to those of stepping afterwards, for optimizers that treat each parameter by itself, as all of PyTorch's
-    but LBFGS do. With micro-batches, all backwards but the last run under `handle.accumulate()`; a second backward
-    without it, clipping and gradient scalers raise `LeverError`. Raises `InputError` where the optimizer is none, or
-    trains nothing of the model.
+    `optimizer` is an optimizer over the model's parameters, or a callable that makes one. The training loop does not
+    change: `optimizer.step()` and `zero_grad()` end the step, and schedulers need them. Weights and states are
+    bit-equal to those of stepping afterwards, for optimizers that treat each parameter by itself (all of PyTorch's
+    except LBFGS).
+
+    With micro-batches, run every backward except the last under `handle.accumulate()`. A second backward without it,
+    clipping and gradient scalers raise `LeverError`. Raises `InputError` for LBFGS, and for an optimizer without
+    parameters of the model.
 
     Example:
         >>> import torch
@@ -148,7 +152,7 @@ def step_in_backward(
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("step in backward: LBFGS looks at all gradients together: take another optimizer")
+        raise InputError("step in backward: LBFGS needs all gradients together: use another optimizer")
     known = {id(p) for p in parameters}
     if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
         raise InputError("step in backward: the optimizer holds no parameter of the model: build it over this model's")
@@ -159,7 +163,7 @@ def step_in_backward(
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the lever is on this optimizer."""
+    """Whether the lever is applied to this optimizer."""
     return optimizer in _STEPPING
 
 
@@ -170,7 +174,7 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def only(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[bool]:
-    """Inside, the optimizer has this parameter alone, in its group; yields whether it has it at all."""
+    """A context in which the optimizer has only this parameter, in its group. Yields whether it has it at all."""
     groups = optimizer.param_groups
     group = next((g for g in groups if any(p is parameter for p in g["params"])), None)
     if group is None:

@@ -1,4 +1,4 @@
-"""The way between a device and the host: pinned memory and a copy stream on CUDA; plain copies where both are one."""
+"""Copies between a device and the host: pinned memory and a copy stream on CUDA, plain copies on a CPU."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ HOST = torch.device("cpu")
 
 
 class Link:
-    """Copies tensors between one device and the host, on CUDA beside the computation."""
+    """Copies tensors between one device and the host, on CUDA in parallel with the computation."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._streams = CudaStreams(device) if device.type == "cuda" else None
         self._lane = None if self._streams is None else self._streams.new()
-        self._arrivals: dict[int, Any] = {}  # by address: copies that nobody has waited for yet
+        self._arrivals: dict[int, Any] = {}  # events of copies not waited for yet, by address
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether copies go on beside what is computed."""
+        """Whether copies run in parallel with the computation."""
         return self._streams is not None
 
     def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Host memory of a tensor's shape; pinned where the device is CUDA."""
+        """Uninitialised host memory of a tensor's shape; pinned if the device is CUDA."""
         pinned = self.device.type == "cuda"
         with host_memory():
             return torch.empty_like(
@@ -34,7 +34,7 @@ class Link:
             )
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, which `wait` must be called for before it is read."""
+        """Begin a copy to host memory. Call `wait` before you read it."""
         target = self.empty_on_host(tensor)
         event = self._copy(target, tensor, tensor)
         if event is not None:
@@ -42,19 +42,19 @@ class Link:
         return target
 
     def wait(self, tensor: Tensor) -> None:
-        """Until the copy to `tensor`, which is in host memory, is there."""
+        """Wait until the copy to `tensor`, in host memory, is complete."""
         event = self._arrivals.pop(tensor.data_ptr(), None)
         if event is not None and self._streams is not None:
             self._streams.finish(event)
 
     def to_device(self, target: Tensor, source: Tensor) -> Any:
-        """Copy `source`, in host memory, over `target`; the event after which `source` may be written again, None where
-        that is now.
+        """Copy `source`, in host memory, over `target`. Returns the event after which `source` may be written again;
+        None means now.
         """
         return self._copy(target, source, target)
 
     def join(self) -> None:
-        """What the device computes from here on comes after all copies."""
+        """Make everything that the device computes from here on wait for all copies."""
         if self._streams is not None:
             self._streams.wait(self._streams.current(), self._streams.mark(self._lane))
 
@@ -64,5 +64,6 @@ class Link:
             return None
         self._streams.wait(self._lane, self._streams.mark(self._streams.current()))
         self._streams.copy(self._lane, target, source)
+        # The allocator may free the tensor on the computing stream while the copy still uses it.
         on_device.record_stream(self._lane)  # pyright: ignore[reportArgumentType] (the stub wants the generic stream)
         return self._streams.mark(self._lane)

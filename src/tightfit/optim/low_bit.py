@@ -1,4 +1,4 @@
-"""Optimizers of other packages that keep their states in 8 or 4 bits."""
+"""Optimizers of other packages with states in 8 or 4 bits."""
 
 import functools
 import importlib
@@ -19,9 +19,9 @@ _SMALLEST = (
 
 def adamw8bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW with blockwise 8-bit states (Dettmers et al. 2022, "8-bit optimizers via block-wise
-    quantization"); parameters below 4096 elements keep fp32 states.
+    quantization"). Parameters below 4096 elements keep fp32 states.
 
-    Raises `InputError` where the package is missing, `DeviceError` on a device that it has no kernels for.
+    Raises `InputError` if the package is missing, and `DeviceError` on a device without kernels.
     """
     groups = list(groups)
     check_device("adamw8bit", groups, DEVICES)
@@ -31,8 +31,8 @@ def adamw8bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
 def adamw4bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """torchao's AdamW with blockwise 4-bit states (Li et al. 2023, "Memory efficient optimizers with 4-bit states").
 
-    Its step is compiled when it first runs, which takes seconds and on a CPU a C++ compiler. Raises `InputError` where
-    the package is missing, `DeviceError` on a device that it cannot run on.
+    Its first step compiles, which takes seconds, and on a CPU needs a C++ compiler. Raises `InputError` if the package
+    is missing, and `DeviceError` on a device on which it cannot run.
     """
     groups = list(groups)
     device = check_device("adamw4bit", groups, DEVICES)
@@ -42,8 +42,9 @@ def adamw4bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
 
 
 def without_its_step(kind: type) -> type:
-    """In a dry run, a stand-in for torchao's compiled optimizers, whose kernels no dispatcher sees; outside of one, and
-    for any other class, the class itself.
+    """In a dry run, a replacement for torchao's compiled optimizers, whose kernels no dispatch mode sees.
+
+    Outside of a dry run, and for any other class, the class itself.
     """
     is_torchao = any(base.__module__ == "torchao.optim.adam" for base in kind.__mro__)
     return _stand_in(kind) if now.dry and is_torchao else kind
@@ -67,20 +68,20 @@ def _stand_in(kind: type) -> type:
 
 
 def _compiled_scratch(count: int, block_size: int) -> int:
-    """Bytes that the compiled step takes on a CPU for so many elements, states of 4 bits, fp32 weights.
+    """Bytes of scratch memory of the compiled step on a CPU for `count` elements, with 4-bit states and fp32 weights.
 
     Measured on one matrix of 600 x 64 (torch 2.13, torchao 0.18), where it is right to 4 bytes:
-    tests/optim/test_predicted_peaks.py. What the kernels compiled for CUDA take was not measured: none is counted.
+    tests/optim/test_predicted_peaks.py. The scratch memory of CUDA's kernels was not measured, and is not counted.
     """
     return 26 * count + 8 * (count // block_size) if count >= _SMALLEST else 0
 
 
 def check_device(name: str, groups: Sequence[Any], known: Sequence[str]) -> str:
-    """The kind of device that the parameters lie on. Raises `DeviceError` where it is none of the known ones."""
+    """The kind of the parameters' device. Raises `DeviceError` if it is not among the known ones."""
     members = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
     device = next((p.device.type for p in members), "cpu")
     if device not in known:
-        raise DeviceError(f"optimizer {name} does not run on {device}: it does on {', '.join(known)}")
+        raise DeviceError(f"optimizer {name} does not run on {device}: it runs on {', '.join(known)}")
     return device
 
 

@@ -14,9 +14,9 @@ ALGORITHM = "algorithm"
 class MuonWithAdamW(FrugalOptimizer):
     """`torch.optim.Muon` for parameters with two dimensions, `torch.optim.AdamW` for the others.
 
-    Each group is split in two at most, marked by its key `algorithm` (`muon` or `adamw`); a group that has the key is
-    left whole: `{"params": [embedding], "algorithm": "adamw"}`. Muon's updates are scaled to the size of AdamW's
-    (`match_rms_adamw`; Liu et al. 2025, "Muon is scalable for LLM training"), so that one learning rate serves both.
+    Each group is split into at most two, with the key `algorithm` (`muon` or `adamw`). A group that has this key is not
+    split: `{"params": [embedding], "algorithm": "adamw"}`. Muon's updates are scaled to the size of AdamW's
+    (`match_rms_adamw`; Liu et al. 2025, "Muon is scalable for LLM training"), so both use one learning rate.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MuonWithAdamW(FrugalOptimizer):
                 part.step()
 
     def _part(self, algorithm: str) -> torch.optim.Optimizer:
-        """The optimizer that steps the groups of an algorithm; groups and states are lent to it."""
+        """The optimizer that steps the groups of an algorithm. It shares its groups and states with this one."""
         if algorithm not in self._parts:
             owned = [p for g in self.param_groups if g[ALGORITHM] == algorithm for p in g["params"]]
             if algorithm == "adamw":

@@ -1,8 +1,9 @@
-"""AdamW whose states, or a share of them, live in host memory and are updated there.
+"""AdamW with all states, or a share of them, in host memory, where they are updated.
 
-The gradient of an offloaded parameter leaves the device when backward has made it (`HostGradient`), beside the rest of
-backward. The step runs on the host, parameter by parameter, and each weight goes back to the device while the next one
-is computed. On a CPU the same happens without streams; it costs a copy of the weights there and saves nothing.
+The gradient of an offloaded parameter moves to the host when backward has made it (`HostGradient`), in parallel with
+the rest of backward. The step runs on the host, parameter by parameter. Each weight is copied back to the device while
+the next one is computed. On a CPU the same happens without streams. There it costs a copy of the weights and saves
+nothing.
 """
 
 import weakref
@@ -25,7 +26,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class _Version(NamedTuple):
-    """A weight's memory and its count of in-place writes: both the same, and nobody wrote into it."""
+    """A weight's address and its count of in-place writes. If both are unchanged, the weight was not written."""
 
     address: int
     writes: int
@@ -36,15 +37,15 @@ class _Version(NamedTuple):
 
 
 class OffloadedAdamW(FrugalOptimizer):
-    """AdamW with a share of its states on the host; bit-equal to `torch.optim.AdamW` on the same device's arithmetic.
+    """AdamW with a share of its states on the host. It is bit-equal to `torch.optim.AdamW` on the device that computes.
 
-    `fraction` of the states at least, by bytes and in whole parameters, lies on the host: those of the parameters whose
-    gradients come first in backward. 16-bit weights get an fp32 master (on the host where the states are). Gradients of
-    offloaded parameters are `HostGradient`s: clipping, scaling and accumulation work on them as on any others.
-    `fused=True` takes PyTorch's fused kernel on the host: faster, and bit-equal to `AdamW(fused=True)`.
+    At least `fraction` of the states, by bytes and in whole parameters, are on the host: those of the parameters whose
+    gradients come first in backward. 16-bit weights get an fp32 master, on the host if the states are there. Gradients
+    of offloaded parameters are `HostGradient`s; clipping, scaling and accumulation work on them as usual. `fused=True`
+    uses PyTorch's fused kernel on the host, which is faster, and bit-equal to `AdamW(fused=True)`.
 
-    A weight that is changed in place, or replaced, between steps is noticed; one written through `.data` is not.
-    Raises `InputError` for settings out of their range.
+    The optimizer notices if a weight is changed in place, or replaced, between steps. It does not notice writes through
+    `.data`. Raises `InputError` for settings out of range.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class OffloadedAdamW(FrugalOptimizer):
         self._offloaded: set[Tensor] = set()
         self._links: dict[torch.device, Link] = {}
         self._copies: dict[Tensor, Tensor] = {}  # fp32 weights on the host
-        self._written: dict[Tensor, _Version] = {}  # weights as the last step left them
-        self._sent: dict[Tensor, Any] = {}  # copies to the device that may still be under way
+        self._written: dict[Tensor, _Version] = {}  # the versions of weights after the last step
+        self._sent: dict[Tensor, Any] = {}  # events of copies to the device that may still run
         self._hooks: list[Any] = []
         self._is_dry = now.dry
         weakref.finalize(self, _remove, self._hooks)
@@ -91,13 +92,13 @@ class OffloadedAdamW(FrugalOptimizer):
 
     @property
     def host_share(self) -> float:
-        """The share of the elements whose states lie on the host."""
+        """The share of the elements whose states are on the host."""
         sizes = {p: p.numel() for group in self.param_groups for p in group["params"]}
         return sum(sizes[p] for p in self._offloaded) / max(1, sum(sizes.values()))
 
     @property
     def host_weights(self) -> Mapping[Tensor, Tensor]:
-        """The weights' copies on the host that are no states: those of parameters that are not 16-bit."""
+        """The weights' copies on the host that are not states: those of parameters that are not 16-bit."""
         return self._copies
 
     @property
@@ -138,7 +139,7 @@ class OffloadedAdamW(FrugalOptimizer):
     # Gradients
 
     def take(self, parameter: Tensor) -> None:
-        """Move a gradient that backward has just made to the host."""
+        """Move a gradient that backward has just computed to the host."""
         gradient = parameter.grad
         if now.dry == self._is_dry and gradient is not None and not isinstance(gradient, HostGradient):
             parameter.grad = HostGradient(gradient, self._link(parameter))
@@ -162,7 +163,7 @@ class OffloadedAdamW(FrugalOptimizer):
         link = self._link(parameter)
         sent = self._sent.pop(parameter, None)
         if sent is not None:
-            sent.synchronize()
+            sent.synchronize()  # the last step's copy may still read the memory that this step writes
         weight = self._weight(parameter)
         gradient = self._gradient(parameter, link).to(weight.dtype)
         adamw_step([weight], [gradient], [self.state[parameter]], group, foreach=False, fused=self.fused)
@@ -180,7 +181,7 @@ class OffloadedAdamW(FrugalOptimizer):
         return arriving
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """The fp32 weight that is updated, up to date with the parameter; the states, where there are none yet."""
+        """The weight to update, in agreement with the parameter. Makes the states if there are none."""
         on_host, is_low = parameter in self._offloaded, parameter.dtype in _LOW
         state = self.state[parameter]
         weight = parameter
@@ -204,7 +205,7 @@ class OffloadedAdamW(FrugalOptimizer):
 
 
 def chosen_for_host(parameters: Sequence[Tensor], fraction: float) -> list[Tensor]:
-    """Parameters that hold at least `fraction` of all elements, the last ones first and none of them needless."""
+    """Parameters with at least `fraction` of all elements: the last ones, without any that are not needed for that."""
     target = fraction * sum(p.numel() for p in parameters)
     chosen: list[Tensor] = []
     count = 0
@@ -232,6 +233,9 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _follow(weight: Tensor, parameter: Tensor) -> None:
-    """Take over what somebody wrote into the parameter; where the two still agree, the weight keeps its precision."""
+    """Copy a parameter that was written into its wider weight, except where both still agree.
+
+    There the weight keeps its precision.
+    """
     theirs = parameter.detach().to(weight.device)
     weight.copy_(torch.where(weight.to(theirs.dtype) == theirs, weight, theirs.to(weight.dtype)))

@@ -1,7 +1,7 @@
-"""Loading an optimizer's state: each tensor as it was saved, and nothing that does not fit.
+"""Loads an optimizer's state strictly: each tensor as it was saved, and an error for everything that does not fit.
 
 `torch.optim.Optimizer.load_state_dict` casts every state to the dtype and the device of its parameter, and does not
-look at shapes.
+check shapes.
 """
 
 from collections import defaultdict
@@ -17,30 +17,30 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 class StrictStateOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states keep the dtype and the place that they were saved with."""
+    """An optimizer whose loaded states keep their saved dtype, on the device where this optimizer holds them."""
 
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
-        """Where a parameter's state of this name lies."""
+        """The device of a parameter's state."""
         return parameter.device
 
     def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a parameter's state of this name, where this optimizer keeps it."""
+        """Uninitialised memory for a parameter's state, on the device where this optimizer holds it."""
         place = self.state_device(parameter, key)
-        if tuple(shape) == tuple(parameter.shape):  # with the strides that the optimizer gives it
+        if tuple(shape) == tuple(parameter.shape):  # as the optimizer itself allocates it
             return torch.empty_like(parameter, dtype=dtype, device=place, memory_format=torch.preserve_format)
         return torch.empty(shape, dtype=dtype, device=place)
 
     def states_were_read(self) -> None:
-        """Told after weights and states were read into their memory from a checkpoint."""
+        """Called after a checkpoint was read into the memory of weights and states."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over settings and states, whole or not at all.
+        """Load settings and states, all or nothing.
 
-        Raises `InputError` where the groups, their lengths or the shape of a state do not fit.
+        Raises `InputError` if the groups, their lengths or the shape of a state do not fit.
         """
         owners = _owners(self.param_groups, state_dict)
         for index, states in state_dict["state"].items():
-            _check(owners, index, states)
+            _check(owners, index, states)  # all of them before the first change
         self.state = defaultdict(dict)
         for index, states in state_dict["state"].items():
             self.state[owners[index]] = {key: self._taken(owners[index], key, value) for key, value in states.items()}
@@ -48,20 +48,22 @@ class StrictStateOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key not in _NOT_SETTINGS})
 
     def _taken(self, parameter: Tensor, key: str, value: Any) -> Any:
-        """A copy of a saved state, where this optimizer keeps it; counters of steps stay where they are."""
+        """A copy of a saved state on this optimizer's device. Counts of steps stay on theirs."""
         if not isinstance(value, Tensor):
             return value
+        # Counts of steps have no dimension. PyTorch keeps them on the CPU, whatever the parameter's device.
         device = value.device if value.dim() == 0 and parameter.dim() > 0 else self.state_device(parameter, key)
         return value.detach().to(device, copy=True)
 
 
 def _owners(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """The parameter of each index of a saved state. Raises `InputError` where there are more or fewer."""
+    """The parameter of each index of a saved state. Raises `InputError` if their numbers differ."""
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise InputError(f"load_state_dict: the saved state has {len(saved)} parameter groups, this optimizer has "
                          f"{len(groups)}: build it over the same groups")  # fmt: skip
     owners: dict[Any, Tensor] = {}
+    # The lengths are compared first: a `zip` in `load_state_dict` would hide a mismatch and shift all states (torchao).
     for position, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(other["params"]):
             raise InputError(

@@ -1,4 +1,4 @@
-"""The public questions: what will this step take, and how can it fit?"""
+"""The public functions `estimate`, `plan` and `curve`: how much memory a step needs, and how it can fit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
-from tightfit.planner.estimates import Estimate, make_estimate, told
+from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate
 from tightfit.planner.levers import CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
@@ -28,7 +28,7 @@ from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
 from tightfit.units import format_seconds
 
-LEAST_GAP = 1e-7  # seconds, the last digit that is shown of microseconds: a smaller gap must not read as none
+LEAST_GAP = 1e-7  # seconds, the last digit printed for microseconds; a smaller gap would be printed as zero
 
 
 def estimate(
@@ -43,15 +43,16 @@ def estimate(
     grad_clip: float | None = None,
     keep_gradients: bool | None = None,
 ) -> Estimate:
-    """Predict the peak memory and the time of one training step; nothing is computed and nothing is changed.
+    """Predict the peak memory and the time of one training step, without computing it and without changing the model.
 
-    `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; with
-    `micro_batches` it is split in as many, whose gradients accumulate. `loss` is `callable(model, batch) ->
-    scalar`; without it `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name
-    with figures of one's own: `"rtx3080,memory=8GiB"`. `keep_gradients` says that the loop sets gradients to zero after
-    a step (`zero_grad(set_to_none=False)`), so that the next one begins with them; None: that it does so if the model
-    has gradients now and all of them are zero.
-    Raises `InputError` for a wrong argument, `TraceError` where an operator cannot be run dry.
+    `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`. It is split
+    into `micro_batches` equal parts, whose gradients accumulate. `loss` is `callable(model, batch) -> scalar`; None
+    means `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name with your own
+    figures: `"rtx3080,memory=8GiB"`. `keep_gradients` says that the loop sets gradients to zero after a step
+    (`zero_grad(set_to_none=False)`), so the next step begins with them. None assumes this if the model has gradients
+    now and all of them are zero.
+
+    Raises `InputError` for a wrong argument and `TraceError` for an operator that cannot run dry.
 
     Example:
         >>> import tightfit
@@ -85,20 +86,25 @@ def plan(
     offload_folder: str | None = None,
     offload_budget: int | str | None = None,
 ) -> Plan:
-    """The fastest combination of levers whose true peak is within the budget.
+    """Find the fastest combination of levers whose predicted peak is within the budget.
 
-    `budget` is in bytes: an int, `"22GiB"`, `"80%"` of the device, `"0.5x"` of the plain peak. `levers` None allows
-    those that are bit-exact, `"rounding"` also those that are exact to rounding, a list names them, or one of these
-    and more: `["rounding", "offload"]`. `blocks` is a
-    glob over module paths where the repeated blocks are not to be found by themselves. The other arguments are
-    those of `estimate`; `micro_batches="auto"` takes the largest micro-batch that fits: the fewest equal parts of the
-    batch for which there is a plan, so that the effective batch stays what it is (and the lever `"micro_batch"` is
-    allowed by that). The lever `"offload"` is used only where it is named: from a CPU to a file in `offload_folder`
-    (None: the system's for temporary files), from CUDA to pinned host memory, of at most `offload_budget` (None: half
-    of what is free there). So is `"compile"`, on a CPU: blocks as `torch.compile` makes them. With
-    `curve` the plan carries the trade-off curve too, and what the levers that were not allowed would have given.
-    Raises `CannotFit` with the least peak that can be reached, `BudgetError` where the budget cannot be read,
-    `LeverError` where offload is named and not available.
+    `budget` is a number of bytes, `"22GiB"`, `"80%"` of the device, or `"0.5x"` of the plain peak. `levers` None allows
+    the bit-exact levers. `"rounding"` also allows those that are exact to rounding. A list names levers, or one of the
+    two classes and further levers: `["rounding", "offload"]`. `blocks` is a glob over module paths, for models whose
+    repeated blocks tightfit does not find.
+
+    The plan uses two levers only if you name them. `"offload"` moves saved activations from a CPU to a file in
+    `offload_folder` (None: the system's folder for temporary files), or from CUDA to pinned host memory; at most
+    `offload_budget` bytes (None: half of what is free there). `"compile"` compiles blocks with `torch.compile`, on a
+    CPU.
+
+    `micro_batches="auto"` chooses the largest micro-batch that fits: the smallest number of equal parts of the batch
+    that has a plan. The effective batch does not change. This allows the lever `"micro_batch"`. With `curve` the plan
+    also has the trade-off curve, and figures for the levers that were not allowed. The other arguments are those of
+    `estimate`.
+
+    Raises `CannotFit` with the least peak that the levers can reach, `BudgetError` for a budget that cannot be parsed,
+    and `LeverError` if offload is named and not available.
 
     Example:
         >>> import tightfit, torch
@@ -138,10 +144,10 @@ def curve(
     keep_gradients: bool | None = None,
     points: int = POINTS,
 ) -> Curve:
-    """What memory costs in time: peak against step time, from the plain step down to the least peak.
+    """Predict the trade-off of peak memory against step time, from the plain step down to the least peak.
 
-    `points` is the number of budgets for which a choice is solved and traced as applied. The other arguments are those
-    of `plan`. The curve also holds the fixed recipes that are used without a plan.
+    `points` is the number of budgets for which a choice is solved and traced as applied. The curve also has the fixed
+    recipes that people use without a plan, such as recomputing every block. The other arguments are those of `plan`.
 
     Example:
         >>> import tightfit, torch
@@ -162,7 +168,7 @@ def curve(
     request = asked.request()
     if points < 1:
         raise InputError(f"points is {points}, wanted at least 1")
-    search = Search(request, "1x")
+    search = Search(request, "1x")  # the plain step fits, so the search ends there and only provides traces and prices
     search.run()
     return Tradeoff(search).curve(points)
 
@@ -170,18 +176,18 @@ def curve(
 @aside()
 @real_tensors()
 def estimate_asked(asked: Asked) -> Estimate:
-    """`tightfit.estimate`, of what was asked."""
+    """`tightfit.estimate`, with its arguments as one record."""
     return make_estimate(asked.without_levers().request())
 
 
 @aside()
 @real_tensors()
 def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
-    """`tightfit.plan`, of what was asked."""
+    """`tightfit.plan`, with its arguments as one record."""
     search = Search(asked.request(may_choose=True), budget)
     found = search.run()
     if not curve:
-        return as_plan(search, found)
+        return as_plan(search, found)  # a curve needs further traces
     tradeoff = Tradeoff(search)
     drawn = tradeoff.curve()
     tradeoff.try_forbidden()
@@ -189,7 +195,7 @@ def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
 
 
 def as_plan(search: Search, candidate: Candidate) -> Plan:
-    """A found candidate as the record the user gets."""
+    """The plan for a candidate."""
     request = search.request
     return Plan(
         budget_bytes=search.budget_bytes,
@@ -202,7 +208,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         optimizer=request.optimizer_name,
         device=request.device.name,
         fingerprint=fingerprint(request.model),
-        assumptions=(*told(candidate.trace.assumptions), *not_proved(search.gap_seconds(candidate))),
+        assumptions=(*assumption_sentences(candidate.trace.assumptions), *not_proved(search.gap_seconds(candidate))),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
@@ -211,7 +217,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
 
 
 def not_proved(gap_seconds: float) -> tuple[str, ...]:
-    """That a faster choice may exist, in a sentence; nothing where the choice was proved to be the fastest."""
+    """A sentence that a faster choice may exist. Nothing if the choice was proved to be the fastest."""
     if not gap_seconds:
         return ()
     most = format_seconds(max(gap_seconds, LEAST_GAP))
@@ -219,13 +225,14 @@ def not_proved(gap_seconds: float) -> tuple[str, ...]:
 
 
 def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoice, ...]:
-    """What each block does under a candidate."""
+    """The choice for each block in a candidate."""
     options, modules = {}, {}
     if candidate.priced is not None:
         chain = candidate.priced.chain
         options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
         modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
+    # Compiled blocks have no policy inside: the compiler decides what they save, by their share.
     compiled = candidate.combination.get(CompiledBlocks)
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
@@ -260,7 +267,7 @@ def action_of(policy: Policy) -> Action:
 
 
 def levers_of(request: Request, candidate: Candidate) -> tuple[Lever, ...]:
-    """The levers that a candidate uses: those of the whole step, and those that are at work inside its blocks."""
+    """The levers that a candidate uses: those of the whole step, then recompute and offload if a block uses them."""
     combination = candidate.combination
     if any(policy != KEEP_ALL and action_of(policy) != "offload" for policy in candidate.policies.values()):
         combination = combination.with_lever(Recompute())
@@ -268,8 +275,8 @@ def levers_of(request: Request, candidate: Candidate) -> tuple[Lever, ...]:
 
 
 def offload_of(request: Request, trace: StepTrace) -> Offload | None:
-    """Where a traced step offloads to, and how much at once: all that a micro-batch's forward copies away."""
-    first, last = trace.repeated
+    """The lever offload for a traced step, with the bytes it holds at once: all that one micro-batch copies away."""
+    first, last = trace.repeated  # one micro-batch: its backward fetches everything before the next one begins
     copied = sum(o.copied_bytes for o in trace.operators[first:last] if o.name == AWAY)
     if not copied:
         return None

@@ -1,4 +1,4 @@
-"""Puts a plan on a model."""
+"""Applies a plan to a model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -30,10 +30,9 @@ class AppliedPlan(Applied):
         self._numbers = {forward.number for forward in forwards_on(model)}
 
     def undo(self) -> None:
-        """Take every lever off, those on copies of blocks too that have been put into the model since. Calling it again
-        does nothing.
-        """
+        """Remove every lever from the model. Calling it again does nothing."""
         super().undo()
+        # A copy of a block carries a copy of its lever with the same number. It may be in the model by now.
         for forward in forwards_on(self.model):
             if forward.number in self._numbers:
                 forward.remove()
@@ -45,17 +44,17 @@ class AppliedPlan(Applied):
         return as_parts(split_batch(batch, self.plan.micro_batches), loss or model_loss)
 
     def backward(self, batch: Batch, loss: Loss | None = None) -> torch.Tensor:
-        """Forward and backward over all micro-batches of the plan, in its precision. Returns the batch's loss,
+        """Run forward and backward over all micro-batches of the plan, in its precision. Return the batch's loss,
         detached.
 
-        In a loop whose plan has one micro-batch, the usual `model(**batch).loss.backward()` does as well.
+        If the plan has one micro-batch, the usual `model(**batch).loss.backward()` does the same.
         """
         loss = loss or model_loss
         return forward_backward(self.model, self.parts(batch, loss), loss, self.plan.precision)
 
 
 def policy_of(choice: BlockChoice) -> Policy:
-    """What a block's choice means to the executor."""
+    """The executor's policy for a block's choice."""
     if choice.action in ("keep", "compile"):
         return KEEP_ALL
     kept = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.kept)
@@ -64,12 +63,14 @@ def policy_of(choice: BlockChoice) -> Policy:
 
 
 def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
-    """Put a plan's levers on the model it was made for.
+    """Apply a plan's levers to the model that it was made for.
 
-    Raises `LeverError` where the model is another one, and where there is less room to offload to than the plan needs;
-    `ModelError` where it is wrapped for several processes; `OutputError` where the folder cannot be used.
+    Raises `LeverError` if the model is another one, or if there is less room for offload than the plan needs.
+    Raises `ModelError` if the model is wrapped for several processes, and `OutputError` if the offload folder cannot be
+    used.
     """
     if fingerprint(model) != plan.fingerprint:
+        # A wrapper prefixes all names of parameters. Its own message helps more than "other parameters".
         refuse_wrapped(model, "applying a plan")
         raise LeverError(
             "the plan was made for a model with other parameters (names, shapes, dtypes or which are trained): "
@@ -92,8 +93,9 @@ def apply_levers(
     joined: Sequence[str] = (),
     offload_store: HostStore | None = None,
 ) -> list[Removable]:
-    """Put the levers of a plan, or of a candidate for one, on a model. Returns their handles; where one cannot be put
-    on, the others are taken off again.
+    """Apply the levers of a plan, or of a candidate, to a model, and return their handles.
+
+    If one lever raises, the others are removed again.
     """
     handles: list[Removable] = [apply_policies(model, policies, joined=joined, offload_store=offload_store)]
     try:
@@ -101,7 +103,7 @@ def apply_levers(
             handle = lever.apply(model)
             if handle is not None:
                 handles.append(handle)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a lever without a handle could not be removed
         Applied(handles).undo()
         raise
     return handles

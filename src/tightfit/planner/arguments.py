@@ -1,4 +1,4 @@
-"""The arguments of a user's call, checked before anything is traced: a wrong one is told by its name."""
+"""Checks the arguments of a user's call before anything is traced. Errors name the wrong argument."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
 
 
 def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precision: str) -> None:
-    """What makes up a training step. Raises `InputError`."""
+    """Check the parts of a training step. Raises `InputError`."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -21,8 +21,8 @@ def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precis
     check_batch(batch)
     if hasattr(loss, "_torchdynamo_orig_callable"):
         raise InputError(
-            "loss is compiled by torch.compile, and the memory of such code is not predicted: pass the function as it "
-            "was before"
+            "loss is compiled by torch.compile, and tightfit does not predict the memory of such code: pass the "
+            "uncompiled function"
         )
     if loss is not None and not callable(loss):
         raise InputError(f"loss is a {type(loss).__name__}, wanted callable(model, batch) -> scalar tensor, or None")
@@ -36,19 +36,19 @@ def check_step(model: nn.Module, batch: Batch, loss: Any, optimizer: Any, precis
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raises `InputError` for a model that was compiled, whole or in part: a dry run would see it as it was written."""
+    """Raise `InputError` for a model that was compiled, whole or in part: a dry run would trace it as eager code."""
     for path, module in model.named_modules():
         is_wrapper = "_orig_mod" in module._modules
         replaced = getattr(module, "_compiled_call_impl", None) is not None
         if is_wrapper or replaced or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise InputError(
-                f"{path or 'the model'} is compiled by torch.compile, and what such code holds is not predicted: ask "
-                "about the model as it was before, or name the lever compile, which compiles blocks within a plan"
+                f"{path or 'the model'} is compiled by torch.compile, and tightfit does not predict the memory of such "
+                "code: pass the uncompiled model, or name the lever compile, which compiles blocks within a plan"
             )
 
 
 def check_batch(batch: Batch) -> None:
-    """Raises `InputError` for what a model cannot be called with."""
+    """Raise `InputError` for a batch with which a model cannot be called."""
     if isinstance(batch, TokenBatch):
         for name, count in batch._asdict().items():
             if count < 1:
@@ -61,7 +61,7 @@ def check_batch(batch: Batch) -> None:
 
 
 def check_settings(micro_batches: int, grad_clip: float | None, blocks: str | None) -> None:
-    """How a step is computed. Raises `InputError`."""
+    """Check how a step is computed. Raises `InputError`."""
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise InputError(f"micro_batches is {micro_batches!r}, wanted an integer of at least 1")
     if grad_clip is not None and not is_positive(grad_clip):
@@ -71,7 +71,7 @@ def check_settings(micro_batches: int, grad_clip: float | None, blocks: str | No
 
 
 def check_levers(levers: Any) -> None:
-    """Raises `InputError` for what cannot be names of levers."""
+    """Raise `InputError` for an argument that cannot be names of levers."""
     if levers is not None and not isinstance(levers, str | Sequence | set | frozenset):
         raise InputError(f"levers is a {type(levers).__name__}, wanted 'exact', 'rounding' or a list of them and names")
 

@@ -1,4 +1,4 @@
-"""A step as somebody asks about it, with the arguments of `tightfit.plan`; and the request that it comes to."""
+"""The arguments of `tightfit.plan` as one record, and the planner's request that they lead to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +20,7 @@ from tightfit.tracing.twin import has_no_memory, twin_of, with_memory
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `tightfit.plan` but for the budget, as they were given; those of `estimate` are among them."""
+    """The arguments of `tightfit.plan` as the user gave them, except the budget. Those of `estimate` are a subset."""
 
     model: nn.Module
     batch: Batch
@@ -38,21 +38,21 @@ class Asked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """All but model and batch, by name."""
+        """All arguments except model and batch, by name."""
         names = [field.name for field in fields(self)]
         return {name: getattr(self, name) for name in names if name not in ("model", "batch")}
 
     @property
     def count(self) -> int:
-        """The micro-batches of the plain step: one where a plan is to choose."""
+        """The micro-batches of the plain step: one if the plan chooses their number."""
         return 1 if self.micro_batches == "auto" else self.micro_batches
 
     def without_levers(self) -> "Asked":
-        """The step alone, for those who put no lever on it: one that the device refuses is no matter to them."""
+        """The step without arguments of levers. An estimate must not fail for a lever that the device refuses."""
         return replace(self, levers=None, blocks=None, offload_folder=None, offload_budget=None)
 
     def request(self, *, may_choose: bool = False) -> Request:
-        """What was asked, checked. `may_choose`: who asks can take `"auto"` micro-batches, as a plan can.
+        """Check the arguments and make the request. With `may_choose`, `micro_batches="auto"` is allowed.
 
         Raises `InputError`, `ModelError`, `LeverError` and `DeviceError`.
         """
@@ -81,14 +81,19 @@ class Asked:
 
 
 def gradients_are_zero(model: nn.Module) -> bool:
-    """Whether a loop has set the model's gradients to zero and left them there: a backward leaves others."""
+    """Whether the model has gradients and all of them are zero."""
+    # Only `zero_grad(set_to_none=False)` leaves such gradients: a backward leaves others (docs/lab-notes.md, "Gradients
+    # that stay"). Sparse gradients and those without memory cannot be read here.
     held = [p.grad for p in model.parameters() if p.grad is not None]
     known = all(g.layout is torch.strided and not has_no_memory(g) for g in held)
     return bool(held) and known and not any(bool(g.detach().any()) for g in held)
 
 
 def as_twins(model: nn.Module, batch: Batch, optimizer: Optimizer) -> tuple[nn.Module, Batch]:
-    """Model and batch, those on meta or fake as twins that can be run dry. Raises `InputError`, `ModelError`."""
+    """Model and batch, replaced by twins that can run dry if they are on meta or fake.
+
+    Raises `InputError` and `ModelError`.
+    """
     twin = twin_of(model)
     if twin is not model and isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(

@@ -1,4 +1,4 @@
-"""What memory costs in time: the trade-off curve of a step, as data."""
+"""The trade-off curve of a step: peak memory against time."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from tightfit.planner.records import CurvePoint
 
 
 class Curve(CurveRecord):
-    """A curve that can be shown, written and read."""
+    """A curve that can be printed, drawn, written and read."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -37,7 +37,7 @@ class Curve(CurveRecord):
 
 
 def frontier(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
-    """Those that no other equals or beats in both peak and seconds, from the fastest to the least peak."""
+    """The points that no other one equals or beats in both peak and seconds, from the fastest to the least peak."""
     best: list[CurvePoint] = []
     for point in sorted(points, key=lambda p: (p.step_seconds, p.peak_bytes)):
         if not best or point.peak_bytes < best[-1].peak_bytes:

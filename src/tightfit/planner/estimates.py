@@ -1,4 +1,4 @@
-"""What a training step will take, known before it runs."""
+"""Predicts the memory and the time of a training step before it runs."""
 
 import json
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 
 
 class Estimate(EstimateRecord):
-    """An estimate that can be shown and written."""
+    """An estimate that can be printed, drawn and written to a file."""
 
     def to_dict(self) -> dict[str, Any]:
         figures = asdict(self)
@@ -23,15 +23,13 @@ class Estimate(EstimateRecord):
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
-        """Write the estimate as a page for the browser, all in one file. Raises `InputError` where plotly is not
-        installed.
-        """
+        """Write the estimate as one self-contained HTML file. Raises `InputError` if plotly is not installed."""
         from tightfit.report.plan_page import estimate_page
 
         Path(path).write_text(estimate_page(self), encoding="utf-8")
 
     def to_png(self, path: str | Path) -> None:
-        """Draw the memory of the step. Raises `InputError` where matplotlib is not installed."""
+        """Draw the memory of the step. Raises `InputError` if matplotlib is not installed."""
         from tightfit.report.picture import memory_picture
 
         Path(path).write_bytes(memory_picture(self.step_figures, None))
@@ -43,7 +41,7 @@ class Estimate(EstimateRecord):
 
 
 def make_estimate(request: Request) -> Estimate:
-    """Trace the request's step as it stands."""
+    """Trace the request's step without levers, and return the figures."""
     tracer = Tracer(request)
     trace = tracer.whole(request.plain, {})
     routed = tracer.routed_peaks(trace, request.plain, {})
@@ -54,7 +52,7 @@ def make_estimate(request: Request) -> Estimate:
         optimizer=request.optimizer_name,
         device=request.device.name,
         device_bytes=request.device.memory_bytes,
-        assumptions=told(trace.assumptions),
+        assumptions=assumption_sentences(trace.assumptions),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
         fits=not lacking(trace, request.device.memory_bytes),
         worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
@@ -62,7 +60,7 @@ def make_estimate(request: Request) -> Estimate:
     )
 
 
-def told(assumptions: Any) -> tuple[str, ...]:
+def assumption_sentences(assumptions: Any) -> tuple[str, ...]:
     """The assumptions of a trace as sentences."""
     return tuple(
         f"{a.question} ({a.module or 'top level'}, {a.where}) was assumed {a.answer}"

@@ -1,4 +1,4 @@
-"""What comes out of planning, as plain data: plans, estimates and curves, for those who show them."""
+"""The results of planning as plain data: plans, estimates and curves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CurveRecord:
-    """The ways to run a step that are worth having, and fixed recipes beside them; all traced as applied.
+    """The best ways to run a step, and fixed recipes to compare with; all traced as applied.
 
-    `points` run from the fastest to the least peak: bytes fall and seconds rise strictly from one to the next.
-    `recipes` are what is done without a plan: no lever, every block recomputed, every second one, chunked loss, both.
+    `points` are ordered from the fastest to the least peak: bytes fall and seconds rise strictly. `recipes` need no
+    plan: no lever, every block recomputed, every second block recomputed, chunked loss, and both together.
     """
 
     points: tuple[CurvePoint, ...]
     recipes: tuple[CurvePoint, ...]
 
     def within(self, budget_bytes: int) -> CurvePoint | None:
-        """The fastest point whose peak is at most the budget; None where there is none."""
+        """The fastest point whose peak is at most the budget; None if there is none."""
         return next((point for point in self.points if point.peak_bytes <= budget_bytes), None)
 
 
@@ -39,19 +39,19 @@ class EstimateRecord:
     device: str
     device_bytes: int
     assumptions: tuple[str, ...]
-    context_bytes: int = 0  # on CUDA: what the process takes of the device outside of the allocator; an assumption
-    fits: bool = True  # as it stands, into the device: on CUDA with what the allocator reserves and the context
-    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
-    weights: str = ""  # dtypes of the parameters, the one of most elements first
+    context_bytes: int = 0  # on CUDA: the assumed memory of the process outside of the allocator
+    fits: bool = True  # whether the step fits the device without levers; on CUDA with reserved memory and the context
+    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, if the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one with the most elements first
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in use at the peak; on CUDA what `torch.cuda.max_memory_allocated` tells."""
+        """Bytes in use at the peak; on CUDA, `torch.cuda.max_memory_allocated`."""
         return self.step_figures.peak_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """On CUDA what `torch.cuda.max_memory_reserved` tells, None on a CPU."""
+        """On CUDA, `torch.cuda.max_memory_reserved`; None on a CPU."""
         return self.step_figures.reserved_bytes
 
     @property
@@ -78,9 +78,9 @@ class EstimateRecord:
 class PlanRecord:
     """The fastest combination of levers found whose peak, traced as applied, is within the budget.
 
-    Bytes are ints, seconds those of one step with all its micro-batches. `levers` are those in use, each with its
-    setting; `choices` is what each block does. `fingerprint` is of the model's
-    parameters: a plan is for the model it was made for. `curve` is there where it was asked for.
+    Bytes are ints. Seconds are those of one step with all its micro-batches. `levers` are the levers in use, each with
+    its setting; `choices` has one choice for each block. `fingerprint` identifies the model's parameters: a plan can be
+    applied only to the model it was made for. `curve` is None unless it was requested.
     """
 
     budget_bytes: int
@@ -96,9 +96,9 @@ class PlanRecord:
     assumptions: tuple[str, ...] = ()
     batch: str = ""
     curve: CurveRecord | None = None
-    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, where the peak depends on routing
-    weights: str = ""  # dtypes of the parameters, the one of most elements first; empty in plans of earlier versions
-    room: DeviceRoom | None = None  # of a CUDA device, with the planned step's figures
+    worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, if the peak depends on routing
+    weights: str = ""  # dtypes of the parameters, the one with the most elements first; empty in older plans
+    room: DeviceRoom | None = None  # the planned step's memory on a CUDA device
 
     @property
     def peak_bytes(self) -> int:
@@ -116,9 +116,9 @@ class PlanRecord:
 
     @property
     def micro_batches(self) -> int:
-        """In how many parts the batch runs."""
+        """The number of equal parts in which the batch runs."""
         return Combination(self.levers).micro_batches
 
     def lever(self, kind: type[L]) -> L | None:
-        """The setting of a lever in this plan; None where the plan does not use it."""
+        """The setting of a lever in this plan; None if the plan does not use it."""
         return find(self.levers, kind)

@@ -1,4 +1,4 @@
-"""A plan: which levers a training step uses to stay within a budget, what it will cost, and why not otherwise."""
+"""A plan: the levers that keep a training step within a budget, their predicted cost, and the rejected alternatives."""
 
 import json
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ EARLIER_FORMATS = (4, 5)  # of version 0.1.0
 
 
 class Plan(PlanRecord):
-    """A plan that can be applied, shown, written and read."""
+    """A plan that can be applied, printed, drawn, written and read."""
 
     curve: Curve | None
 
     def apply(self, model: "nn.Module") -> "AppliedPlan":
-        """Put the plan's levers on the model. The handle's `undo()`, or leaving a `with` block, takes them off again.
+        """Apply the plan's levers to the model. The handle's `undo()`, or leaving a `with` block, removes them again.
 
         Raises `LeverError` if the model is not the one that was planned.
         """
@@ -36,7 +36,7 @@ class Plan(PlanRecord):
         return apply_plan(self, model)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, with `peak_bytes` and `step_seconds` on top for those who read only these."""
+        """The plan as JSON. `peak_bytes` and `step_seconds` come first, for people who read only these."""
         figures = {
             "peak_bytes": self.peak_bytes,
             "step_seconds": self.step_seconds,
@@ -50,15 +50,13 @@ class Plan(PlanRecord):
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
-        """Write the plan as a page for the browser, all in one file. Raises `InputError` where plotly is not
-        installed.
-        """
+        """Write the plan as one self-contained HTML file. Raises `InputError` if plotly is not installed."""
         from tightfit.report.plan_page import plan_page
 
         Path(path).write_text(plan_page(self), encoding="utf-8")
 
     def to_png(self, path: str | Path) -> None:
-        """Draw the memory of the step, plain and planned, and the curve if there is one. Raises `InputError` where
+        """Draw the memory of the step, plain and planned, and the curve if there is one. Raises `InputError` if
         matplotlib is not installed.
         """
         from tightfit.report.picture import memory_picture
@@ -76,7 +74,7 @@ class Plan(PlanRecord):
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Plan":
-        """Read a plan that `to_json` wrote. Raises `InputError` where the file is not one."""
+        """Read a plan that `to_json` wrote. Raises `InputError` if the file is not a plan."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
@@ -123,7 +121,7 @@ class Plan(PlanRecord):
 
 
 def _brought_up(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan of version 0.1.0, which had a field for each lever, in today's form."""
+    """A plan of version 0.1.0, which had a field for each lever, in the present format."""
     choices, levers = raw["choices"], []
     if any(choice["action"] in ("recompute", "operators") for choice in choices):
         levers.append({"name": "recompute"})

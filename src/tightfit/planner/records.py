@@ -1,4 +1,4 @@
-"""What plans, estimates and curves are made of: plain data, without torch, for whoever shows or stores it."""
+"""The parts of plans, estimates and curves as plain data, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ Action = Literal["keep", "recompute", "operators", "offload", "compile"]
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """What one block does: keeps all its activations, recomputes them all, or keeps the outputs of some operators.
+    """The choice for one block: keep all activations, recompute them all, or keep the outputs of some operators.
 
-    `kept` names the operator calls whose outputs are kept, each with how many of that name came before it in the
-    block, and `kept_modules` the module inside the block that each runs in, empty for the block itself. `joined` tells
-    that the block's output is not held for the next one: both belong to one segment. `offloaded` and
-    `offloaded_modules` name likewise the operator calls whose outputs are offloaded; with `offloads_inputs` what the
-    block is given is offloaded too. A compiled block keeps `share` of what the compiler would like to keep.
+    `kept` names the operator calls whose outputs are kept: the operator, and how many calls of it came before in the
+    block. `kept_modules` gives the module inside the block that each call runs in, empty for the block itself.
+    `offloaded` and `offloaded_modules` name the offloaded outputs in the same way. With `offloads_inputs` the block's
+    inputs are offloaded too. `joined` means that the block's output is recomputed as well, because it is in one segment
+    with the next block. `share` is the `activation_memory_budget` of a compiled block.
     """
 
     path: str
@@ -33,9 +33,11 @@ class BlockChoice:
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """What a step takes of a CUDA device as a whole, in bytes: what the allocator reserves for its tensors at most, and
-    an assumption for the context. A budget in per cent of the device bounds that (`is_bounded`); one in bytes bounds
-    the tensors alone, `max_memory_allocated`.
+    """The memory that a step uses of a CUDA device, in bytes: the allocator's peak of reserved memory, and an assumed
+    size of the context.
+
+    A budget in per cent of the device limits both together (`is_bounded`). A budget in bytes limits only the tensors
+    (`max_memory_allocated`).
     """
 
     device_bytes: int
@@ -45,18 +47,19 @@ class DeviceRoom:
 
     @property
     def taken_bytes(self) -> int:
-        """The allocator's segments and the context together; near the device's limit the allocator gives back what is
-        free.
+        """The allocator's segments and the context together, at most the device: near its limit the allocator returns
+        free segments.
         """
         return min(self.reserved_bytes + self.context_bytes, self.device_bytes)
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one kind that are there at the peak: `count` of them, `bytes` together.
+    """Tensors of one kind at the peak: `count` of them, `bytes` together.
 
-    `name` is that of a parameter or a state, else the path of the module that made them; where several differ only in
-    a block's number, `*` stands for it. `operator` made them, empty for what was there before the step.
+    `name` is the name of a parameter or a state, else the path of the module that allocated them. It has `*` in place
+    of a block's number if the names differ only in that. `operator` allocated them; it is empty for tensors that
+    existed before the step.
     """
 
     name: str
@@ -70,9 +73,9 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """A step in figures: the plain one, or the planned one.
+    """The figures of a plain or a planned step.
 
-    `timeline` holds bytes by category at evenly spaced operators, and the other timelines the phase, the operator and
+    `timeline` holds bytes by category at evenly spaced operators. The other timelines hold the phase, the operator and
     the module of each. `top` are the largest groups of tensors at the peak, the largest first.
     """
 
@@ -86,14 +89,14 @@ class StepFigures:
     peak_operator: str
     timeline: Mapping[str, tuple[int, ...]]
     timeline_phases: tuple[str, ...]
-    reserved_bytes: int | None = None  # on CUDA: what the allocator holds of the device at most
+    reserved_bytes: int | None = None  # on CUDA: the peak of the allocator's reserved memory
     timeline_operators: tuple[str, ...] = ()
     timeline_modules: tuple[str, ...] = ()
     top: tuple[TensorGroup, ...] = ()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """From the JSON of its fields."""
+        """Figures from the JSON of their fields."""
         timeline = {category: tuple(levels) for category, levels in raw["timeline"].items()}
         at_points = {name: tuple(raw[name]) for name in ("timeline_phases", "timeline_operators", "timeline_modules")}
         top = tuple(TensorGroup(**{**group, "shape": tuple(group["shape"])}) for group in raw["top"])
@@ -102,7 +105,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A combination of levers that was not taken, and why."""
+    """A combination of levers that the search rejected, and why."""
 
     levers: str
     reason: str
@@ -112,7 +115,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One way to run the step, traced as applied: its levers in words, its peak, and the seconds of a step."""
+    """One way to run the step, traced as applied: its levers in words, its peak, and its seconds."""
 
     levers: str
     peak_bytes: int

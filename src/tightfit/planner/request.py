@@ -1,4 +1,4 @@
-"""What is asked of the planner, with everything the user left open filled in; and the ways to trace it."""
+"""The planner's request, with all defaults filled in, and the dry runs of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,9 +45,9 @@ class Request:
     settings: StepSettings
     device: DeviceSpec
     levers: frozenset[str]
-    blocks: str | None = None  # a glob, where the blocks are not to be found by themselves
-    micro_batches: int = 1  # what the caller accumulates anyway
-    fewest_micro_batches: bool = False  # no more of them than a plan needs, be more of them faster or not
+    blocks: str | None = None  # a glob over module paths; None: the planner finds the blocks
+    micro_batches: int = 1  # the caller's own gradient accumulation
+    fewest_micro_batches: bool = False  # stop at the first number that fits, even if a larger one would be faster
     offload: OffloadSettings = field(default_factory=OffloadSettings)
 
     def __post_init__(self) -> None:
@@ -58,9 +58,10 @@ class Request:
 
     @cached_property
     def cost(self) -> OperatorCost:
+        """Seconds of each operator on the device, and of the copies of offload."""
         price = CostModel(self.device).operator_seconds
         if "offload" not in self.levers:
-            return price
+            return price  # the rates of the disk are measured on first use, which takes time
         rates = copy_rates(self.device)
         if rates is None:
             disk = disk_rates(self.offload.folder)
@@ -78,12 +79,12 @@ class Request:
 
     @property
     def executor(self) -> ExecutorCost:
-        """What the recompute executor takes on the device."""
+        """The recompute executor's own seconds for each operator on the device."""
         return ExecutorCost(self.device.recording_seconds, self.device.replaying_seconds)
 
     @cached_property
     def role(self) -> CudaRole | None:
-        """The CUDA device to be played in dry runs, if the step is to run on one."""
+        """The CUDA device that dry runs simulate; None for a CPU."""
         device = self.device
         if device.kind == "cpu":
             return None
@@ -100,7 +101,7 @@ class Request:
 
     @property
     def plain(self) -> Combination:
-        """The step with no lever: in the micro-batches in which the caller accumulates anyway."""
+        """The step with no lever, in the caller's own micro-batches."""
         return Combination.of(self.micro_batches)
 
     def may(self, kind: type[Lever]) -> bool:
@@ -125,7 +126,7 @@ class Tracer:
         joined: Sequence[str] = (),
         routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
-        """The whole step, optimizer and all, as it will run."""
+        """The whole step as it will run, optimizer included."""
         request = self.request
         with self.applied(combination, policies, joined):
             return trace_step(
@@ -143,14 +144,16 @@ class Tracer:
     def routed_peaks(
         self, trace: StepTrace, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
     ) -> list[int]:
-        """The peaks with all tokens at as few experts as can be; none where the traced step has no choices, one where
-        they turn out to change none of its levels. The peak alone would not tell: with levers on it stands elsewhere.
+        """The peaks in bytes with all tokens routed to the fewest experts, for each way to do that.
+
+        The list is empty if the traced step routes nothing. It has one element if routing changes none of its levels.
         """
         peaks: list[int] = []
         if trace.peak_depends_on_data:
             for routing in ONE_SIDED:
                 routed = self.whole(combination, policies, joined, routing)
                 peaks.append(routed.peak_bytes)
+                # All levels, not only the peak: with levers applied, the peak is at another operator.
                 if routed.levels == trace.levels:
                     break
         return peaks
@@ -164,9 +167,9 @@ class Tracer:
         *,
         compared: bool = False,
     ) -> StepTrace:
-        """Forward and backward of the last micro-batch, with the states and gradients of the plain step around it.
+        """Forward and backward of the last micro-batch, with optimizer states and gradients as in the plain step.
 
-        Where blocks are `compared`, each is seen as if others that offload came after it.
+        With `compared`, each block is priced as if other blocks that offload followed it.
         """
         request = self.request
         with self.applied(combination, policies, joined, compared):
@@ -198,11 +201,13 @@ def state_bytes(trace: StepTrace) -> int:
 
 
 def lacking(trace: StepTrace, device_bytes: int) -> int:
-    """Bytes that a device of this size lacks for a traced step; none where it fits. On CUDA the allocator's segments
-    and the context have to find room too, and free segments are given back where they are in the way.
+    """Bytes that a device of `device_bytes` lacks for a traced step; 0 if it fits.
+
+    On CUDA the allocator's segments and the context must fit too.
     """
     if trace.reserved_bytes is None:
         return max(0, trace.peak_bytes - device_bytes)
+    # The allocator returns free segments before it raises an out-of-memory, so more may fit than was reserved.
     room = device_bytes - CONTEXT_BYTES
     return 0 if trace.reserved_bytes <= room or fits_device(trace, room) else trace.reserved_bytes - room
 

@@ -1,4 +1,4 @@
-"""A trace in figures: what plans, estimates and reports show of it."""
+"""Reduces a trace to the figures that plans, estimates and reports show."""
 
 import itertools
 import re
@@ -11,15 +11,13 @@ from tightfit.tracing.record import Category, StepTrace, StorageRecord
 
 TIMELINE_POINTS = 600
 TOP_GROUPS = 20
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^. ])")  # a part of a path that is only a number: which block
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^. ])")  # a part of a path that is only a number: the index of a block
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 def step_figures(trace: StepTrace) -> StepFigures:
-    """The figures of a traced step. The timeline is thinned to some hundred points, of which one is the peak
-    itself.
-    """
+    """The figures of a traced step. The timeline has at most `TIMELINE_POINTS` points, one of them the peak itself."""
     picked = _picked(trace)
     timeline = {str(c): tuple(levels[i] for i in picked) for c, levels in trace.timeline().items()}
     at_peak = trace.peak_operator
@@ -42,7 +40,7 @@ def step_figures(trace: StepTrace) -> StepFigures:
 
 
 def top_groups(trace: StepTrace) -> tuple[TensorGroup, ...]:
-    """The largest groups of tensors at the peak; what differs only in a block's number is one group."""
+    """The largest groups of tensors at the peak. Tensors whose names differ only in a block's number form one group."""
     members: dict[tuple, list[StorageRecord]] = {}
     for storage in trace.alive_at(trace.peak_index):
         maker = None if storage.operator is None else trace.operators[storage.operator]
@@ -69,14 +67,14 @@ def top_groups(trace: StepTrace) -> tuple[TensorGroup, ...]:
 
 
 def _name(trace: StepTrace, storage: StorageRecord) -> str:
-    """Of a parameter, a gradient or a state; else the path of the module that made the storage."""
+    """The name of a parameter, a gradient or a state, else the path of the module that allocated the storage."""
     if storage.name or storage.operator is None:
         return storage.name
     return trace.operators[storage.operator].module
 
 
 def _picked(trace: StepTrace) -> list[int]:
-    """Of each of some hundred runs of operators, the one with the highest level."""
+    """Indices of at most `TIMELINE_POINTS` operators: the one with the highest level in each of as many equal runs."""
     count = len(trace.levels)
     runs = min(count, TIMELINE_POINTS)
     bounds = [k * count // runs for k in range(runs + 1)]
@@ -84,7 +82,7 @@ def _picked(trace: StepTrace) -> list[int]:
 
 
 def dtypes_of(model: nn.Module) -> str:
-    """The dtypes of the parameters, the one of most elements first: `bf16`, or `bf16 and fp32`."""
+    """The dtypes of the parameters, the one with the most elements first: `bf16`, or `bf16 and fp32`."""
     elements: dict[str, int] = {}
     for parameter in model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
@@ -94,6 +92,6 @@ def dtypes_of(model: nn.Module) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the names, shapes, dtypes and trained-or-not of a model's parameters."""
+    """A checksum over the names, shapes, dtypes and `requires_grad` of a model's parameters."""
     described = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     return f"{zlib.crc32(repr(described).encode()):08x}"

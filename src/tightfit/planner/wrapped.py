@@ -1,4 +1,4 @@
-"""Models that are spread over processes: refused in one line that says what to do instead."""
+"""Refuses models that are spread over processes, in one line that says what to do instead."""
 
 import sys
 from typing import Any
@@ -11,13 +11,13 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def refuse_distributed(model: nn.Module, what: str) -> None:
-    """Raises `ModelError` for a model that is wrapped for several processes, or holds shards of its parameters."""
+    """Raise `ModelError` for a model that is wrapped for several processes, or holds shards of its parameters."""
     refuse_wrapped(model, what)
     refuse_sharded(model, what)
 
 
 def refuse_wrapped(model: nn.Module, what: str) -> None:
-    """Raises `ModelError` for a model in a wrapper, whose parameters have other names."""
+    """Raise `ModelError` for a model in a wrapper, because its parameters have other names than the plan's."""
     for path, module in model.named_modules():
         if isinstance(module, _WRAPPERS) or _is(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             inner = f"{path}.module".lstrip(".")
@@ -28,7 +28,7 @@ def refuse_wrapped(model: nn.Module, what: str) -> None:
 
 
 def refuse_sharded(model: nn.Module, what: str) -> None:
-    """Raises `ModelError` for a model with shards of parameters, of which a dry run does not know the memory."""
+    """Raise `ModelError` for a model with sharded parameters, because a dry run does not know their memory."""
     sharded = next((name for name, parameter in model.named_parameters() if is_distributed(parameter)), None)
     if sharded is not None:
         raise ModelError(
@@ -38,10 +38,11 @@ def refuse_sharded(model: nn.Module, what: str) -> None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a `DTensor`; without importing what makes them."""
+    """Whether a tensor is a `DTensor`."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def _is(item: Any, module: str, name: str) -> bool:
+    # Without an import: where the module was never loaded, no such object exists, and loading it takes time.
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(item, kind)

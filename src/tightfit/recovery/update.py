@@ -11,7 +11,7 @@ that is ahead, because a later write of it was made already, is refused by name.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -49,8 +49,10 @@ class UpdateGuard:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._known = {p: dict(state) for p, state in optimizer.state.items()}
-        self._noted = [(tensor, tensor._version) for tensor in self._tensors()]
+        # In lists: a tensor's hash is computed in Python, and this is done before every step.
+        self._states = [(parameter, state.copy()) for parameter, state in optimizer.state.items()]
+        self._noted = self._tensors()
+        self._versions = [tensor._version for tensor in self._noted]
         self._counted = _WritesCounted() if _has_kernels_for_lists(optimizer) else None
         self._finishing: _Finishing | None = None
 
@@ -115,15 +117,17 @@ class UpdateGuard:
         """How many writes have been made: another try that makes none more is in vain."""
         return sum(self._writes().values())
 
-    def _tensors(self) -> Iterator[Tensor]:
+    @cached_property
+    def _known(self) -> dict[Tensor, dict[str, Any]]:
+        """The states before the step."""
+        return dict(self._states)
+
+    def _tensors(self) -> list[Tensor]:
         """Weights, gradients and states."""
-        for parameter in self._parameters:
-            yield parameter
-            if type(parameter.grad) is Tensor:
-                yield parameter.grad
-            yield from _tensors_of(self.optimizer.state.get(parameter, {}))
-        if isinstance(self.optimizer, OffloadedAdamW):
-            yield from self.optimizer.host_weights.values()
+        gradients = [gradient for p in self._parameters if type(gradient := p.grad) is Tensor]
+        states = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        copies = self.optimizer.host_weights.values() if isinstance(self.optimizer, OffloadedAdamW) else ()
+        return [*self._parameters, *gradients, *states, *copies]
 
     def _writes(self) -> dict[int, int]:
         """How often each tensor's memory has been written since."""
@@ -131,7 +135,8 @@ class UpdateGuard:
             return self._finishing.made
         if self._counted is not None:
             return {_key(tensor): self._counted.made.get(_key(tensor), 0) for tensor in self._tensors()}
-        made = {_key(tensor): tensor._version - before for tensor, before in self._noted}
+        noted = zip(self._noted, self._versions, strict=True)
+        made = {_key(tensor): tensor._version - before for tensor, before in noted}
         for parameter, state in self.optimizer.state.items():  # what was made since begins at zero writes
             known = self._known.get(parameter, {})
             new = {name: value for name, value in state.items() if name not in known and name != MASTER}

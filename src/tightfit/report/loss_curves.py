@@ -1,4 +1,4 @@
-"""A picture of the losses of several runs over their steps."""
+"""Draws the losses of several runs over their steps."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,14 +6,14 @@ from typing import Protocol
 from tightfit.errors import InputError
 from tightfit.report.picture import HEIGHT, PALETTE, new_figure, png
 
-DIMMED = 0.35  # of the losses of single batches, behind their mean
-SMOOTHED_FROM = 40  # points; a curve of fewer is drawn as it is
-WINDOWS = 25  # a mean is taken over the points divided by so many
+DIMMED = 0.35  # opacity of the losses of single batches, which are drawn behind their running mean
+SMOOTHED_FROM = 40  # a curve with fewer points is drawn without a running mean
+WINDOWS = 25  # the running mean is over 1 / 25 of the points
 MARKER = "o"
 
 
 class LossCurve(Protocol):
-    """What is drawn of a run."""
+    """The name and the losses of a run. Each loss is (step, loss)."""
 
     @property
     def name(self) -> str: ...
@@ -28,7 +28,7 @@ class LossCurve(Protocol):
 def loss_picture(curves: Sequence[LossCurve]) -> bytes:
     """A PNG, 1200 by 600 pixels: the training loss of each run, and its losses on held-out samples as dots.
 
-    Raises `InputError` where no run has a loss, or where matplotlib is not installed.
+    Raises `InputError` if no run has a loss, or if matplotlib is not installed.
     """
     if not any(curve.losses or curve.validation for curve in curves):
         raise InputError("none of these runs has a loss to draw")
@@ -57,11 +57,10 @@ def loss_picture(curves: Sequence[LossCurve]) -> bytes:
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and of up to `width` on both sides of it, as many on the one as on the other, so that a
-    falling curve is not shifted.
-    """
+    """The mean of each value and of up to `width` neighbours on each side."""
     means = []
     for place in range(len(values)):
+        # Equal numbers on both sides, also at the ends: otherwise the mean of a falling curve would be shifted.
         reach = min(width, place, len(values) - 1 - place)
         window = values[place - reach : place + reach + 1]
         means.append(sum(window) / len(window))

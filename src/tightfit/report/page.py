@@ -1,6 +1,6 @@
-"""The page for the browser: one self-contained file with the memory of a step, the trade-off curve, and the tables.
+"""Writes the HTML page: one self-contained file with the memory of a step, the trade-off curve, and the tables.
 
-The charts are plotly's, whose script is written into the page (about 5 MB), so that it opens anywhere, offline.
+plotly draws the charts. Its script is written into the page (about 5 MB), so the page opens offline.
 """
 
 import importlib.resources
@@ -17,7 +17,7 @@ from tightfit.report import tables
 from tightfit.report.picture import BUDGET_COLOUR, COLOURS, CURVE_COLOUR, INSTALL_HINT
 from tightfit.report.words import short
 
-# Told apart by form as well as by colour; as many as there are recipes.
+# Recipes differ by symbol and by colour. There are as many symbols as recipes.
 RECIPE_SYMBOLS = ("circle", "square", "diamond", "triangle-down", "triangle-up")
 RECOMPUTE_TINT = "rgba(86, 180, 233, 0.28)"
 RECIPE_COLOURS = ("#999999", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
@@ -25,7 +25,7 @@ RECIPE_COLOURS = ("#999999", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows. `planned` is None where there is only one step to show."""
+    """The content of a page. `planned` is None if there is only one step to show."""
 
     title: str
     lead: Sequence[str]
@@ -45,7 +45,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML. Raises `InputError` where plotly is not installed."""
+    """The page as HTML. Raises `InputError` if plotly is not installed."""
     parts = {
         "title": escape(page.title),
         "style": _asset("page.css"),
@@ -70,7 +70,7 @@ def _plotly() -> str:
 
 
 def data(page: Page) -> dict[str, Any]:
-    """What the page's script draws."""
+    """The data that the page's script draws."""
     steps = [_step(page.plain)] + ([] if page.planned is None else [_step(page.planned)])
     steps[-1]["measured"] = page.measured_peak_bytes
     return {
@@ -101,7 +101,7 @@ def _step(step_figures: StepFigures) -> dict[str, Any]:
 
 
 def body(page: Page) -> str:
-    """Headings, charts to be drawn, and tables."""
+    """The body of the page: headings, places for charts, and tables."""
     sections = [
         _head(page),
         _timelines(page),
@@ -114,7 +114,7 @@ def body(page: Page) -> str:
     sections.append(_largest(page))
     if page.rejected:
         sections.append(
-            _section("What was not taken, and what it would have given", tables.rejected(page.rejected, page.plain))
+            _section("Rejected levers, and what they would have given", tables.rejected(page.rejected, page.plain))
         )
     if page.notes:
         sections.append(_section("Assumed", "".join(f"<p>{escape(note)}.</p>" for note in page.notes)))
@@ -161,8 +161,8 @@ def _curve(page: Page) -> str:
     names = {recipe.levers: colour for recipe, colour in zip(page.recipes, RECIPE_COLOURS, strict=False)}
     return _section(
         "What memory costs in time",
-        "<p>The line joins the plans for falling budgets; the other marks are fixed recipes. Every point was traced as "
-        f"applied.</p>\n{_legend({'plans': CURVE_COLOUR, **names}, page.budget_bytes)}\n"
+        "<p>The line connects the plans for falling budgets. The other marks are fixed recipes. Every point was traced "
+        f"as applied.</p>\n{_legend({'plans': CURVE_COLOUR, **names}, page.budget_bytes)}\n"
         '<div class="chart" id="curve" role="img" aria-label="Step time against peak memory"></div>\n'
         f"{tables.curve(page.points, page.recipes, chosen)}",
     )

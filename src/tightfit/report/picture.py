@@ -1,4 +1,4 @@
-"""Pictures: the memory of one training step, plain beside planned, by category; and the trade-off curve."""
+"""Draws pictures: the memory of a training step by category, plain beside planned, and the trade-off curve."""
 
 import io
 import itertools
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INSTALL_HINT = "pip install 'tightfit[report]'"
-# Okabe and Ito's palette, told apart with any colour vision ("Color Universal Design", 2008). From the bottom: what is
-# always there, then what comes and goes.
+# Okabe and Ito's palette, distinguishable with any colour vision ("Color Universal Design", 2008). From the bottom:
+# memory that is held throughout the step, then memory that comes and goes.
 COLOURS = {
     "parameters": "#0072B2",
     "optimizer states": "#56B4E9",
@@ -25,7 +25,7 @@ COLOURS = {
 }
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # for lines, one after another
 BUDGET_COLOUR, MEASURED_COLOUR = "#D55E00", "#000000"
-# Behind the stack, pale versions of nothing in it.
+# Behind the stack: pale tints of colours that the stack does not use.
 PHASE_TINTS = {"forward": "#FFFFFF", "recompute": "#CFE8F7", "backward": "#EDEDED", "optimizer": "#FFFFFF"}
 HEADROOM = 1.3  # above the highest bar: for its label and the names of the phases
 WIDTH, HEIGHT, DOTS = 12.0, 6.0, 100  # inches and dots per inch: 1200 by 600
@@ -48,8 +48,8 @@ def memory_picture(
 ) -> bytes:
     """A PNG, 1200 pixels wide: memory over the operators of a step, stacked by category, on one scale.
 
-    `plain` is the step without levers, `planned` the one that runs, None where it is the same. Where `points` of a
-    trade-off curve are given, the curve is drawn below. Raises `InputError` where matplotlib is not installed.
+    `plain` is the step without levers, `planned` the step that runs; None if it is the same. With `points`, the
+    trade-off curve is drawn below. Raises `InputError` if matplotlib is not installed.
     """
     figure = new_figure(2 * HEIGHT if points else HEIGHT)
     upper, lower = figure.subfigures(2, 1) if points else (figure, None)
@@ -83,7 +83,7 @@ def curve_picture(
 ) -> bytes:
     """A PNG, 1200 by 600 pixels: step time against peak, the recipes beside the curve.
 
-    `chosen_bytes` is the peak of the point that a plan took. Raises `InputError` where matplotlib is not installed.
+    `chosen_bytes` is the peak of the plan's own point. Raises `InputError` if matplotlib is not installed.
     """
     figure = new_figure(HEIGHT)
     _draw_curve(figure.subplots(), points, recipes, chosen_bytes, budget_bytes)
@@ -104,7 +104,7 @@ def _draw_curve(
     chosen_bytes: int | None,
     budget_bytes: int | None,
 ) -> None:
-    """Step time, in shares of the plain one where that is known, against peak."""
+    """Draw step time against peak; relative to the plain step's time, if that is known."""
     unit, divisor = _unit(max(point.peak_bytes for point in (*points, *recipes)))
     plain = next((recipe.step_seconds for recipe in recipes), points[0].step_seconds) or 1.0
 
@@ -130,7 +130,7 @@ def _draw_curve(
 
 
 def new_figure(height: float) -> Any:
-    """A figure that belongs to no window, whatever the user's backend is."""
+    """A figure without a window, whatever the user's backend."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -146,7 +146,7 @@ def _draw_step(
     budget_bytes: int | None,
     measured_bytes: int | None,
 ) -> None:
-    """One panel: phases behind, categories stacked, the budget across, the peaks marked."""
+    """Draw one panel: phases in the background, stacked categories, the budget as a line, and the peaks."""
     stack_categories(axis, step_figures, divisor)
     if budget_bytes is not None:
         axis.axhline(budget_bytes / divisor, color=BUDGET_COLOUR, linestyle="--", linewidth=2, label="budget")
@@ -160,7 +160,7 @@ def _draw_step(
 
 
 def stack_categories(axis: "Axes", step_figures: StepFigures, divisor: int) -> None:
-    """The timeline of a step, its categories one upon the other, those that are nowhere left out."""
+    """Draw the timeline of a step as stacked categories, without those that are empty throughout."""
     shown = [category for category in COLOURS if any(step_figures.timeline.get(category, ()))]
     axis.stackplot(
         range(len(step_figures.timeline_phases)),
@@ -189,8 +189,9 @@ def _mark_peak(axis: "Axes", step_figures: StepFigures, divisor: int, measured_b
 
 
 def _shade_phases(axis: "Axes", phases: Sequence[str]) -> None:
-    """Each phase in its tint and named at the top of its longest run; recompute comes in many short runs, so it has a
-    line in the legend instead.
+    """Shade each phase in its tint, and name it at the top of its longest run.
+
+    Recompute has many short runs, so the legend names it instead.
     """
     runs: list[tuple[str, int, int]] = []  # phase, first operator, one past the last
     for phase, run in itertools.groupby(phases):
@@ -209,7 +210,7 @@ def _shade_phases(axis: "Axes", phases: Sequence[str]) -> None:
 
 
 def _shown(micro_batches: int) -> str:
-    """What of the micro-batches a timeline shows: the last two, all before the second being like the second."""
+    """The micro-batches in a timeline, in words. It shows two: all after the first are like the second."""
     if micro_batches == 1:
         return ""
     return ", 2 micro-batches" if micro_batches == 2 else f", the last 2 of {micro_batches} micro-batches"

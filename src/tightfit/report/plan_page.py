@@ -1,4 +1,4 @@
-"""Plans and estimates as pages for the browser."""
+"""Writes plans and estimates as HTML pages."""
 
 from tightfit.planner.outcome import EstimateRecord, PlanRecord
 from tightfit.planner.records import StepFigures
@@ -10,21 +10,21 @@ from tightfit.version import VERSION
 
 
 def estimate_page(estimate: EstimateRecord) -> str:
-    """What the plain step takes. Raises `InputError` where plotly is not installed."""
+    """The page of an estimate. Raises `InputError` if plotly is not installed."""
     step_figures = estimate.step_figures
     computed = arithmetic(estimate.weights, estimate.precision)
     share = f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of {estimate.device}"
     return render(
         Page(
             title=f"One training step takes {format_bytes(step_figures.peak_bytes)}",
-            lead=[*device_footprint(estimate), f"The peak stands in {where(step_figures)}."],
+            lead=[*device_footprint(estimate), f"The peak is in {where(step_figures)}."],
             facts=[
                 ("peak", format_bytes(step_figures.peak_bytes), share),
                 ("step", format_seconds(step_figures.step_seconds), "predicted"),
                 ("parameters", f"{estimate.parameters / 1e6:.1f}M", computed),
             ],
             plain=step_figures,
-            plain_name=f"As it stands: no lever, {estimate.optimizer}",
+            plain_name=f"Plain: no lever, {estimate.optimizer}",
             notes=without_folders(estimate.assumptions),
             setting=f"{computed}, {estimate.optimizer}, {estimate.device}; {_version()}",
         )
@@ -32,10 +32,10 @@ def estimate_page(estimate: EstimateRecord) -> str:
 
 
 def plan_page(plan: PlanRecord, *, measured_peak_bytes: int | None = None, plain_micro_batches: int = 1) -> str:
-    """The plain step and the planned one, the curve if the plan has one, and what was not taken.
+    """The page of a plan: the plain and the planned step, the curve if there is one, and rejected levers.
 
-    `measured_peak_bytes` is the allocator's record of the planned step, where it ran. Raises `InputError` where plotly
-    is not installed.
+    `measured_peak_bytes` is the allocator's record of the planned step, if it ran. Raises `InputError` if plotly is not
+    installed.
     """
     setting, fits, *levers = summary(plan)
     curve = plan.curve
@@ -79,14 +79,14 @@ def run_page(
     micro_batches: int,
     setting: str,
 ) -> str:
-    """A training without a plan: the plain step, the one that ran with levers set by hand (None where it is the same),
-    and what was measured. Raises `InputError` where plotly is not installed.
+    """The page of a training without a plan: the plain step, the step that ran with levers set by hand (None if it is
+    the same), and the measured peak. Raises `InputError` if plotly is not installed.
     """
     ran = plain if planned is None else planned
     return render(
         Page(
             title=f"One training step took {format_bytes(measured_peak_bytes)}",
-            lead=[f"The peak stands in {where(ran)}."],
+            lead=[f"The peak is in {where(ran)}."],
             facts=[
                 _measured(measured_peak_bytes, ran.peak_bytes),
                 ("predicted peak", format_bytes(ran.peak_bytes), f"{ran.peak_bytes / plain.peak_bytes:.0%} of plain"),
@@ -108,7 +108,7 @@ def _measured(measured_bytes: int, predicted_bytes: int) -> tuple[str, str, str]
 
 
 def _micro_batches(count: int) -> str:
-    """What of the micro-batches a timeline shows: the last two, all before the second being like the second."""
+    """The micro-batches in a timeline, in words. It shows two: all after the first are like the second."""
     if count == 1:
         return ""
     return ", 2 micro-batches" if count == 2 else f", the last 2 of {count} micro-batches"

@@ -16,7 +16,7 @@ from tightfit.units import format_bytes, format_seconds
 
 
 def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
-    """Peak, what it is made of, where it stands, and the time."""
+    """The peak, its categories and its place, and the time."""
     step_figures = estimate.step_figures
     return rendered(
         f"{estimate.parameters / 1e6:.1f}M parameters, {arithmetic(estimate.weights, estimate.precision)}, "
@@ -25,7 +25,7 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
         f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of the device; "
         f"step {format_seconds(step_figures.step_seconds)}.",
         *device_footprint(estimate),
-        f"The peak stands in {where(step_figures)}.",
+        f"The peak is in {where(step_figures)}.",
         *worst_case(step_figures.peak_bytes, estimate.worst_peak_bytes),
         "",
         peak_table(step_figures),
@@ -37,7 +37,7 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
 
 
 def does_not_fit(estimate: EstimateRecord) -> str:
-    """That the step is too large for the device as it stands; empty where it fits."""
+    """A clause that the step without levers is too large for the device; empty if it fits."""
     if estimate.fits:
         return ""
     whole = (estimate.reserved_bytes or estimate.peak_bytes) + estimate.context_bytes
@@ -45,7 +45,7 @@ def does_not_fit(estimate: EstimateRecord) -> str:
 
 
 def device_footprint(estimate: EstimateRecord) -> list[str]:
-    """What a CUDA device has to hold beside the tensors."""
+    """A sentence about a CUDA device's memory besides the tensors."""
     if estimate.reserved_bytes is None:
         return []
     whole = estimate.reserved_bytes + estimate.context_bytes
@@ -56,7 +56,7 @@ def device_footprint(estimate: EstimateRecord) -> list[str]:
 
 
 def worst_case(peak: int, worst: int | None) -> list[str]:
-    """What the peak may become where it depends on how tokens are routed to experts."""
+    """A sentence about the worst peak, if it depends on how tokens are routed to experts."""
     if worst is None:
         return []
     more = f"{format_bytes(worst)} ({worst:,} bytes)" if worst != peak else "the same"
@@ -64,7 +64,7 @@ def worst_case(peak: int, worst: int | None) -> list[str]:
 
 
 def peak_table(step_figures: StepFigures) -> Table:
-    """What the peak is made of."""
+    """Bytes at the peak by category."""
     table = table_of("at the peak", "bytes", "share")
     for category, size in step_figures.by_category.items():
         table.add_row(category, format_bytes(size), f"{size / step_figures.peak_bytes:.1%}")
@@ -72,7 +72,7 @@ def peak_table(step_figures: StepFigures) -> Table:
 
 
 def phase_table(step_figures: StepFigures) -> Table:
-    """Highest point and seconds of each phase that takes place."""
+    """The highest point and the seconds of each phase that occurs."""
     table = table_of("phase", "highest", "time")
     for phase, peak in step_figures.phase_peaks.items():
         if peak:
@@ -84,7 +84,7 @@ def phase_table(step_figures: StepFigures) -> Table:
 
 
 def describe_plan(plan: PlanRecord, width: int = WIDTH) -> str:
-    """Whether and how it fits, plain against planned, what each block does, and why the rest was rejected."""
+    """Whether and how a step fits, plain against planned, the choices of blocks, and rejected levers with reasons."""
     parts: list[Table | str] = [*summary(plan), "", comparison(plan)]
     if any(choice.action != "keep" for choice in plan.choices):
         parts += ["", block_table(plan.choices)]
@@ -96,7 +96,7 @@ def describe_plan(plan: PlanRecord, width: int = WIDTH) -> str:
 
 
 def summary(plan: PlanRecord) -> list[str]:
-    """The answer in sentences."""
+    """The plan in sentences."""
     step = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
     lines = [
         f"{arithmetic(plan.weights, plan.precision)}, {plan.optimizer}, {plan.device}; batch {plan.batch}",
@@ -110,7 +110,7 @@ def summary(plan: PlanRecord) -> list[str]:
 
 
 def device_room(plan: PlanRecord) -> list[str]:
-    """What a plan takes of a CUDA device as a whole, and what its budget has to do with that."""
+    """Sentences about the memory that a plan uses of a CUDA device, and about what its budget limits."""
     room = plan.room
     if room is None:
         return []
@@ -119,8 +119,8 @@ def device_room(plan: PlanRecord) -> list[str]:
         f"takes {format_bytes(room.taken_bytes)} of the {format_bytes(room.device_bytes)} of the device"
     )
     if room.is_bounded:
-        return [f"{whole}; the budget bounds all of that."]
-    lines = [f"{whole}: a budget in bytes bounds the tensors alone (max_memory_allocated)."]
+        return [f"{whole}; the budget limits all of that."]
+    lines = [f"{whole}: a budget in bytes limits the tensors alone (max_memory_allocated)."]
     if room.taken_bytes > plan.budget_bytes:
         size, known = format_bytes(plan.budget_bytes).replace(" ", ""), find(plan.device)
         name = "NAME" if known is None else known.key
@@ -129,12 +129,12 @@ def device_room(plan: PlanRecord) -> list[str]:
 
 
 def used_levers(plan: PlanRecord) -> list[str]:
-    """What the plan does, a sentence for each lever."""
+    """One sentence for each lever of the plan."""
     return [lever.sentence(plan.choices) for lever in plan.levers]
 
 
 def comparison(plan: PlanRecord) -> Table:
-    """The plain step against the planned one."""
+    """The plain step beside the planned one."""
     table = table_of("", "plain", "planned", "of plain")
     plain, planned = plan.plain, plan.planned
 
@@ -155,7 +155,7 @@ def comparison(plan: PlanRecord) -> Table:
 
 
 def block_table(choices: Sequence[BlockChoice]) -> Table:
-    """Neighbouring blocks that do the same on one line."""
+    """The choices of blocks. Neighbouring blocks with the same choice share a line."""
     table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
     for name, same in alike(choices):
         seconds = sum(choice.recompute_seconds for choice in same)
@@ -164,7 +164,7 @@ def block_table(choices: Sequence[BlockChoice]) -> Table:
 
 
 def rejected_table(plan: PlanRecord) -> Table:
-    """What was considered and not taken."""
+    """Rejected levers, with reasons."""
     table = table_of("not taken", "peak", "step", "because", texts=("because",))
     for rejected in plan.rejected:
         peak = "" if rejected.peak_bytes is None else format_bytes(rejected.peak_bytes)
@@ -177,12 +177,12 @@ def rejected_table(plan: PlanRecord) -> Table:
 
 
 def describe_curve(curve: CurveRecord) -> str:
-    """The frontier, and the recipes beside it."""
+    """The points of the curve, and the recipes."""
     return rendered(*curve_tables(curve))
 
 
 def curve_tables(curve: CurveRecord, chosen_bytes: int | None = None) -> list[Table | str]:
-    """Peak against step time, from the plain step down; the plan's own point marked."""
+    """Peak against step time, from the plain step down. The plan's own point is marked."""
     plain = curve.recipes[0]
     table = table_of("trade-off curve", "peak", "of plain", "step", "of plain")
     for point in curve.points:
@@ -204,6 +204,6 @@ def _against(point: CurvePoint, plain: CurvePoint) -> tuple[str, ...]:
 
 
 def notes(assumptions: Sequence[str]) -> list[str]:
-    """The assumptions, files without their folders."""
+    """The assumptions as lines. Files have no folders."""
     lines = without_folders(assumptions)
     return ["", *(f"Note: {line}." for line in lines)] if lines else []

@@ -1,4 +1,4 @@
-"""The tables of the page, as HTML; on a narrow screen each row becomes a small card that names its columns."""
+"""The tables of the HTML page. On a narrow screen each row becomes a card that names its columns."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -11,7 +11,7 @@ Row = Sequence[str]
 
 
 def table(columns: Sequence[str], rows: Iterable[Row], *, texts: int = 1, chosen: int | None = None) -> str:
-    """A table whose first `texts` columns hold words and the others figures. `chosen` is a row to be marked."""
+    """A table. The first `texts` columns hold words, and the others figures. `chosen` is the index of a marked row."""
     names = [escape(name) for name in columns]
     kinds = ["" if index < texts else ' class="figure"' for index in range(len(columns))]
     head = "".join(f"<th{kind}>{name}</th>" for kind, name in zip(kinds, names, strict=True))
@@ -28,7 +28,7 @@ def table(columns: Sequence[str], rows: Iterable[Row], *, texts: int = 1, chosen
 
 
 def peak(plain: StepFigures, planned: StepFigures | None) -> str:
-    """Bytes at the peak by category, and where the peak stands."""
+    """Bytes at the peak by category, and the place of the peak."""
     if planned is None:
         rows = [(name, format_bytes(size), share(size, plain.peak_bytes)) for name, size in plain.by_category.items()]
         return table(("at the peak", "bytes", "share"), [*rows, ("together", format_bytes(plain.peak_bytes), "100%")])
@@ -44,7 +44,7 @@ def peak(plain: StepFigures, planned: StepFigures | None) -> str:
 
 
 def curve(points: Sequence[CurvePoint], recipes: Sequence[CurvePoint], chosen_bytes: int | None) -> str:
-    """The points of the curve, the plan's own marked, and the recipes."""
+    """The points of the curve, with the plan's own marked, and the recipes."""
     plain = recipes[0] if recipes else points[0]
     columns = ("peak", "of plain", "step", "of plain")
 
@@ -63,7 +63,7 @@ def curve(points: Sequence[CurvePoint], recipes: Sequence[CurvePoint], chosen_by
 
 
 def blocks(choices: Sequence[BlockChoice]) -> str:
-    """What the blocks keep and recompute, neighbours that do the same on one line."""
+    """What the blocks keep and recompute. Neighbouring blocks with the same choice share a line."""
     rows = [
         (
             name,
@@ -89,7 +89,7 @@ def _group(group: TensorGroup) -> Row:
 
 
 def rejected(found: Sequence[Rejected], plain: StepFigures) -> str:
-    """What was considered and not taken."""
+    """Rejected levers, with reasons."""
     rows = [
         (
             one.levers,
@@ -104,5 +104,5 @@ def rejected(found: Sequence[Rejected], plain: StepFigures) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A percentage, empty where the whole is nothing."""
+    """A percentage; empty if the whole is zero."""
     return f"{part / whole:.1%}" if whole else ""

@@ -1,4 +1,4 @@
-"""Tables and lines as text for a terminal of a given width."""
+"""Formats tables and lines as text for a terminal of a given width."""
 
 import io
 import textwrap
@@ -15,7 +15,7 @@ def rendered(*items: Table | str, width: int = WIDTH) -> str:
     """Tables and lines as text."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
     for item in items:
-        if isinstance(item, str):  # a path stays whole, however long it is
+        if isinstance(item, str):  # a path is not broken, however long it is, so that it can be copied
             lines = textwrap.wrap(item, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
             console.print("\n".join(lines), soft_wrap=True)
         else:
@@ -25,7 +25,7 @@ def rendered(*items: Table | str, width: int = WIDTH) -> str:
 
 
 def table_of(*columns: str, texts: Sequence[str] = ()) -> Table:
-    """A table whose first column and those named in `texts` hold words and may wrap; the others hold figures."""
+    """A table. The first column and those in `texts` hold words and may wrap. The others hold figures."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         is_text = index == 0 or column in texts

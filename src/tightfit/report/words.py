@@ -1,4 +1,4 @@
-"""What tables, pictures and pages say in words: operators, modules, and what a block keeps."""
+"""The wording of tables, pictures and pages: operators, modules, and choices of blocks."""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -7,13 +7,13 @@ from itertools import chain, groupby
 from tightfit.planner.records import BlockChoice, StepFigures
 from tightfit.units import format_bytes
 
-_FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # of a file that a line number follows
-NAMED_RUNS = 3  # of blocks that do the same, before the rest is counted
+_FOLDER = re.compile(r"[^\s(]*[/\\](?=[^\s/\\]+:\d)")  # the folder of a file with a line number
+NAMED_RUNS = 3  # runs of blocks with the same choice that are named; more are counted
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 
 
 def keeps(choice: BlockChoice) -> str:
-    """What a block holds until backward, in words."""
+    """What a block keeps until backward, in words."""
     words = {
         "keep": "everything",
         "recompute": "only its input",
@@ -26,19 +26,19 @@ def keeps(choice: BlockChoice) -> str:
 
 
 def kept_bytes(choices: Sequence[BlockChoice]) -> str:
-    """What blocks that do the same keep until backward; empty for compiled code, of which the trace does not tell."""
+    """The bytes that blocks with the same choice keep until backward; empty for compiled code, whose trace has none."""
     return "" if choices[0].action == "compile" else format_bytes(sum(choice.kept_bytes for choice in choices))
 
 
 def offloaded_in_words(choice: BlockChoice) -> str:
-    """What of a block is moved out of memory meanwhile: `offloaded: its input, mlp.up_proj, attention (attention)`."""
+    """The offloaded values of a block: `offloaded: its input, mlp.up_proj, attention (attention)`."""
     outputs = kept_in_words([name for name, _ in choice.offloaded], choice.offloaded_modules)
     return f"offloaded: its input, {outputs}" if outputs else "offloaded: its input"
 
 
 def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]:
-    """Blocks that do the same, under one name: `layers.0 … layers.4`, or `layers.0, layers.2, … layers.30 (16)` where
-    others lie between them.
+    """Blocks with the same choice under one name: `layers.0 … layers.4`, or `layers.0, layers.2, … layers.30 (16)` if
+    they are not neighbours.
     """
     runs: dict[Hashable, list[list[BlockChoice]]] = {}
     for what, run in groupby(choices, key=_what_it_does):
@@ -51,7 +51,7 @@ def _what_it_does(choice: BlockChoice) -> Hashable:
 
 
 def _name_of_runs(runs: Sequence[Sequence[BlockChoice]]) -> str:
-    """Each run by its ends; of many runs the first ones, the last one, and how many blocks there are in all."""
+    """Each run by its two ends. Of many runs, the first ones, the last one, and the number of all blocks."""
     names = [named(run[0]) if len(run) == 1 else f"{named(run[0])} … {named(run[-1])}" for run in runs]
     if len(names) <= NAMED_RUNS:
         return ", ".join(names)
@@ -59,21 +59,21 @@ def _name_of_runs(runs: Sequence[Sequence[BlockChoice]]) -> str:
 
 
 def named(choice: BlockChoice) -> str:
-    """A block by its path; that of the model itself is empty."""
+    """The name of a block: its path, or "the whole model" for the model itself, whose path is empty."""
     return choice.path or "the whole model"
 
 
 def kept_in_words(operators: Sequence[str], modules: Sequence[str]) -> str:
-    """Kept outputs by the modules that make them: `mlp.up_proj, attention (attention), norm (rsqrt), add ×2`.
+    """Kept outputs by module: `mlp.up_proj, attention (attention), norm (rsqrt), add ×2`.
 
-    A module that a matrix product stands for goes by its name alone. What costs most to run again comes first:
-    attention, then matrix products, then the rest by name.
+    A module whose only kept output is a matrix product appears by its name alone. The most expensive outputs come
+    first: attention, then matrix products, then the rest by name.
     """
     by_module: dict[str, dict[str, int]] = {}
     for operator, module in sorted(zip(operators, modules, strict=True), key=lambda pair: _by_weight(*pair)):
         counts = by_module.setdefault(module, {})
         counts[short(operator)] = counts.get(short(operator), 0) + 1
-    own = by_module.pop("", {})  # of the block itself: the residual sums
+    own = by_module.pop("", {})  # operators of the block itself, such as residual sums
     words = [_module_in_words(module, counts) for module, counts in by_module.items()]
     return ", ".join([*words, *_counted(own)])
 
@@ -102,7 +102,7 @@ def short(name: str) -> str:
 
 
 def arithmetic(weights: str, precision: str) -> str:
-    """`fp32 weights, bf16 autocast`; the precision alone where the weights' dtypes were not recorded."""
+    """`fp32 weights, bf16 autocast`; only the precision if the weights' dtypes were not recorded."""
     if not weights:
         return precision
     return f"{weights} weights, {'no' if precision == 'fp32' else precision} autocast"
@@ -114,5 +114,5 @@ def where(step_figures: StepFigures) -> str:
 
 
 def without_folders(assumptions: Sequence[str]) -> list[str]:
-    """The assumptions, each once, their files without folders."""
+    """The assumptions, each once, with files without folders."""
     return list(dict.fromkeys(_FOLDER.sub("", assumption) for assumption in assumptions))

@@ -1,4 +1,4 @@
-"""Whether this machine can compile what PyTorch generates for a CPU."""
+"""Checks whether this machine can compile the C++ that PyTorch generates for a CPU."""
 
 import os
 import shutil
@@ -9,6 +9,6 @@ _COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")
 
 
 def demand_compiler(what: str) -> None:
-    """Raise `DeviceError` where there is no C++ compiler; `what` begins the line."""
+    """Raise `DeviceError` if there is no C++ compiler. `what` begins the message."""
     if not any(map(shutil.which, _COMPILERS)):
         raise DeviceError(f"{what}, for which the CPU needs a C++ compiler: install g++")

@@ -1,13 +1,14 @@
-"""Packages that take seconds to import, left out of a command that a dry run answers.
+"""Replaces packages that take seconds to import by stand-ins, in commands that only run a dry run.
 
-A dry run asks nothing of PyTorch's compiler. But PyTorch's own meta kernels, its optimizers and `transformers` import
-the compiler, sympy and packages for many devices all the same: to ask whether a size is symbolic (it never is here), to
-mark a function for the compiler (which never comes), to name a class in a check. Inside `deferred` such an import gives
-a stand-in. It answers what is asked about plain numbers, and whether something is an instance of a class that was never
-loaded. Every other use raises `GaveWay`: the real package cannot take the place of a stand-in whose names are already
-held elsewhere, so the question has to be asked again where nothing is deferred (`cli/light.py`).
+A dry run needs nothing of PyTorch's compiler. But PyTorch's meta kernels, its optimizers and `transformers` import the
+compiler, sympy and packages for many devices: to check whether a size is symbolic (never here), to mark a function for
+the compiler (which does not run here), or to name a class in a check. Inside `deferred` such an import gives a
+stand-in. It answers questions about plain numbers, and whether an object is an instance of a class that was never
+loaded. Any other use raises `GaveWay`. The real package cannot replace a stand-in whose names other modules already
+hold, so the command must restart with everything loaded (`cli/light.py`).
 
-Only for a process that answers one question and ends: what was marked for the compiler is not marked later.
+Use it only in a process that answers one question and ends: functions that were not marked for the compiler stay
+unmarked.
 """
 
 import functools
@@ -41,14 +42,15 @@ _PLAIN = (bool, int, float)
 
 
 class GaveWay(BaseException):
-    """Something was asked of a stand-in that only the real package can answer. Not an `Exception`: a package that tries
-    an import and goes on without it must not take the stand-in's silence for an answer.
+    """A stand-in was used in a way that only the real package supports.
+
+    Not an `Exception`: a package that tries an import and continues without it must not catch this.
     """
 
 
 @contextmanager
 def deferred() -> Iterator["Deferral"]:
-    """Inside, importing one of `PACKAGES` gives a stand-in, unless it is loaded already."""
+    """A context in which importing one of `PACKAGES` gives a stand-in, unless the package is loaded already."""
     deferral = Deferral([name for name in PACKAGES if name not in sys.modules])
     sys.meta_path.insert(0, deferral)
     try:
@@ -59,7 +61,7 @@ def deferred() -> Iterator["Deferral"]:
 
 
 class Deferral(importlib.abc.Loader):
-    """Finds stand-ins for packages. Mutable: whether there are any, and what only the real package could answer."""
+    """The importer of stand-ins. Mutable: whether one was imported, and the name of the use that gave way."""
 
     def __init__(self, packages: Sequence[str]):
         self.packages = tuple(packages)
@@ -67,6 +69,7 @@ class Deferral(importlib.abc.Loader):
         self.gave_way: str | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        # Submodules are imported by their full names.
         mine = any(name == package or name.startswith(f"{package}.") for package in self.packages)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
 
@@ -84,10 +87,11 @@ class Deferral(importlib.abc.Loader):
         raise GaveWay(name)
 
     def forget(self) -> None:
-        """Take all stand-ins out of the table of modules, so that a later import finds the real ones."""
+        """Remove all stand-ins from `sys.modules`, so that later imports find the real packages."""
         for name, module in list(sys.modules.items()):
             if isinstance(module, _StandIn) and module.__dict__["_deferral"] is self:
                 del sys.modules[name]
+                # Importing a submodule also sets it as an attribute of its parent, which may be a real package.
                 parent, _, child = name.rpartition(".")
                 above = sys.modules.get(parent)
                 if above is not None and above.__dict__.get(child) is module:
@@ -95,7 +99,7 @@ class Deferral(importlib.abc.Loader):
 
 
 class _StandIn(ModuleType):
-    """A module that is not loaded. What is asked of it by name is a `_Name`."""
+    """A stand-in for a module. Its attributes are `_Name`s."""
 
     def __init__(self, name: str, deferral: Deferral):
         super().__init__(name)
@@ -103,15 +107,17 @@ class _StandIn(ModuleType):
         self.__dict__["__path__"] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python asks every module for `__path__`, `__file__` and the like
             raise AttributeError(name)
         self.__dict__[name] = found = _Name(self.__dict__["_deferral"], f"{self.__name__}.{name}")
         return found
 
 
 class _Name:
-    """A function, a class or a value of a module that is not loaded. It can be passed on, named in an annotation, and
-    asked for its instances and subclasses, of which there are none yet; whatever else is done with it gives way.
+    """A stand-in for a function, a class or a value of a module.
+
+    It can be passed on, named in an annotation, and used in `isinstance` and `issubclass`, which answer False. Any
+    other use gives way.
     """
 
     def __init__(self, deferral: Deferral, name: str):
@@ -124,7 +130,7 @@ class _Name:
         return bool(self._if_made_later())
 
     def _if_made_later(self) -> str:
-        """The name of a class whose objects may be made, and kept, before anything is asked of them."""
+        """The name, for classes whose objects may be made and kept; else give way."""
         return self._name if self._name.startswith(f"{MADE_LATER}.") else self._deferral.give_way(self._name)
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +170,7 @@ for _name in (*_SPECIAL.split(), *(side + name for name in _OF_TWO.split() for s
     setattr(_Name, f"__{_name}__", _gives_way)  # Python looks these up on the class, past `__getattr__`
 
 
-# What is asked of the compiler where there is nothing to compile, and of symbolic sizes where sizes are numbers.
+# The answers of stand-ins: of the compiler when there is nothing to compile, of symbolic sizes when sizes are numbers.
 
 
 def _compiler(deferral: Deferral) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def _symbols(deferral: Deferral) -> dict[str, Any]:
 
 
 def _of_numbers(deferral: Deferral, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `symbolic_shapes` that knows the answer where all that it is given is plain."""
+    """A function of `symbolic_shapes` that answers if all arguments are plain numbers, and else gives way."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         if kwargs or not all(map(_is_plain, args)):
@@ -211,7 +217,7 @@ def _of_numbers(deferral: Deferral, name: str, answer: Callable[..., Any]) -> Ca
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether sizes in it, a tensor's own too, are numbers."""
+    """Whether a value contains plain numbers only. Of a tensor, its sizes count."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return type(value) in _PLAIN or (isinstance(value, Tensor) and all(type(size) is int for size in value.shape))

@@ -1,7 +1,7 @@
-"""Where a module lies in a model: its path, also where a plain list, tuple or dict of a module holds it.
+"""Paths of modules in a model, including modules in plain lists, tuples and dicts.
 
-PyTorch registers what `nn.ModuleList`, `nn.ModuleDict` and attributes hold. A module in a plain container runs all the
-same, so it has a path here: `blocks.3` for `model.blocks[3]`.
+PyTorch registers the modules in `nn.ModuleList`, `nn.ModuleDict` and attributes. A module in a plain container runs as
+well, so it has a path here: `blocks.3` for `model.blocks[3]`.
 """
 
 import re
@@ -17,8 +17,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model with their paths, each once: first those that PyTorch registers, in its order, then those
-    that plain containers hold.
+    """The modules of a model with their paths, each once: those that PyTorch registers, in its order, then those in
+    plain containers.
     """
     seen = set()
     for path, module in model.named_modules():
@@ -29,7 +29,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
-    """The module with a path. Raises `AttributeError` where there is none."""
+    """The module at a path. Raises `AttributeError` if there is none."""
     item: Any = model
     for part in path.split(".") if path else ():
         item = _child(item, part)
@@ -39,18 +39,18 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """The tensors that a module itself holds: parameters, buffers, and plain attributes, also in containers."""
+    """The tensors that a module itself holds: parameters, buffers, and plain attributes, including containers."""
     plain = [tensor for _, tensors in plain_tensors_of(module) for tensor in tensors]
     return [*module.parameters(recurse=False), *module.buffers(recurse=False), *plain]
 
 
 def plain_tensors_of(module: nn.Module) -> list[tuple[str, list[Tensor]]]:
-    """The tensors that a module itself holds as plain attributes, in containers too, by the attribute's name."""
+    """The tensors in a module's plain attributes, including containers, by the attribute's name."""
     return [(name, list(tensors_in(value))) for name, value in vars(module).items() if name not in _REGISTERED]
 
 
 def globs_of(paths: Iterable[str]) -> list[str]:
-    """Globs that match these blocks: `layers.*`, `block[0-9]*`; one for all that differ in numbers only."""
+    """Globs that match these blocks: `layers.*`, `block[0-9]*`. Paths that differ only in numbers share a glob."""
     return sorted({".".join(map(_any_number, path.split("."))) for path in paths})
 
 
@@ -61,7 +61,7 @@ def _in_containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tup
 
 
 def _held(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a container, and in the containers in it, that were not seen before."""
+    """The modules in a container, and in nested containers, that were not seen before."""
     if not isinstance(item, nn.Module | _CONTAINERS) or id(item) in seen:
         return
     seen.add(id(item))

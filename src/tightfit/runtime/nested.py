@@ -1,4 +1,4 @@
-"""Values in whatever structure a user nests them in: those of operators are flatter (`runtime/operators.py`)."""
+"""Walks over nested structures of user values. For arguments of operators, `runtime/operators.py` is faster."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,21 +11,22 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in dicts, lists, tuples and whatever else PyTorch's tree functions open, however nested."""
+    """The tensors in nested dicts, lists, tuples and other containers that PyTorch's tree functions support."""
     return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)
 class Flattened:
-    """What a value holds, and the way back."""
+    """The leaves of a value, and the function that rebuilds the value from other leaves."""
 
     leaves: tuple[Any, ...]
     restored: Callable[[Sequence[Any]], Any]
 
 
 def flatten(value: Any) -> Flattened:
-    """Dicts, lists, tuples, dataclasses and mappings of any class, however nested; mappings of other classes are made
-    anew from a dict.
+    """Flatten nested dicts, lists, tuples, dataclasses and mappings of any class.
+
+    A mapping of another class is rebuilt by calling the class with a dict.
     """
     values, spec = tree_flatten(value)
     opened = [_opened(each) for each in values]
@@ -38,7 +39,7 @@ def flatten(value: Any) -> Flattened:
 
 
 def _opened(value: Any) -> Flattened:
-    """What PyTorch's tree functions take for a leaf: a dataclass or mapping may still hold several."""
+    """Flatten a leaf of PyTorch's tree functions, which may be a dataclass or a mapping with several leaves."""
     if isinstance(value, Mapping):
         inner = flatten(dict(value))
         make: Any = type(value)
@@ -50,7 +51,8 @@ def _opened(value: Any) -> Flattened:
 
 
 def _with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass with other values in its fields: frozen or not, whatever its `__init__` takes."""
+    """A copy of a dataclass with other values in its fields."""
+    # Not `dataclasses.replace`: that calls `__init__`, which may take other arguments than the fields.
     made = copy.copy(value)
     for name, content in changed.items():
         object.__setattr__(made, name, content)

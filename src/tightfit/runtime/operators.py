@@ -1,4 +1,4 @@
-"""What the dispatcher tells about an ATen operator, looked up once for each."""
+"""Facts about ATen operators from their schemas, looked up once for each."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ import torch
 
 aten = torch.ops.aten
 
-# Views in all but name: the result shares its input's storage although the schema does not say so.
+# The results share their input's storage, although the schema does not say so.
 _SILENT_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default})
 
-# They write into arguments that their schema does not mark as written (running statistics of batch norm).
+# These write into arguments that their schema does not mark as written (running statistics of batch norm).
 _HIDDEN_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
@@ -23,13 +23,13 @@ _HIDDEN_WRITES = {
 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 
-# What they write into is written completely, and never read.
+# These overwrite their whole target, and never read it.
 _OVERWRITING = frozenset(
     {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "log_normal_"}
     | {"geometric_", "cauchy_"}
 )
 
-# They exchange the memory under a tensor, not its content.
+# These replace the memory of a tensor, not its content.
 EXCHANGES_MEMORY = frozenset(
     {aten.resize_.default, aten.resize_as_.default, *(getattr(aten.set_, name) for name in aten.set_.overloads())}
 )
@@ -39,8 +39,8 @@ _RANDOM_WITHOUT_TAG = frozenset(
     {"aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::rrelu_with_noise_functional"}
 )
 
-# Of another library, and known to be functions of their arguments and of nothing else: products with frozen weights of
-# 4 bits, and these weights at full width (bitsandbytes/backends).
+# Operators of another library whose results depend only on their arguments: products with frozen 4-bit weights, and
+# these weights at full width (bitsandbytes/backends).
 _REPEATABLE = frozenset(
     {"bitsandbytes::gemm_4bit", "bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
 )
@@ -48,16 +48,16 @@ _REPEATABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What matters here about one operator overload."""
+    """Facts about one operator overload."""
 
     name: str  # "aten.mm.default"
-    is_view: bool  # every result shares the storage of an argument, no element is read or written
-    written: tuple[tuple[int, str], ...]  # position and name of the arguments it writes into
+    is_view: bool  # every result shares the storage of an argument, and no element is read or written
+    written: tuple[tuple[int, str], ...]  # position and name of the arguments that it writes into
     returns_written: bool  # every result is one of the written arguments
     is_random: bool  # draws from a generator
-    is_uninitialised: bool  # returns memory nobody has written yet
-    overwrites: bool  # the whole of what it writes into, without reading it
-    is_foreign: bool  # of another library: nobody knows whether it gives the same again
+    is_uninitialised: bool  # returns uninitialised memory
+    overwrites: bool  # overwrites its whole target without reading it
+    is_foreign: bool  # from another library, so a second call may give another result
 
 
 _known: dict[Any, Traits] = {}
@@ -94,22 +94,21 @@ def _inspect(operator: Any) -> Traits:
 
 
 def written_arguments(traits: Traits, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments of this call that the operator writes into (tensors or lists of tensors)."""
+    """The arguments of a call that the operator writes into (tensors or lists of tensors)."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.written]
 
 
 def is_index(result: Any) -> bool:
-    """Whether a result is a tensor of integers: what was chosen, not what was computed."""
+    """Whether a result is a tensor of integers, such as the indices of `topk` or `sort`."""
     return isinstance(result, torch.Tensor) and not (
         result.is_floating_point() or result.is_complex() or result.dtype == torch.bool
     )
 
 
 def map_instances(kind: type, change: Callable[[Any], Any], items: Iterable[Any]) -> tuple:
-    """An operator's arguments with `change` applied to each instance of `kind`, in lists of them too.
+    """An operator's arguments with `change` applied to each instance of `kind`, in lists too.
 
-    An operator's arguments nest no deeper than that, so this does what PyTorch's tree functions do at a tenth of
-    their time.
+    Arguments of operators are not nested deeper, so this takes a tenth of the time of PyTorch's tree functions.
     """
     return tuple(
         change(item)
@@ -122,7 +121,7 @@ def map_instances(kind: type, change: Callable[[Any], Any], items: Iterable[Any]
 
 
 def instances(kind: type, items: Iterable[Any]) -> Iterator[Any]:
-    """The instances of `kind` among an operator's arguments or results, in order, from lists of them too.
+    """The instances of `kind` among an operator's arguments or results, in order, in lists too.
 
     PyTorch's tree functions take three times as long.
     """
@@ -134,13 +133,13 @@ def instances(kind: type, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def flat(results: Any) -> list[Any]:
-    """An operator's results in one list."""
+    """An operator's results as one flat list."""
     if type(results) not in (list, tuple):
         return [results]
     return [leaf for result in results for leaf in flat(result)]
 
 
 def fresh_memory(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Fresh memory of so many bytes, as elements of the dtype if whole ones fill it."""
+    """Uninitialised memory of `nbytes` bytes: elements of the dtype if they fill it, else bytes."""
     dtype = torch.uint8 if nbytes % dtype.itemsize else dtype
     return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)

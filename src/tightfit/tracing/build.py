@@ -1,4 +1,4 @@
-"""Builds models dry: their parameters have shapes but no memory, so any size can be asked about on any machine."""
+"""Builds models dry: their parameters have shapes but no memory, so you can query models larger than this machine."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,9 @@ from tightfit.tracing.reading import reads_answered
 
 
 def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `factory` builds, its large tensors never written: to estimate and to plan with, not to
-    train.
+    """Build a module with tensors without memory, for `estimate` and `plan`. It cannot be trained.
+
+    `factory` takes no arguments and returns the module. Small tensors are real.
 
     Example:
         >>> import tightfit, torch
@@ -29,6 +30,6 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
         with dry, reads_answered(dry):
             model = factory()
     finally:
-        torch.set_rng_state(state)  # small tensors are drawn for real
+        torch.set_rng_state(state)  # small tensors were drawn for real
     ledger.close()
     return model

@@ -1,8 +1,8 @@
-"""In a dry run: what PyTorch's compiler writes for a block, run with kernels that compute nothing.
+"""Runs the code that PyTorch's compiler generates for a block in a dry run, with kernels that compute nothing.
 
-What compiled code holds, and from when to when, stands in the Python that inductor writes around its kernels: there
-memory is allocated, kernels and operators are called, and names are deleted. So that Python is what runs here, between
-the same saved tensors that autograd keeps in a real step. Only its kernels are stand-ins, and they are never built.
+Inductor writes Python around its kernels. That Python allocates memory, calls kernels and operators, and deletes names,
+so it decides which memory compiled code holds and when. It runs here unchanged, between the same saved tensors that
+autograd keeps in a real step. Only the kernels are replaced, and they are never built.
 """
 
 import functools
@@ -27,7 +27,7 @@ KERNEL = "tightfit.compiled"  # a fused kernel, as an operator of a trace
 
 @contextmanager
 def compiled_code_played(dry: DryRun) -> Iterator[None]:
-    """Inside, compiled blocks run as the compiler would write them, and the trace shows what they would take."""
+    """A context in which compiled blocks run the compiler's generated code, and the trace records it."""
     now.dry_compiled = Played(dry)
     try:
         yield
@@ -36,33 +36,34 @@ def compiled_code_played(dry: DryRun) -> Iterator[None]:
 
 
 class Played:
-    """Compiled blocks in one dry run."""
+    """Runs compiled blocks in one dry run."""
 
     def __init__(self, dry: DryRun):
         self.dry = dry
 
     def __call__(self, module: nn.Module, share: float, args: tuple, kwargs: dict) -> Any:
-        """The block's forward, compiled. Raises `CompileError` where the compiler does not take all of it."""
+        """The block's forward, compiled. Raises `CompileError` if the compiler cannot compile all of it."""
         from torch._dynamo import exc  # takes seconds to import
         from torch._inductor.exc import InductorError
 
         forward = written_forward(type(module), share)
         try:
+            # dynamo leaves code alone under a dispatch mode; `run` activates the dry run again for the generated code.
             with self.dry.modules.paused(), no_modes(), many_compilations():
                 return forward(module, *args, **kwargs)
         except (exc.TorchDynamoException, InductorError) as error:
             reason = str(error).strip().splitlines()[0]
-            traceback.clear_frames(error.__traceback__)  # they hold the block's input, and each other
+            traceback.clear_frames(error.__traceback__)  # the frames hold the block's input, and would count as memory
         where = self.dry.modules.current or type(module).__name__
         raise CompileError(f"{where} cannot be compiled as a whole: {reason}")
 
     def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """The code written for forward or backward, its operators seen by the dry run."""
+        """Run the generated code of forward or backward under the dry run."""
         with nullcontext() if dispatch_is_watched() else self.dry:
             return call(args)
 
     def kernel(self, is_read: list[bool], args: tuple[Any, ...]) -> None:
-        """Note the call of a kernel, which reads and writes all of its tensors once."""
+        """Record the call of a kernel, which reads and writes all of its tensors once."""
         dry = self.dry
         index = dry.begin([])
         reads, written = [], []
@@ -84,13 +85,13 @@ def played() -> Played:
 
 @functools.cache
 def written_forward(kind: type[nn.Module], share: float) -> Callable[..., Any]:
-    """The `forward` of a class of modules, compiled to code without kernels, and apart from what really runs."""
+    """The `forward` of a class of modules, compiled to code without kernels; separate from the real compilations."""
     backend = functools.partial(inductor_with_budget, kind.__name__, share, build=without_kernels)
     return torch.compile(own_forward(kind, "written"), backend=backend, fullgraph=True, dynamic=False)
 
 
 def without_kernels(source: str) -> types.ModuleType:
-    """The module that inductor wrote, with stand-ins for its kernels, and memory that the dry run sees."""
+    """The module that inductor generated, with kernels that compute nothing and allocations that the dry run sees."""
     from torch._inductor import async_compile
 
     module = types.ModuleType("tightfit_written_by_inductor")
@@ -108,16 +109,16 @@ def without_kernels(source: str) -> types.ModuleType:
 
 
 def fresh(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory as the written code allocates it."""
+    """Replaces the allocating function of the generated code."""
     return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 class KernelWriter:
-    """Stands for inductor's compiler of kernels."""
+    """Replaces inductor's compiler of kernels."""
 
     def cpp_pybinding(self, argument_types: list[str], source: str) -> Callable[..., None]:
         is_read = [kind.startswith("const ") for kind in argument_types]
         return lambda *args: played().kernel(is_read, args)
 
     def wait(self, scope: dict[str, Any]) -> None:
-        pass  # there is nothing to wait for
+        pass  # no kernel is built, so there is nothing to wait for

@@ -1,8 +1,8 @@
-"""In a dry run: the copies that a lever takes of values, outside of the memory that is counted, and their way back.
+"""Simulates the copies of offload in a dry run: out of the counted memory, and back.
 
-On a CPU a copy takes the time of the computation. On CUDA it goes on beside it, on a stream for each way: a copy
-begins when the one before it has ended and the computation has come to where it is asked for, and takes time only
-where the computation waits for it.
+On a CPU a copy blocks the computation. On CUDA copies run in parallel with it, on one stream for each direction. A copy
+begins when the previous copy on its stream has ended, and not before it is requested. It adds time only if the
+computation waits for it.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as o
 
 @contextmanager
 def copies_played(dry: DryRun) -> Iterator[None]:
-    """Inside, a lever that copies a value away copies nothing large, and the trace shows what it would have taken."""
+    """A context in which offload copies nothing large, and the trace records the time of each copy."""
     clock = Clock(dry) if now.playing_cuda else None
     now.dry_copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
     try:
@@ -33,7 +33,7 @@ def copies_played(dry: DryRun) -> Iterator[None]:
 
 
 class Clock:
-    """Mutable: when the computation stands where, and when the copies of either way have ended, in seconds."""
+    """Mutable: the time of the computation, and the end of the last copy in each direction, in seconds."""
 
     def __init__(self, dry: DryRun):
         self._dry = dry
@@ -42,10 +42,10 @@ class Clock:
         self._ends = {AWAY: 0.0, BACK: 0.0}
 
     def time(self) -> float:
-        """How long the operators noted so far take."""
+        """The seconds of all operators recorded so far."""
         operators = self._dry.operators
         first = operators[0] if operators else None
-        if first is not self._first:  # a step has begun again
+        if first is not self._first:  # `begin_again` cleared the operators: the second step starts at zero
             self._first, self._counted, self._seconds = first, 0, 0.0
             self._ends = dict.fromkeys(self._ends, 0.0)
         self._seconds += sum(operator.seconds for operator in operators[self._counted :])
@@ -53,13 +53,13 @@ class Clock:
         return self._seconds
 
     def copy(self, way: str, seconds: float, after: float = 0.0) -> float:
-        """When a copy ends that is asked for now and may begin at `after`."""
+        """The end of a copy that is requested now and may not begin before `after`."""
         self._ends[way] = max(self.time(), self._ends[way], after) + seconds
         return self._ends[way]
 
 
 class SimulatedTransfer:
-    """A tensor's storage on its way out of the memory that is counted, and back, with what was known of it."""
+    """The simulated copies of one storage. The content is copied for real only if it is known, and thus small."""
 
     def __init__(self, dry: DryRun, tensor: torch.Tensor, clock: Clock | None):
         storage = tensor.untyped_storage()
@@ -86,7 +86,7 @@ class SimulatedTransfer:
         self._wait(self._landed)
 
     def _move(self, way: str, after: float = 0.0) -> float:
-        """Note a copy; when it ends."""
+        """Record a copy, and return its end."""
         seconds = self._dry.cost(way, [TensorShape((self._nbytes,), (1,), torch.uint8)], [], ())
         if self._clock is None:
             self._note(way, seconds)
@@ -96,11 +96,11 @@ class SimulatedTransfer:
         return end
 
     def _wait(self, end: float) -> None:
-        """Note what the computation waits for a copy, if it does."""
+        """Record the time that the computation waits for a copy, if it does."""
         if self._clock is not None and end > self._clock.time():
             self._note(WAIT, end - self._clock.time())
 
     def _note(self, name: str, seconds: float) -> None:
-        """As an operator of the step, which takes no memory."""
+        """Record an event as an operator of the step that allocates nothing."""
         self._dry.begin([])
         self._dry.note(name, seconds, copied_bytes=self._nbytes)

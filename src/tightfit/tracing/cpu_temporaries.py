@@ -1,6 +1,7 @@
-"""Temporaries inside CPU operators that the allocator sees and dispatch does not: operands of mixed dtypes that are
-converted first, what operators that are made of others leave between those, and what oneDNN reorders and computes on
-the side for a convolution.
+"""Temporaries inside CPU operators, which the allocator sees and the dispatcher does not.
+
+These are converted operands of mixed dtypes, intermediate results of composite operators, and oneDNN's reordered
+operands of convolutions.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ PROMOTING = frozenset(
 
 
 def converted_operands(name: str, inputs: Sequence[TensorShape]) -> int:
-    """Bytes of the operands of an elementwise operator that are converted to the dtype it computes in."""
+    """Bytes of the operands of an elementwise operator that are converted to the dtype in which it computes."""
     operands = inputs[1:] if name == "aten.where.self" else inputs
     if len({shape.dtype for shape in operands}) < 2:
         return 0
@@ -43,14 +44,14 @@ def common_dtype(operands: Sequence[TensorShape]) -> torch.dtype:
     return common
 
 
-# Sums of numbers in the dtype of the result, which every other input is converted to as a whole. Source:
+# Sums are computed in the dtype of the result. An input of another dtype is converted as a whole. Source:
 # `make_reduction_from_ty` in ATen/native/ReduceOpsUtils.h, `impl_func_cum_ops` in ATen/native/ReduceOps.cpp.
 _SUMS = "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int cumsum.default cumprod.default"
 SUMS = frozenset(f"aten.{name}" for name in _SUMS.split())
 
 
 def converted_sum(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
-    """Bytes that a sum takes beside its result on the CPU."""
+    """Bytes that a sum allocates besides its result on the CPU."""
     source, result = inputs[0], outputs[0]
     if source.dtype != result.dtype:
         return source.numel * result.dtype.itemsize
@@ -59,16 +60,16 @@ def converted_sum(name: str, inputs: Sequence[TensorShape], outputs: Sequence[Te
     return 0
 
 
-# Scattering and gathering in 16 bits goes through a buffer in fp32 as large as what is written. Source:
-# `create_acc_buffer` in ATen/native/cpu/ScatterGatherKernel.cpp, which `index_add_` comes to as well. Rows that are
-# scattered along the first dimension go through a row for each thread instead, some KiB that are left out.
+# Scattering and gathering in 16 bits uses an fp32 buffer as large as the written tensor. Source: `create_acc_buffer` in
+# ATen/native/cpu/ScatterGatherKernel.cpp, which `index_add_` calls as well. Rows scattered along the first dimension
+# use one row for each thread instead; these few KiB are left out.
 _SCATTERS = "scatter.src scatter_.src scatter.reduce scatter_.reduce scatter_add.default scatter_add_.default"
 _SCATTERS += " scatter_reduce.two scatter_reduce_.two index_add.default index_add_.default gather.default"
 BUFFERED_IN_16_BITS = frozenset(f"aten.{name}" for name in _SCATTERS.split())
 
 
 def buffer_in_fp32(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> int:
-    """Bytes of the buffer through which a 16-bit tensor is scattered or gathered."""
+    """Bytes of the fp32 buffer with which a 16-bit tensor is scattered or gathered."""
     written = outputs[0] if name.startswith("aten.gather") else inputs[0]
     dimension = next((argument for argument in arguments if type(argument) is int), 0)
     index = inputs[1]
@@ -76,7 +77,7 @@ def buffer_in_fp32(name: str, inputs: Sequence[TensorShape], outputs: Sequence[T
     return 0 if written.dtype not in (torch.bfloat16, torch.float16) or by_rows else 4 * written.numel
 
 
-# Operators made of others below the dispatcher, the same on every device.
+# Operators that call others below the dispatcher, on every device alike.
 COMPOSITES = frozenset({"aten.logsumexp.default", "aten._safe_softmax.default"})
 
 
@@ -86,10 +87,10 @@ def composite_scratch(
     """Bytes of each temporary of an operator of `COMPOSITES`."""
     source, result = inputs[0], outputs[0]
     if name == "aten.logsumexp.default":
-        # `logsumexp_out_impl` in ATen/native/ReduceOps.cpp: exponentials of all numbers, and the maxima
+        # `logsumexp_out_impl` in ATen/native/ReduceOps.cpp: the exponentials of all numbers, and the maxima
         return [source.numel * result.dtype.itemsize, result.bytes]
-    # `_safe_softmax` in ATen/native/transformers/attention.cpp: which numbers are minus infinity, in which rows all of
-    # them are, and the zero for those
+    # `_safe_softmax` in ATen/native/transformers/attention.cpp: a mask of the numbers that are minus infinity, a mask
+    # of the rows in which all are, and the zero that replaces them
     row = source.shape[arguments[0] if arguments else -1]
     return [source.numel, source.numel // row, result.dtype.itemsize]
 
@@ -109,14 +110,14 @@ CONVOLUTIONS = {
     "aten.convolution.default": aten.convolution.default,
     "aten.convolution_backward.default": aten.convolution_backward.default,
 }
-LARGEST_CONVOLUTION = 16 * 2**20  # bytes of the operands; larger ones are extrapolated from two smaller batches
+LARGEST_CONVOLUTION = 16 * 2**20  # bytes of operands; larger convolutions are extrapolated from two small batches
 
 
 def convolution_scratch(name: str, inputs: Sequence[TensorShape], arguments: tuple) -> int:
-    """Scratch memory of a convolution, which oneDNN chooses by shape and instruction set: it is run once for real."""
+    """Bytes of scratch memory of a convolution. oneDNN chooses them by shape and instruction set, so it runs once."""
     if sum(shape.bytes for shape in inputs) <= LARGEST_CONVOLUTION or inputs[0].shape[0] <= 2:
         return _measured(name, tuple(inputs), repr(arguments), arguments)
-    # What depends on the activations grows with the batch, what depends on the weights does not.
+    # Memory for activations grows with the batch; memory for weights does not. Two batches tell them apart.
     one, two = (_measured(name, _with_batch(name, inputs, size), repr(arguments), arguments) for size in (1, 2))
     return one + (inputs[0].shape[0] - 1) * (two - one)
 
@@ -141,7 +142,7 @@ def _measured(name: str, inputs: tuple[TensorShape, ...], key: str, arguments: t
 def _run(name: str, inputs: tuple[TensorShape, ...], arguments: tuple) -> int:
     operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
     call = CONVOLUTIONS[name]
-    filled = [*operands, *arguments]  # a missing bias stands among the arguments, as None
+    filled = [*operands, *arguments]  # a missing bias is None among the arguments
     with torch.no_grad():
         results = [call(*filled)]
         rise = cpu_rise(lambda: results.append(call(*filled)))

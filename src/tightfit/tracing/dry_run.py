@@ -1,8 +1,8 @@
-"""Runs a training step dry: the user's own code on plain tensors, every large computation left out.
+"""Runs a training step dry: the user's own code on plain tensors, without any large computation.
 
-Floating-point operators on large or unknown tensors are replaced by their shapes, and their results are ordinary
-CPU tensors whose memory nobody touches. Views run for real; so does everything small or integer whose inputs are
-known, so that masks, positions, routing and branches that look at data get true answers.
+A floating-point operator on large or unknown tensors is replaced by its meta kernel. Its results are ordinary CPU
+tensors whose memory is never touched. Views run for real. Small operators and integer operators run for real if their
+inputs are known, so masks, positions, routing and data-dependent branches see true values.
 """
 
 import gc
@@ -46,7 +46,7 @@ from tightfit.tracing.workspace import Workspace, cpu_workspace
 
 
 class DryRun(Recording):
-    """The mode under which a step runs dry."""
+    """The dispatch mode under which a step runs dry."""
 
     def __init__(
         self,
@@ -59,26 +59,27 @@ class DryRun(Recording):
     ):
         super().__init__(ledger, modules, cost, workspace, executor)
         self.routing = routing
-        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and what it held
-        self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves beside the model, their gradients
+        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and its content
+        self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves outside the model, with gradients
         self._imported = len(sys.modules)
         faults.watch()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if any(map(answers_itself, types)):
-            return NotImplemented  # the operators that it calls in turn come here again
+            return NotImplemented  # the class runs its own operators, which come here again one by one
         traits = traits_of(func)
         if traits.is_view:
-            return self.view(func, args, kwargs)
+            return self.view(func, args, kwargs)  # allocates nothing, and autograd must see the real aliasing
         inputs = [*instances(torch.Tensor, args), *instances(torch.Tensor, kwargs.values())]
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
-            return answered.value
+            return answered.value  # `loss.item()`, `isnan`: there is no number to read
         self.forget_imports()
         index = self.begin(inputs)
         reads = tuple(cell.value for cell in cells)
+        # Two kinds of operators have results whose shapes depend on numbers. Meta kernels need them as arguments.
         if func in INDEXING:
             args = self.without_masks(args)
         if func in LENGTHS:
@@ -93,7 +94,7 @@ class DryRun(Recording):
     # The steps of one operator
 
     def see(self, tensor: torch.Tensor) -> Cell:
-        """The cell of a tensor's storage; one that nobody announced holds real data."""
+        """The cell of a tensor's storage. A storage that was not announced, and has memory, holds known data."""
         cell = self.ledger.cell_of(tensor)
         if cell is None:
             known = not is_unbacked(tensor)
@@ -103,17 +104,18 @@ class DryRun(Recording):
         return cell
 
     def meet(self, stranger: torch.Tensor) -> None:
-        """A parameter that is none of the model's: one of the loss', or of modules in a plain list."""
+        """Register a parameter outside of the model: of the loss, or of modules in a plain list."""
+        # The dry backward writes into its gradient too, so that is restored after the run.
         self.strangers.append((stranger, stranger.grad))
         if stranger.grad is not None:
             self.ledger.announce(stranger.grad, Category.GRADIENT, known=not is_unbacked(stranger.grad))
 
     def forget_imports(self) -> None:
-        """Free what an import within the step left behind: cycles of frames and exceptions, which hold the frames that
-        called for the import, and with them activations. Only a process's first step imports anything.
-        """
+        """Free the reference cycles that an import within the step leaves behind."""
+        # Importing dynamo leaves cycles of frames and exceptions. They hold the frames that called the import, with
+        # activations among their locals: the first dry run of a process was 4 MB too high (docs/lab-notes.md).
         if len(sys.modules) != self._imported:
-            gc.collect(0)  # the youngest objects: nothing older is made by an import
+            gc.collect(0)  # the youngest generation holds all that the import made; a full collection takes 0.17 s
             self._imported = len(sys.modules)
 
     def is_cheap(
@@ -121,15 +123,16 @@ class DryRun(Recording):
     ) -> bool:
         """Whether a call with known inputs is computed for real: all integer, or small."""
         if func in NEVER_COMPUTED:
-            return False
+            return False  # CUDA's operators, of which a CPU has no kernel
         if func in ASKING:
-            return True
+            return True  # it returns a number, which a branch may depend on
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
             return traits.returns_written or not self.is_vast(func, args, kwargs, key)
         if any(t.numel() > KNOWN_LIMIT for t in inputs):
             return False
         if traits.is_random and not inputs:
             return False
+        # Outputs too: an outer product of small vectors is large.
         return all(
             not shape.is_vast
             if not (shape.dtype.is_floating_point or shape.dtype.is_complex)
@@ -138,17 +141,17 @@ class DryRun(Recording):
         )
 
     def is_vast(self, func: Any, args: tuple, kwargs: dict, key: Any) -> bool:
-        """Whether an operator on integers makes more than is computed: a mask of a million tokens by a million."""
+        """Whether an integer operator's results are too large to compute, such as a mask of 1M x 1M tokens."""
         if torch.Tag.dynamic_output_shape in func.tags:
-            return False  # what it makes depends on its inputs, which are known
+            return False  # its results depend on its inputs, which are known
         try:
             shapes = self.shapes(func, args, kwargs, key)
         except TraceError:
-            return False  # only the operator itself knows
+            return False  # no meta kernel: only the operator itself knows its shapes
         return any(shape.is_vast for shape in shapes_in(shapes))
 
     def compute(self, traits: Traits, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run the operator for real, keeping what it overwrites of memory that is not ours."""
+        """Run the operator for real. Memory of the user's that it overwrites is saved first, and restored later."""
         for target in instances(torch.Tensor, written_arguments(traits, args, kwargs)):
             self.keep_original(target)
         faults.operator = traits.name
@@ -160,7 +163,7 @@ class DryRun(Recording):
                 raise
             raise TraceError(
                 f"{func} cannot be run dry in {self.modules.current or 'the step'}: this machine has no room for its "
-                "results, which are computed since they may decide what the step does"
+                "results, which a dry run computes because the step may branch on them: use a smaller batch"
             ) from error
         finally:
             faults.operator = None
@@ -173,9 +176,10 @@ class DryRun(Recording):
                 self.originals[cell.index] = (alias, alias.clone())
 
     def imagine(self, traits: Traits, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
-        """Return what the operator would return, with nothing in it."""
+        """The operator's results as tensors without memory."""
         targets = written_arguments(traits, args, kwargs)
         if traits.returns_written:
+            # In place: no new storage, but the content of the targets is unknown from here on.
             for target in instances(torch.Tensor, targets):
                 self.see(target).known = False
             returns = len(func._schema.returns)
@@ -190,8 +194,8 @@ class DryRun(Recording):
         return out
 
     def without_masks(self, args: tuple) -> tuple:
-        """Indexing by a mask, as indexing by the places where it is true; an unknown mask is assumed true
-        everywhere.
+        """Replace masks among an index by the places where they are true. An unknown mask is assumed true everywhere,
+        the worst case.
         """
 
         def places(index: Any) -> list[Any]:
@@ -200,6 +204,7 @@ class DryRun(Recording):
             if not self.see(index).known:
                 self.questions.note("where a computed mask is true", "everywhere", moves_peak=True)
                 if index.numel() * index.dim() * 8 > LARGEST_INTEGERS:
+                    # The places themselves would take gigabytes. Only their shape matters.
                     return [TensorShape((index.numel(),), (index.dim(),), torch.int64).unbacked()] * index.dim()
                 index = torch.ones(index.shape, dtype=torch.bool)
             return list(index.nonzero().unbind(1))
@@ -207,7 +212,7 @@ class DryRun(Recording):
         return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
 
     def with_lengths(self, func: Any, args: tuple) -> tuple:
-        """The lengths on which the results' sizes depend as numbers; unknown ones are assumed to be 0."""
+        """Replace lengths on which the results' sizes depend by numbers. Unknown lengths are assumed to be 0."""
 
         def numbers(tensor: torch.Tensor) -> list[int]:
             if self.see(tensor).known:
@@ -224,7 +229,7 @@ class DryRun(Recording):
             return result_shapes(func, args, kwargs, key, self.is_known_number)
         except NotImplementedError as error:
             raise TraceError(
-                f"{func} cannot be run dry in {self.modules.current or 'the step'}: PyTorch cannot tell its results' "
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: PyTorch cannot infer its results' "
                 "shapes without data: use another operator there, or register one with torch.library.register_fake"
             ) from error
         except RuntimeError as error:
@@ -237,11 +242,12 @@ class DryRun(Recording):
         return tensor.dim() == 0 and self.see(tensor).known
 
     def choose(self, func: Any, args: tuple, out: Any) -> Any:
-        """The results of a choice, with the assumed indexes for those that nobody knows."""
+        """The results of a choice (`topk`, `argmax`, ...) with assumed indexes."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype != torch.int64 or TensorShape.of(tensor).is_vast:
                 return tensor
+            # Real indexes, because the model counts them: experts run on as many tokens as were routed to them.
             indexes = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return indexes.copy_(assumed_choice(self.routing, tensor.shape, choice_bound(func, args)))
 
@@ -249,7 +255,7 @@ class DryRun(Recording):
         return map_instances(torch.Tensor, chosen, (out,))[0]
 
     def restore(self) -> None:
-        """Put back what was overwritten for real, and the gradients of what is none of the model's."""
+        """Restore memory that was overwritten for real, and the gradients of parameters outside of the model."""
         for stranger, gradient in self.strangers:
             stranger.grad = gradient
         with torch.no_grad():
@@ -259,7 +265,9 @@ class DryRun(Recording):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What is computed for real is small: waking other threads for it, which then wait for more, costs most of it."""
+    """A context in which operators use one thread."""
+    # Only small operators run for real. Waking other threads, which then spin while they wait, took 1.0 of the 2.6 s of
+    # an 8B's dry run (docs/lab-notes.md).
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -269,7 +277,7 @@ def one_thread() -> Iterator[None]:
 
 
 def unbacked_tensors(shapes: Any) -> Any:
-    """An operator's results, with an untouched tensor for each shape among them."""
+    """An operator's results, with a tensor without memory for each shape among them."""
     if isinstance(shapes, TensorShape):
         return shapes.unbacked()
     if isinstance(shapes, list | tuple):

@@ -1,7 +1,7 @@
-"""Addresses behind which there can be no memory, and the one line in which a program ends that reads or writes there.
+"""Addresses without memory, and the handler that ends a process with one line if it reads or writes there.
 
-A kernel that touches such an address is stopped by the processor in the middle of its work: there is nothing to go on
-with, and nothing can be raised from there. So the process says what it was that touched it, and ends.
+The processor stops a kernel that touches such an address in the middle of its work. The kernel cannot continue, and no
+exception can be raised from there. So the handler prints the operator and the line, and ends the process.
 """
 
 import atexit
@@ -21,18 +21,18 @@ from typing import Any
 
 from tightfit.errors import TraceError
 
-# x86-64: bits 47 (56, with five levels of page tables) to 63 of an address are alike (Intel SDM, volume 1, 3.3.7.1,
-# on canonical addresses). AArch64: the highest byte may be ignored, and what lies between it and the 48 or 52 bits that
-# are translated is zero in a program's addresses (Linux, Documentation/arch/arm64/memory.rst, tagged-address-abi.rst).
-# Bit 62 is refused by the one, bit 54 by the other.
+# x86-64: bits 47 (56, with five levels of page tables) to 63 of a valid address are equal (Intel SDM, volume 1,
+# 3.3.7.1, on canonical addresses). AArch64: the highest byte may be ignored; the bits between it and the 48 or 52
+# translated bits are zero in a program's addresses (Linux, Documentation/arch/arm64/memory.rst,
+# tagged-address-abi.rst). x86-64 refuses an address for bit 62, AArch64 for bit 54.
 FIRST_ADDRESS = (1 << 62) | (1 << 54)
 LAST_ADDRESS = FIRST_ADDRESS + (1 << 54) - 1
 _PROCESSORS = ("x86_64", "aarch64")
 
 _UNTAGGED = (1 << 56) - 1
-_SI_KERNEL = 0x80  # asm-generic/siginfo.h: of an address that cannot be one, x86-64 reports this and not the address
+_SI_KERNEL = 0x80  # asm-generic/siginfo.h: x86-64 reports this, without the address, for a non-canonical address
 _SA_SIGINFO = 4  # asm-generic/signal-defs.h
-_PATIENCE = 1.0  # seconds that a thread of a kernel's own leaves to the one that called the kernel and knows its name
+_PATIENCE = 1.0  # seconds that a kernel's worker thread waits for the thread that called the kernel and knows its name
 _Handler: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -48,10 +48,10 @@ class _Action(ctypes.Structure):
 
 
 class Faults:
-    """Mutable, one instance: the handler of the process, and whom it took the place of."""
+    """Mutable, one instance: the process's handler of SIGSEGV, and the handler that it replaced."""
 
     def __init__(self) -> None:
-        self.operator: str | None = None  # the one that a dry run computes right now
+        self.operator: str | None = None  # the operator that a dry run computes now
         self.watched = False
         self._libc: Any = None
         self._before = _Action()
@@ -60,13 +60,13 @@ class Faults:
         self._telling = threading.Lock()
 
     def watch(self) -> bool:
-        """Report faults from now on, if nobody does. False where that is not possible."""
+        """Install the handler if it is not installed. False if the system does not support it."""
         if not _is_possible():
             return False
         if self._libc is None:
             self._libc = ctypes.CDLL(None)
             atexit.register(self._leave)
-            self._native_operator()  # the first backtrace of a process loads a library
+            self._native_operator()  # the first backtrace of a process loads a library, which a handler must not do
         current = _Action()
         self._libc.sigaction(signal.SIGSEGV, None, ctypes.byref(current))
         if current.handler == self._address:
@@ -85,9 +85,10 @@ class Faults:
 
     def _handle(self, number: int, information: int, context: int) -> None:
         if not _is_ours(information):
-            self._leave()  # the same instruction faults once more, and the handler that was there before reports it
+            self._leave()  # the same instruction faults again, and the previous handler reports it
             return
         if self._caller() is None:
+            # An OpenMP thread has no Python frame. The thread that called the kernel faults too, and knows the line.
             time.sleep(_PATIENCE)
         self._telling.acquire()  # and never released: one line is enough
         try:
@@ -100,16 +101,16 @@ class Faults:
         os._exit(TraceError.exit_code)
 
     def line(self) -> str:
-        """What touched memory that is not there, as far as it is known."""
+        """The error's line: the operator that touched an address without memory, and where it was called."""
         name = self.operator or self._native_operator()
         frame = self._caller() or sys._current_frames().get(threading.main_thread().ident or 0)
         return (
             f"{name or 'code outside of PyTorch'} reads or writes a tensor that has a shape but no memory"
-            f"{_place(frame)}: a model built dry, and what a dry run leaves out, cannot be computed with"
+            f"{_place(frame)}: a model built dry, or a result that a dry run did not compute, has no numbers"
         )
 
     def _native_operator(self) -> str | None:
-        """The operator of PyTorch's that this thread is in, by the names of the native functions it has called."""
+        """The PyTorch operator that this thread runs, from the names of the native functions on its stack."""
         if not hasattr(self._libc, "backtrace"):  # musl has none
             return None
         addresses = (ctypes.c_void_p * 200)()
@@ -123,7 +124,7 @@ class Faults:
         return None
 
     def _caller(self) -> FrameType | None:
-        """The innermost Python frame of this thread that is not of this file; none in a thread of a kernel's own."""
+        """The innermost Python frame of this thread outside of this file; None in a kernel's worker thread."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back

@@ -1,4 +1,4 @@
-"""A model that lies on a graphics card is run dry on the host: nothing of the card is used, or even read."""
+"""Moves a model that is on a graphics card to tensors without memory on the host, for a dry run."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from tightfit.tracing.shapes import KNOWN_LIMIT, TensorShape
 
 @contextmanager
 def on_host(tensors: Iterable[Tensor], kind: str = "cuda") -> Iterator[None]:
-    """Inside, tensors of a kind of device have memory on the host that nobody touches; afterwards their own again.
+    """A context in which tensors of a kind of device have no memory and are on the host. Afterwards they are restored.
 
-    Integers, truth values and what is small come with their content, so that masks and branches are answered truly.
+    Integer, boolean and small tensors are copied with their content, so that masks and branches see true values.
     """
     away = {id(t): (t, t.data) for t in tensors if t.device.type == kind}
     for tensor, data in away.values():

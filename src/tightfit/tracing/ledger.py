@@ -1,4 +1,4 @@
-"""Counts the bytes of live storages, operator by operator, while a step runs dry."""
+"""Counts the bytes of live storages, operator by operator."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,30 +10,32 @@ from tightfit.tracing.record import Category, StorageRecord, ValueRecord
 
 
 class Cell:
-    """Lies on a storage, knows its contents' state, and tells the ledger when the storage is freed."""
+    """A record attached to a storage. It holds the state of the storage's content, and notifies the ledger when the
+    storage is freed.
+    """
 
     __slots__ = ("category", "index", "known", "ledger", "value")
 
     def __init__(self, ledger: "Ledger", index: int, known: bool):
         self.index = index
-        self.ledger = ledger  # after the index: with a ledger, a cell can be released
+        self.ledger = ledger  # set after the index, because `__del__` releases a cell that has a ledger
         self.known = known  # whether the memory holds real data
         self.value = -1  # the value it holds now
 
     def __del__(self) -> None:
-        # A cell whose making was interrupted (a Ctrl-C between `__new__` and the attributes) holds nothing to release.
+        # An interrupt in `__init__` (Ctrl-C) leaves a cell without a ledger, and with nothing to release.
         if (ledger := getattr(self, "ledger", None)) is not None:
             ledger.release(self.index)
 
 
 @dataclass(slots=True)
 class Entry:
-    """A storage in the making of its `StorageRecord`."""
+    """The mutable state of a storage, from which its `StorageRecord` is made."""
 
     bytes: int
     operator: int | None
     born: int
-    forward: bool  # born in forward or in recomputation
+    forward: bool  # allocated in forward or in recomputation
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     name: str = ""
@@ -50,24 +52,24 @@ class ValueEntry:
 
 @dataclass(slots=True)
 class Ledger:
-    """Mutable: the storages of one traced step, alive and dead."""
+    """Mutable: the storages of one traced step, live and freed."""
 
     entries: list[Entry] = field(default_factory=list)
     values: list[ValueEntry] = field(default_factory=list)
     live_bytes: int = 0
     now: int = 0  # the operator that is running
-    rounding: int = 1  # the allocator hands out multiples of this
-    holders: list[Any] = field(default_factory=list)  # storages that outlive the trace and carry a cell
+    rounding: int = 1  # the allocator rounds sizes up to multiples of this
+    holders: list[Any] = field(default_factory=list)  # storages with a cell that outlive the trace
     closed: bool = False
-    key: str = "_tightfit_dry"  # the attribute of storages under which the cells lie
+    key: str = "_tightfit_dry"  # the attribute of storages that holds the cell
 
     def cell_of(self, tensor: torch.Tensor) -> Cell | None:
-        """The cell that this ledger laid on the tensor's storage."""
+        """The cell that this ledger attached to the tensor's storage, if any."""
         cell = tensor.untyped_storage().__dict__.get(self.key)
         return cell if cell is not None and cell.ledger is self else None
 
     def track(self, tensor: torch.Tensor, *, known: bool, operator: int | None, forward: bool = False) -> Cell:
-        """The cell of the tensor's storage, made at first sight."""
+        """The cell of the tensor's storage, made if there is none."""
         storage = tensor.untyped_storage()
         cell = self.cell_of(tensor)
         if cell is None:
@@ -79,32 +81,33 @@ class Ledger:
         return cell
 
     def announce(self, tensor: torch.Tensor, category: Category, *, known: bool, name: str = "") -> None:
-        """Enter a tensor that is there before the step begins and after it ends."""
+        """Enter a tensor that exists before the step begins and after it ends."""
         self.track(tensor, known=known, operator=None)
         self.holders.append(tensor.untyped_storage())
         self.label(tensor, category, name)
 
     def new_value(self, cell: Cell, operator: int | None) -> int:
-        """The storage holds something new from now on."""
+        """Register a new content of the storage, and return its index."""
         cell.value = len(self.values)
         self.values.append(ValueEntry(cell.index, operator))
         return cell.value
 
     def release(self, index: int) -> None:
-        if not self.closed:
+        """Note that a storage was freed."""
+        if not self.closed:  # storages of the user's may be freed long after the trace
             entry = self.entries[index]
             entry.died = self.now + 1
             self.live_bytes -= entry.bytes
 
     def label(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
-        """Say what a storage is for, whenever that becomes clear."""
+        """Set the category and the name of a storage, unless it has a category."""
         cell = self.cell_of(tensor)
         if cell is not None and self.entries[cell.index].category is None:
             self.entries[cell.index].category = category
             self.entries[cell.index].name = name
 
     def on_host(self, tensor: torch.Tensor) -> None:
-        """The tensor lies in host memory, where the device's is counted."""
+        """Do not count a tensor that is in host memory while the device's memory is counted."""
         cell = self.cell_of(tensor)
         if cell is not None:
             entry = self.entries[cell.index]
@@ -112,12 +115,12 @@ class Ledger:
             entry.bytes = 0
 
     def reserve(self, size: int, category: Category) -> None:
-        """Count memory that is held all the time without being there."""
+        """Count memory that is held during the whole step, without a tensor."""
         self.entries.append(Entry(size, None, 0, False, category=category))
         self.live_bytes += size
 
     def begin_again(self) -> None:
-        """Count from here: what is alive now was there before."""
+        """Start the record here. Storages that are alive now count as existing before the step."""
         self.now = 0
         for entry in self.entries:
             entry.born = 0
@@ -127,18 +130,18 @@ class Ledger:
                 entry.died = 0
 
     def close(self) -> None:
-        """Take the cells off the storages that live on."""
+        """Remove the cells from the storages that outlive the trace."""
         self.closed = True
         for storage in self.holders:
             self.take_off(storage)
         self.holders.clear()
 
     def take_off(self, storage: torch.UntypedStorage) -> None:
-        """Leave a storage as it was before this ledger saw it."""
+        """Remove this ledger's cell from a storage."""
         storage.__dict__.pop(self.key, None)
 
     def storage_records(self, backward_start: int) -> tuple[StorageRecord, ...]:
-        """What came out of forward (or recomputation) and was still there for backward is an activation."""
+        """The records of all storages. `backward_start` is the first backward operator."""
         return tuple(
             StorageRecord(
                 entry.bytes,
@@ -155,6 +158,7 @@ class Ledger:
 
     @staticmethod
     def _guess(entry: Entry, backward_start: int) -> Category:
+        # Allocated in forward (or recomputation) and still held in backward: an activation. Else scratch memory.
         outlives = entry.died is None or entry.died > max(backward_start, entry.born + 1)
         return Category.ACTIVATION if entry.forward and outlives else Category.WORKSPACE
 
@@ -163,5 +167,5 @@ class Ledger:
 
 
 def _on_host() -> bool:
-    """Whether a tensor made now lies in host memory, while the memory of another device is counted."""
+    """Whether a tensor made now is in host memory while a device's memory is counted."""
     return now.host > 0 and now.playing_cuda

@@ -1,6 +1,4 @@
-"""Which module an operator belongs to: in forward the innermost one running, in backward that of the forward
-operator.
-"""
+"""Finds the module of each operator: in forward the innermost running one, in backward that of the forward operator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +15,10 @@ from tightfit.tracing.record import ModuleCall, Phase
 
 
 class ModuleTracker:
-    """Follows forwards by global hooks, and backwards by the sequence numbers that autograd gives its nodes.
+    """Follows forwards by global hooks, and backwards by the sequence numbers of autograd's nodes.
 
-    `calls` are the forwards that ran, `open_calls` those that are running, by their places in `calls`. Time is what
-    `clock` says: the number of operators so far.
+    `calls` are the forwards so far. `open_calls` are the running ones, as indices into `calls`. `clock` returns the
+    time: the number of operators so far.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,7 +43,7 @@ class ModuleTracker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, modules are not followed: what runs belongs to the one that is running."""
+        """A context in which modules are not followed: all operators belong to the module that runs now."""
         self.__exit__()
         try:
             yield
@@ -53,7 +51,7 @@ class ModuleTracker:
             self.__enter__()
 
     def begin_again(self) -> None:
-        """Forget the calls so far: what is recorded starts here."""
+        """Forget the calls so far, and start to record here."""
         self.calls.clear()
         self.by_sequence.clear()
 
@@ -66,7 +64,7 @@ class ModuleTracker:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
-        if self.open_calls:  # a call that had begun before the watching did is on the stack only
+        if self.open_calls:  # the monitor may begin inside a model's call, which is then on the stack only
             number = self.open_calls.pop()
             self.calls[number] = self.calls[number]._replace(end=self.clock())
 
@@ -79,23 +77,24 @@ class ModuleTracker:
         return self.open_calls[-1] if self.open_calls else -1
 
     def phase(self, phase: Phase) -> Phase:
-        """The phase of the operator that is running in a part of the step. A forward inside backward is somebody's
-        checkpoint; a loss may take gradients too, whose backward is one although the step's has not begun.
-        """
+        """The phase of the running operator, given the part of the step."""
+        # A loss may compute gradients itself. That is backward, although the step's own backward has not begun: counted
+        # as forward, everything that it reads would look held.
         if phase is Phase.FORWARD and now.region is None and current_node() is not None:
             phase = Phase.BACKWARD
+        # A module's forward inside backward is a checkpoint of the model's own.
         return Phase.RECOMPUTE if phase is Phase.BACKWARD and self.stack else phase
 
     def attribute(self, phase: Phase) -> tuple[str, int]:
-        """The module of the operator that is running, and its call."""
+        """The path of the running operator's module, and its call."""
         node = current_node()
         if node is None and not self.stack and phase is not Phase.FORWARD:
             return "", -1
-        # The node of a differentiable operator is made before the operator runs, and numbered one below the next.
+        # Autograd makes the node of a differentiable operator before the operator runs, so it is the newest one.
         if node is None or self.stack:
             here = self.by_sequence[newest_sequence_number()] = self.current, self.current_call
             return here
         here = self.by_sequence.get(node._sequence_nr(), ("", -1))
-        if torch.is_grad_enabled():  # a gradient of gradients follows
+        if torch.is_grad_enabled():  # with `create_graph`, backward makes nodes for a second backward
             self.by_sequence.setdefault(newest_sequence_number(), here)
         return here

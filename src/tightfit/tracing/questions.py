@@ -1,7 +1,7 @@
-"""Questions that a step asks of data that a dry run does not have, and the documented answers.
+"""Answers reads of numbers that a dry run does not have, and records them as assumptions.
 
-A number read from an unknown float is 1.0 (a loss, a norm: finite and ordinary), from an unknown integer 0, from an
-unknown truth value False (nothing overflowed, nothing is NaN); two unknown tensors are not equal.
+A number read from an unknown float tensor is 1.0 (a loss or a norm: finite and ordinary). From an integer tensor it is
+0. From a boolean tensor it is False (no overflow, no NaN). Two unknown tensors are not equal.
 """
 
 import sys
@@ -25,14 +25,14 @@ class Answer:
 
 
 class Questions:
-    """Answers, and remembers what was asked where."""
+    """Answers questions, and records each one with its module and its line."""
 
     def __init__(self, modules: ModuleTracker):
         self.modules = modules
         self.asked: dict[tuple[str, str], Assumption] = {}
 
     def ask(self, func: Any, args: tuple) -> Answer | None:
-        """The documented answer, if this operator takes a number out of a tensor."""
+        """The documented answer if this operator reads a number from a tensor, else None."""
         if func is aten._local_scalar_dense.default:
             source = args[0]
             value: Any = UNKNOWN_FLOAT if source.is_floating_point() else False if source.dtype == torch.bool else 0
@@ -49,7 +49,7 @@ class Questions:
 
 
 def calling_line() -> str:
-    """File and line of the innermost frame that is the user's: neither PyTorch's nor this package's."""
+    """File and line of the innermost frame outside of PyTorch and this package: the user's code."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

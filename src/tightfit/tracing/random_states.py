@@ -1,7 +1,7 @@
-"""In a dry run: the states of the CPU's random generator that a step asks for.
+"""Counts the states of the CPU's random generator that a step requests in a dry run.
 
-`torch.get_rng_state` takes memory of the allocator, 5 kB, and no operator shows it. `torch.utils.checkpoint` holds one
-from each forward to its backward, and another one while it runs that forward again.
+`torch.get_rng_state` allocates 5 kB, and no operator shows it. `torch.utils.checkpoint` holds one state from each
+forward to its backward, and another one while it runs that forward again.
 """
 
 import threading
@@ -15,7 +15,10 @@ from tightfit.tracing.dry_run import DryRun
 
 
 class _Counting:
-    """`torch.get_rng_state` that tells the dry run of its thread, in place while there is one in any thread."""
+    """A replacement of `torch.get_rng_state` that reports each state to its thread's dry run.
+
+    It is installed while any thread has a dry run.
+    """
 
     def __init__(self):
         self._real: Callable[[], torch.Tensor] = torch.get_rng_state
@@ -47,7 +50,7 @@ _counting = _Counting()
 
 @contextmanager
 def random_states_counted(dry: DryRun) -> Iterator[None]:
-    """Inside, each state that this thread asks for is a storage of the dry run for as long as somebody holds it."""
+    """A context in which each state that this thread requests is a storage of the dry run until it is freed."""
 
     def asked(state: torch.Tensor) -> None:
         with host_memory():

@@ -1,7 +1,7 @@
-"""In a dry run: reading a tensor's numbers behind the dispatcher's back (numpy, DLPack, a list, its text).
+"""Answers reads of a tensor's numbers that bypass the dispatcher in a dry run: numpy, DLPack, lists, text.
 
-What is read of an unknown tensor is the documented answer (`tracing/questions.py`) where that is small. Where it is
-large it is refused by line: behind an unbacked tensor there is no memory.
+A read of a small unknown tensor gets the documented answer (`tracing/questions.py`). A read of a large one is refused
+with its line, because an unbacked tensor has no memory to read.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ _READERS = ("numpy", "tolist", "__array__", "__dlpack__")
 
 @contextmanager
 def reads_answered(dry: DryRun) -> Iterator[None]:
-    """Inside, nobody reads memory that is not there: arrays and lists hold answers, texts leave the numbers out."""
+    """A context in which arrays and lists of unknown tensors contain the documented answers, and texts no numbers."""
     tensor: Any = torch.Tensor
     before = {name: tensor.__dict__.get(name) for name in _READERS}
     for name in _READERS:
@@ -45,11 +45,11 @@ def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[...
         if self.numel() > KNOWN_LIMIT:
             raise TraceError(
                 f"{calling_line()}: Tensor.{name} of a tensor of {tuple(self.shape)} cannot be run dry: a dry run does "
-                "not compute its numbers: leave that out of the step"
+                "not compute its numbers: remove this call from the step"
             )
         value = UNKNOWN_FLOAT if self.is_floating_point() or self.is_complex() else 0
         dry.questions.note("numbers read from a tensor", repr(value))
-        with no_modes():
+        with no_modes():  # the assumed tensor is not the step's, and must not be counted
             assumed = torch.full(self.shape, value, dtype=self.dtype)
         return read(assumed, *args, **kwargs)
 
@@ -62,5 +62,5 @@ def _is_unknown(dry: DryRun, tensor: torch.Tensor) -> bool:
 
 
 def _text(tensor: torch.Tensor) -> str | None:
-    """What is written in the place of an unbacked tensor's numbers."""
+    """The text in place of an unbacked tensor's numbers; None for other tensors."""
     return "..." if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_unbacked(tensor) else None

@@ -1,6 +1,6 @@
-"""What a dry step leaves behind: operators, storages and the level of memory over time, as plain data.
+"""The record of a dry step: operators, storages and the level of memory over time, as plain data.
 
-Time is counted in operators: operator i runs at time i. A storage born at i takes part in operator i and in all later
+Time is counted in operators: operator i runs at time i. A storage born at i is allocated in operator i and in all later
 ones before `died`.
 """
 
@@ -22,7 +22,7 @@ class Phase(enum.StrEnum):
 
 
 class Category(enum.StrEnum):
-    """What a storage is for."""
+    """The purpose of a storage."""
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"
@@ -33,8 +33,8 @@ class Category(enum.StrEnum):
 
 
 class ModuleCall(NamedTuple):
-    """One forward of a module: its path, the call that it was made in (its place among the calls; -1 for none), and
-    its operators, half open.
+    """One forward of a module: its path, the index of the call from which it was called (-1 for none), and its range of
+    operators, half open.
     """
 
     path: str
@@ -47,9 +47,9 @@ class ModuleCall(NamedTuple):
 class OperatorRecord:
     """One operator call.
 
-    `module` is the path of the innermost module, in backward that of the forward operator whose gradient this is.
-    `region` and `occurrence` are those of a watched block (see `tightfit.runtime.activity`). `reads` and `makes` are
-    indexes of values, so that a block's operators form a graph.
+    `module` is the path of the innermost module; in backward, the module of the forward operator whose gradient this
+    is. `region` and `occurrence` are those of an observed block (see `tightfit.runtime.activity`). `reads` and `makes`
+    are indices of values, so the operators of a block form a graph.
     """
 
     name: str
@@ -61,23 +61,23 @@ class OperatorRecord:
     occurrence: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    chooses: bool  # its results are indexes: routing, sorting
-    copied_bytes: int = 0  # a lever's copy out of the memory that is counted, or back
-    executor_seconds: float = 0.0  # of `seconds`: what noting or running it again takes beside the kernel
-    call: int = -1  # the call of `module` that it belongs to, by its place in `StepTrace.calls`
+    chooses: bool  # its results are indices: routing, sorting
+    copied_bytes: int = 0  # of a lever's copy out of the counted memory, or back
+    executor_seconds: float = 0.0  # the part of `seconds` in which the executor records or replays, without the kernel
+    call: int = -1  # the call of `module` that it belongs to, as an index into `StepTrace.calls`
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """One block of memory, from its allocation to its release. `died` is None for what outlives the step.
+    """One block of memory, from its allocation to its release. `died` is None if it outlives the step.
 
-    `shape` and `dtype` are those of the tensor that it was first seen under; `name` that of a parameter, buffer,
-    gradient or optimizer state.
+    `shape` and `dtype` are those of the first tensor seen over it. `name` is the name of a parameter, buffer, gradient
+    or optimizer state.
     """
 
     bytes: int
     category: Category
-    operator: int | None  # the operator that made it; None for what was there before
+    operator: int | None  # the operator that allocated it; None if it existed before the step
     born: int
     died: int | None
     shape: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class ValueRecord:
-    """The content of a storage between two writes; `saved` tells that autograd holds it for backward."""
+    """The content of a storage between two writes. `saved` says that autograd saves it for backward."""
 
     storage: int
     operator: int | None
@@ -96,7 +96,7 @@ class ValueRecord:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A question the step asked of data that a dry run does not have, and the answer it was given."""
+    """A number that the step read and a dry run does not have, and the assumed answer."""
 
     question: str
     module: str
@@ -107,7 +107,7 @@ class Assumption:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One training step, run dry."""
+    """The record of one training step, run dry."""
 
     operators: tuple[OperatorRecord, ...]
     storages: tuple[StorageRecord, ...]
@@ -115,21 +115,21 @@ class StepTrace:
     levels: tuple[int, ...]  # bytes in use while operator i runs, its workspace included
     starts: tuple[int, ...]  # bytes in use when operator i starts, before it allocates anything
     assumptions: tuple[Assumption, ...]
-    loop_repeats: int = 1  # how often the traced micro-batch stands for more of the same (accumulation)
+    loop_repeats: int = 1  # the number of micro-batches that the last traced one represents
     repeated: tuple[int, int] = field(default=(0, 0))  # first and last operator of the last traced micro-batch
     with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
     calls: tuple[ModuleCall, ...] = ()  # every forward of a module, in the order in which they began
     gradients_before: tuple[str, ...] = ()  # names of the parameters that have a gradient when the step begins
-    reserved_bytes: int | None = None  # what CUDA's allocator holds of the device at most; None on a CPU
+    reserved_bytes: int | None = None  # the peak of CUDA's reserved memory; None on a CPU
 
     @property
     def peak_depends_on_data(self) -> bool:
-        """Whether sizes in this trace rest on assumed numbers."""
+        """Whether sizes in this trace depend on assumed numbers."""
         return any(assumption.moves_peak for assumption in self.assumptions)
 
     @cached_property
     def peak_index(self) -> int:
-        """The operator that is running at the peak."""
+        """The index of the operator that runs at the peak."""
         return max(range(len(self.levels)), key=self.levels.__getitem__)
 
     @cached_property
@@ -144,7 +144,8 @@ class StepTrace:
 
     @cached_property
     def end_of_forward(self) -> int:
-        """Where the last traced micro-batch's forward has ended: a loss that takes gradients runs backward before."""
+        """The operator after the last forward operator of the last traced micro-batch."""
+        # Not the first backward operator: a loss that computes gradients (a gradient penalty) runs backward before it.
         first, last = self.repeated
         return next((i + 1 for i in range(last - 1, first - 1, -1) if self.operators[i].phase is Phase.FORWARD), first)
 

@@ -1,6 +1,6 @@
-"""A dispatch mode that records what runs: operators with their prices, the storages they make, the level of memory.
+"""A dispatch mode that records operators with their prices, the storages that they allocate, and the level of memory.
 
-Whether a step runs dry (`tracing/dry_run.py`) or for real (`monitoring/real_run.py`), this is its bookkeeping.
+Dry runs (`tracing/dry_run.py`) and observed real steps (`monitoring/real_run.py`) share this bookkeeping.
 """
 
 import functools
@@ -28,19 +28,19 @@ OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tupl
 
 
 def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
-    """The cost of an operator where nobody asked for seconds."""
+    """The cost of an operator in a run that needs no seconds."""
     return 0.0
 
 
 @dataclass(frozen=True)
 class ExecutorCost:
-    """Seconds that the recompute executor takes, beside the kernel, for an operator that it notes, or runs again."""
+    """The recompute executor's own seconds, without the kernel, for an operator that it records or replays."""
 
     recorded: float = 0.0
     replayed: float = 0.0
 
     def seconds(self) -> float:
-        """For the operator that runs now."""
+        """The executor's seconds for the operator that runs now."""
         return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
 
 
@@ -48,7 +48,7 @@ NO_EXECUTOR_COST = ExecutorCost()
 
 
 class Recording(TorchDispatchMode):
-    """Fills a `Ledger` and a list of operators; what an operator gives is for the classes made of this one."""
+    """Fills a `Ledger` and a list of operators. Subclasses say how operators run."""
 
     def __init__(
         self,
@@ -65,25 +65,27 @@ class Recording(TorchDispatchMode):
         self.cost = cost
         self.workspace = workspace
         self.phase = Phase.FORWARD
-        self.questions = Questions(modules)  # a step that really runs asks none: its numbers are known
+        self.questions = Questions(modules)  # stays empty in a real step, whose numbers are known
         self.operators: list[OperatorRecord] = []
         self.levels: list[int] = []
         self.starts: list[int] = []
         self.with_gradient: tuple[str, ...] = ()
         self.gradients_before: tuple[str, ...] = ()
         self._costs: dict[Any, tuple[float, int]] = {}
-        self._sum: tuple[int, int] | None = None  # a sum of gradients just made: its left operand, when
+        self._sum: tuple[int, int] | None = None  # the last sum of gradients: its left operand's storage, its time
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and a wrapper's frames would stand between us and our caller
+        # PyTorch would wrap `__torch_dispatch__` in two frames otherwise, and `_called_by_engine` would never see the
+        # engine's frame (docs/lab-notes.md, "The engine's frames").
+        return False
 
     def see(self, tensor: torch.Tensor) -> Cell:
-        """The cell of a tensor's storage; one that nobody announced was there before."""
+        """The cell of a tensor's storage. A storage without one existed before the step."""
         raise NotImplementedError  # whether its numbers are known differs between a dry run and a real one
 
     def begin_again(self) -> None:
-        """Forget the operators so far: what is recorded starts here."""
+        """Forget the operators so far and start to record here."""
         self.settle_sum()
         for recorded in (self.operators, self.levels, self.starts):
             recorded.clear()
@@ -109,7 +111,7 @@ class Recording(TorchDispatchMode):
     def account(
         self, traits: Traits, args: tuple, kwargs: dict, out: Any, index: int, *, known: bool
     ) -> tuple[int, ...]:
-        """Enter fresh storages and new values. Returns the values that this operator made."""
+        """Enter new storages and new values. Returns the values that this operator made."""
         made = []
         if traits.written:
             for target in instances(torch.Tensor, written_arguments(traits, args, kwargs)):
@@ -150,7 +152,7 @@ class Recording(TorchDispatchMode):
         makes: tuple[int, ...] = (),
         copied_bytes: int = 0,
     ) -> None:
-        """Enter something that is no operator of PyTorch's and makes no storage, after `begin`."""
+        """Enter an event that is no operator of PyTorch and allocates nothing. Call it after `begin`."""
         phase = Phase.RECOMPUTE if now.recomputing else self.phase
         module, call = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes)
@@ -174,8 +176,9 @@ class Recording(TorchDispatchMode):
             )
         return price
 
-    # Autograd's own in-place operators: it adds into a gradient that nobody else holds, and scatters into fresh zeros,
-    # in place; but not under a dispatch mode. A view's memory is held by its base too.
+    # Autograd's own in-place operators. It adds into a gradient that nothing else holds, and scatters into new zeros,
+    # in place. Under a dispatch mode it does both out of place, which makes peaks up to 8% too high (Mamba, MusicGen).
+    # A view's base holds the memory as well, so autograd does not add into a view.
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
         is_sum = traits.name in ADDED_IN_PLACE and self.phase is Phase.BACKWARD and _called_by_engine()
@@ -183,7 +186,7 @@ class Recording(TorchDispatchMode):
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
 
     def settle_sum(self) -> None:
-        """If the left operand was released right after the sum, the real step adds in place: no second buffer."""
+        """Count the last sum in place if its left operand was freed right after it, as the real step would run it."""
         if self._sum is None:
             return
         left, when = self._sum
@@ -196,14 +199,15 @@ class Recording(TorchDispatchMode):
 
 @functools.cache
 def answers_itself(kind: type) -> bool:
-    """Whether a class of tensors has operators of its own, such as quantised states or gradients on the host."""
+    """Whether a class of tensors implements `__torch_dispatch__`: quantised states, gradients on the host."""
     return kind.__torch_dispatch__ is not no_torch_dispatch
 
 
 def _called_by_engine() -> bool:
-    """Whether the operator was issued by autograd's engine itself, not by Python code that runs in backward."""
+    """Whether autograd's engine itself called the operator, and not Python code that runs in backward."""
+    # Python code in backward (a custom Function) runs the same operators out of place in the real step too.
     frame = sys._getframe(1)
     while frame.f_code.co_name != "__torch_dispatch__":
         assert frame.f_back is not None, "only a mode asks"
         frame = frame.f_back
-    return frame.f_back is not None and frame.f_back.f_code is ENGINE_CODE  # a thread of the engine's has no frame
+    return frame.f_back is not None and frame.f_back.f_code is ENGINE_CODE  # a device thread of the engine has no frame

@@ -1,4 +1,4 @@
-"""Puts everything back that a dry step moved: gradients, attributes, containers, random states, version counters."""
+"""Restores everything that a dry step changed: gradients, attributes, containers, random states, version counters."""
 
 import random
 import types
@@ -16,14 +16,14 @@ from tightfit.runtime.module_paths import named_modules
 
 _MUTABLE = (dict, list, set, deque)
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
-_DEPTH = 4  # how deep below a module's attribute plain containers and objects are remembered
+_DEPTH = 4  # levels of containers and objects below a module's attribute that are saved
 
 
 @contextmanager
 def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
-    """Inside, the model may be run; afterwards it is as it was, and so are the random generators, its own too.
+    """A context in which the model may run. Afterwards the model and all random generators are restored.
 
-    The data of tensors is not covered: the dry run restores what it writes.
+    The data of tensors is not restored here: the dry run restores what it writes.
     """
     attributes = attributes_of(model)
     watched = [*model.parameters(), *model.buffers(), *tensors]
@@ -46,12 +46,12 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
 
 
 def attributes_of(model: nn.Module) -> "Contents":
-    """The attributes of every module of a model, with the contents of the containers and objects they hold."""
+    """The saved attributes of every module of a model, with the contents of containers and objects in them."""
     return Contents(module.__dict__ for _, module in named_modules(model))
 
 
 class Contents:
-    """What containers hold, and the containers in them; with `in_objects`, the attributes of objects in them too."""
+    """The saved contents of containers, nested ones too. With `in_objects`, also the attributes of objects in them."""
 
     def __init__(self, containers: Iterable[Any], in_objects: bool = True):
         self.contents: list[tuple[Any, Any]] = []
@@ -78,6 +78,7 @@ class Contents:
             self._remember(item.__dict__, depth + 1)
 
     def restore(self) -> None:
+        """Restore the contents of all containers that changed."""
         for generator, state in self.generators:
             set_state(generator, state)
         for item, content in self.contents:
@@ -116,7 +117,7 @@ def repeat_change(item: Any, before: Any, after: Any) -> None:
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator of PyTorch's, numpy's or Python's."""
+    """The state of a random generator of PyTorch, numpy or Python."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, numpy.random.Generator):
@@ -125,7 +126,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Put a state back that `state_of` returned."""
+    """Set a generator to a state that `state_of` returned."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, torch.Generator | numpy.random.RandomState):
@@ -135,7 +136,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _has_state(item: Any) -> bool:
-    """A plain object whose attributes may change: no tensor, no module (these are visited on their own), no class."""
+    """Whether an item is a plain object whose attributes may change: no tensor, module, class or function."""
     return hasattr(item, "__dict__") and not isinstance(
         item, torch.Tensor | nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType
     )

@@ -1,4 +1,4 @@
-"""The operators for which a dry run needs more than their meta kernel: short, and each with its reason."""
+"""The operators for which a dry run needs more than their meta kernel, each with its reason."""
 
 import enum
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from tightfit.tracing.unbacked import unbacked_tensor
 
 aten = torch.ops.aten
 
-# An index with a boolean mask has as many rows as the mask has true entries: the mask is known data, so it is asked.
+# An index by a boolean mask has as many rows as the mask has true entries. A mask is usually known data, so it is read.
 INDEXING = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
      aten._unsafe_index.Tensor}
 )  # fmt: skip
 
-# Operators whose integer results come from the values of their input, and the argument whose size along `dim`
-# bounds them.
+# Operators whose integer results depend on the values of their input. Each with the position and the default of its
+# argument `dim`: the input's size along it bounds the results.
 CHOOSING = {
     aten.topk.default: (2, -1),
     aten.sort.default: (1, -1),
@@ -32,7 +32,7 @@ CHOOSING = {
 }
 
 
-# What autograd's formulas do in place when no dispatch mode is on (`areAnyTensorSubclassLike` in
+# Operators that autograd's formulas run in place, but out of place under a dispatch mode (`areAnyTensorSubclassLike` in
 # ATen/native/TensorAdvancedIndexing.cpp and ReduceOps.cpp; `accumulate` in torch/csrc/autograd/input_buffer.cpp).
 ADDED_IN_PLACE = frozenset(
     {
@@ -46,7 +46,7 @@ ADDED_IN_PLACE = frozenset(
 )
 
 
-# Elementwise losses whose reduced result keeps the memory of the unreduced one: it is resized, not made anew. Source:
+# Elementwise losses whose reduced result keeps the memory of the unreduced one, because it is resized in place. Source:
 # `TORCH_META_FUNC(mse_loss)`, ATen/native/BinaryOps.cpp and Loss.cpp.
 REDUCED_IN_PLACE = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default})
 
@@ -60,7 +60,7 @@ def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.T
 
 
 class Routing(enum.Enum):
-    """What is assumed of choices that depend on numbers which a dry run does not have: the experts of a router."""
+    """Assumptions about choices that depend on unknown numbers, such as the experts that a router chooses."""
 
     BALANCED = "a balanced choice"
     FIRST = "the first for nearly all"
@@ -69,14 +69,14 @@ class Routing(enum.Enum):
     ONLY_LAST = "the last for all"
 
 
-# A loop over experts holds the most either while its largest one runs, or while the small ones before it in backward
-# are done and the largest is still held; and more if the others have some tokens and so gradients, unless it runs those
-# without tokens too.
+# A loop over experts has its peak in one of two places: while the expert with the most tokens runs, or in backward,
+# when the small experts before it are done and its activations are still held. Experts with a few tokens add their
+# gradients to that. Experts without tokens add gradients only if the loop runs them too.
 ONE_SIDED = (Routing.FIRST, Routing.LAST, Routing.ONLY_FIRST, Routing.ONLY_LAST)
 
 
 def assumed_choice(routing: Routing, shape: torch.Size, bound: int) -> torch.Tensor:
-    """Indexes below `bound` of a shape; the last dimension holds the choices of one row where there are several."""
+    """Indexes below `bound`, int64 of a shape (..., k): the last dimension holds the k choices of one row."""
     if routing is Routing.BALANCED:
         return balanced_choice(shape.numel(), bound).view(shape)
     several = shape[-1] if len(shape) > 1 else 1
@@ -94,12 +94,13 @@ def assumed_choice(routing: Routing, shape: torch.Size, bound: int) -> torch.Ten
 
 
 def balanced_choice(count: int, bound: int) -> torch.Tensor:
-    """Indexes below `bound`, each about equally often and neighbours apart: what a balanced router would choose."""
+    """Indexes below `bound`, each about equally often, as a balanced router would choose them."""
+    # A prime stride: neighbouring rows choose different experts, and k neighbours never choose one twice.
     return (torch.arange(count) * 7919) % max(bound, 1)
 
 
 def choice_bound(operator: Any, args: tuple) -> int:
-    """How many choices an operator of `CHOOSING` had."""
+    """The number of candidates among which an operator of `CHOOSING` chooses."""
     position, default = CHOOSING[operator]
     dim = default if position is None or position >= len(args) else args[position]
     source = args[0]
@@ -109,7 +110,7 @@ def choice_bound(operator: Any, args: tuple) -> int:
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    # The meta kernel takes bf16 only; the real one pads rows to 16 bytes.
+    # PyTorch's meta kernel accepts bf16 only. The real kernel pads rows to 16 bytes, which decides the memory.
     dtype = out_dtype or a.dtype
     if offs is not None and a.dim() == 2 and b.dim() == 2:
         shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
@@ -125,7 +126,7 @@ def _grouped_mm(
 
 
 def _nonzero(source: torch.Tensor) -> torch.Tensor:
-    # How many entries of an unknown tensor are not zero cannot be known: all of them.
+    # The number of nonzero entries of an unknown tensor is unknown. Assume all of them, the worst case.
     return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device="meta")
 
 
@@ -136,7 +137,7 @@ def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _fused_rms_norm(
     source: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # It has no meta kernel. The reciprocal of the root is kept in fp32 for 16-bit inputs (layer_norm_kernel.cu).
+    # It has no meta kernel. For 16-bit inputs the reciprocal root is saved in fp32 (layer_norm_kernel.cu).
     kept = source.dim() - len(normalized_shape)
     dtype = torch.float32 if source.dtype.itemsize == 2 else source.dtype
     shape = (*source.shape[:kept], *(1 for _ in normalized_shape))
@@ -157,8 +158,8 @@ def _meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 def _ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # It has no meta kernel. Beside the losses it keeps, for each frame, a sum for each of the longest target's labels
-    # and the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
+    # It has no meta kernel. Besides the losses it saves, for each frame, a sum for each label of the longest target and
+    # for the blanks around them (`ctc_loss_allocate_outputs`, ATen/native/LossCTC.cpp; LossCTC.cu).
     length, batch, _ = log_probs.shape
     labels = 2 * max(target_lengths, default=0) + 1
     return _meta((batch,), log_probs.dtype), _meta((batch, length, labels), log_probs.dtype)
@@ -168,11 +169,11 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
     return torch.empty_like(log_probs)
 
 
-# Operators whose results' sizes depend on the numbers in these arguments: lengths, known as a rule.
+# Operators whose results' sizes depend on numbers in these arguments: lengths, which are usually known.
 LENGTHS = {aten._ctc_loss.Tensor: (2, 3)}
 
-# Operators whose results are imagined even where their inputs are small and known: CUDA's, which no CPU can compute,
-# and those that are given numbers for tensors.
+# Operators that are never computed, even if their inputs are small and known: those of CUDA, which have no CPU kernel,
+# and those whose tensors of lengths were replaced by numbers.
 NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD, *LENGTHS}) | frozenset(
     getattr(aten, name).default
     for name in (

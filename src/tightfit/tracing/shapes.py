@@ -1,4 +1,4 @@
-"""What an operator would return: shapes, strides and dtypes from its meta kernel, remembered by signature."""
+"""Infers an operator's results: shapes, strides and dtypes from its meta kernel, cached by signature."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ from torch.utils._pytree import tree_map_only
 from tightfit.tracing.rules import SHAPE_RULES
 from tightfit.tracing.unbacked import unbacked_tensor
 
-# What is computed for real if its inputs are known: floating-point tensors up to so many elements, ...
+# A dry run computes operators on known inputs for real up to these sizes: elements of floating-point tensors, ...
 KNOWN_LIMIT = 1 << 16
-# ... what integers give up to so many bytes, such as the mask of 11,000 x 11,000 tokens, ...
+# ... bytes of booleans, such as a mask of 11,000 x 11,000 tokens, ...
 LARGEST_KNOWN = 1 << 27
-# ... and integers up to so many, such as a router's one-hot choice of 8 of 128 experts for 32,768 tokens: a choice that
-# is not known is assumed to send every token to every expert.
+# ... and bytes of integers, such as a router's one-hot choice of 8 of 128 experts for 32,768 tokens. An unknown choice
+# is assumed to send every token to every expert.
 LARGEST_INTEGERS = 1 << 28
 
 
@@ -39,13 +39,13 @@ class TensorShape(NamedTuple):
 
     @property
     def is_vast(self) -> bool:
-        """Whether a result of this shape is not computed, although its inputs are known integers."""
+        """Whether a result of this shape is too large to compute, even from known integers."""
         is_number = not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool)
         return self.bytes > (LARGEST_INTEGERS if is_number else LARGEST_KNOWN)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether `Tensor.contiguous` gives the tensor itself; else it copies."""
+        """Whether `Tensor.contiguous` returns the tensor itself. Otherwise it copies."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -54,15 +54,13 @@ class TensorShape(NamedTuple):
         return True
 
     def unbacked(self) -> torch.Tensor:
-        """A tensor of this shape on the CPU whose memory is not there, marked so."""
+        """An unbacked CPU tensor of this shape."""
         return unbacked_tensor(self.shape, self.stride, self.dtype)
 
 
 def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:
-    """A hashable key for a call: two calls of one key have results of the same shapes, strides and dtypes.
-
-    The default dtype decides what an operator makes that is given no floating-point tensor and no dtype.
-    """
+    """A hashable key for a call. Calls with the same key have results of the same shapes, strides and dtypes."""
+    # With the default dtype: it is the result's dtype if a call has no floating-point tensor and no dtype.
     return (operator, signature(args), signature(kwargs) if kwargs else None, torch.get_default_dtype())
 
 
@@ -81,23 +79,24 @@ _remembered: dict[Any, Any] = {}
 
 
 def result_shapes(operator: Any, args: tuple, kwargs: dict, key: Any, is_number: Callable[[torch.Tensor], bool]) -> Any:
-    """The operator's results with a `TensorShape` in the place of each tensor. Nothing is computed.
+    """The operator's results with a `TensorShape` in place of each tensor. Nothing is computed.
 
-    `is_number` tells which tensors are known single numbers: they take part as they are, since whether Python wrapped
-    them decides the result's dtype.
+    `is_number` says which tensors are known single numbers. The meta kernel gets these tensors themselves, because the
+    result's dtype depends on whether Python wrapped them.
     """
     shapes = _remembered.get(key)
     if shapes is None:
         try:
             results = on_meta(operator, args, kwargs, is_number)
         except RuntimeError:
-            results = on_meta(operator, args, kwargs, lambda tensor: False)  # some meta kernels insist on one device
+            # Some meta kernels require all tensors on one device, zero-dimensional CPU tensors too.
+            results = on_meta(operator, args, kwargs, lambda tensor: False)
         shapes = _remembered[key] = tree_map_only(torch.Tensor, TensorShape.of, results)
     return shapes
 
 
 def on_meta(operator: Any, args: tuple, kwargs: dict, is_number: Callable[[torch.Tensor], bool]) -> Any:
-    """Run the operator's meta kernel, or our own rule where it has none that serves."""
+    """Run the operator's meta kernel, or our own rule if it has one in `SHAPE_RULES`."""
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if is_number(tensor):

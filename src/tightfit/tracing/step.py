@@ -36,7 +36,7 @@ from tightfit.tracing.workspace import cpu_workspace
 
 
 class _Phases:
-    """Tells the dry run which part of the step runs."""
+    """An observer of the step that sets the dry run's phase."""
 
     def __init__(self, dry: DryRun):
         self.dry = dry
@@ -59,17 +59,17 @@ def trace_step(
     role: CudaRole | None = None,
     routing: Routing = Routing.BALANCED,
 ) -> StepTrace:
-    """One training step, run dry: the second one, when the optimizer has its states.
+    """Run two training steps dry and return the trace of the second one, in which the optimizer has its states.
 
-    `parts` are the micro-batches, the largest last; `routing` is what is assumed of a router's
-    choices. With a `role`, the CPU plays a CUDA device. Nothing of the model,
-    its gradients, the batch, the optimizer or the random generators is changed. Raises `TraceError` where an
-    operator cannot be run dry.
+    `parts` are the micro-batches, the largest last. `routing` is the assumption about a router's choices. With a
+    `role`, CPU tensors simulate a CUDA device. The model, its gradients, the batch, the optimizer and the random
+    generators do not change. Raises `TraceError` for an operator that cannot run dry.
     """
     settings = settings or StepSettings()
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
     with _dry(model, parts, cost, executor, role, routing) as dry:
         twin = build_optimizer(optimizer, model.parameters())
+        # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
         traced, repeated = representatives(parts, steps_in_backward(twin))
         boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
@@ -78,12 +78,12 @@ def trace_step(
 
 
 def _steps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether a parameter is the optimizer's, whose gradient it drops after each step."""
+    """Whether the optimizer owns a parameter, and so clears its gradient after each step."""
     return any(known is parameter for group in optimizer.param_groups for known in group["params"])
 
 
 def stand_in(dry: DryRun, model: nn.Module, names: Iterable[str]) -> None:
-    """Give parameters a gradient that is there before the step begins."""
+    """Give parameters a gradient without memory that exists before the step begins."""
     for name in names:
         parameter = model.get_parameter(name)
         parameter.grad = TensorShape.of(parameter).unbacked()
@@ -91,12 +91,14 @@ def stand_in(dry: DryRun, model: nn.Module, names: Iterable[str]) -> None:
 
 
 def representatives(parts: Sequence[Part], in_backward: bool) -> tuple[list[Part], int]:
-    """The micro-batches that stand for all, and which of them stands for several.
+    """The micro-batches to trace, and the index of the one that represents several.
 
-    The first finds no gradients, a later one those of its forerunners, and all later ones are alike; but where the
-    optimizer steps in the last one's backward, that one frees gradients which the ones before it keep.
+    The first micro-batch finds no gradients. Every later one finds those of the earlier ones, so one of them represents
+    all.
     """
     if in_backward and len(parts) > 2:
+        # An optimizer that steps in backward does so in the last micro-batch only. That one frees gradients which the
+        # earlier ones keep, so it represents none of them.
         return [parts[-2], parts[-1], parts[-1]], 1
     traced = list(parts[-2:])
     return traced, len(traced) - 1
@@ -115,10 +117,11 @@ def trace_part(
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
 ) -> StepTrace:
-    """Forward and backward of the last micro-batch only, for a planner that compares many: quicker than a whole step.
+    """Trace forward and backward of the last micro-batch only, which is faster than a whole step.
 
-    What the whole step would hold besides is given: the optimizer's states in bytes, and which parameters have a
-    gradient, which is there from the start if micro-batches came before, and which have one when the step begins.
+    The arguments give the rest of the step's memory. `state_bytes` are the optimizer's states. `with_gradient` names
+    the parameters that get a gradient; with several micro-batches it exists from the start. `gradients_before` names
+    the parameters that have a gradient before the step.
     """
     with _dry(model, parts, cost, executor, role) as dry:
         dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
@@ -130,9 +133,9 @@ def trace_part(
 def trace_inference(
     model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, role: CudaRole | None = None
 ) -> StepTrace:
-    """`call(model, batch)` without gradients, run dry: an evaluation, all of it in the phase forward.
+    """Run an evaluation, `call(model, batch)` without gradients, dry. All of it counts as the phase forward.
 
-    Nothing of the model, the batch or the random generators is changed.
+    Does not change the model, the batch or the random generators.
     """
     with _dry(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role) as dry:
         with torch.no_grad():
@@ -150,16 +153,16 @@ def _dry(
     role: CudaRole | None,
     routing: Routing = Routing.BALANCED,
 ) -> Iterator[DryRun]:
-    """A dry run about to begin; everything it touches is put back afterwards."""
+    """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards."""
     batch = list(tensors_in([part.batch for part in parts]))
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
-    if role is not None:
+    if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     plain = plain_tensors(model)
     everything = [*model.parameters(), *model.buffers(), *plain, *batch]
     with (
         aside(),
-        torch.inference_mode(False),  # a step is a training step, wherever it is asked about
+        torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
         everything_restored(model, *batch),
         on_host(everything),
@@ -190,10 +193,10 @@ def _dry(
 
 
 def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
-    """Enter what is there before the step; `plain` are the tensors that modules hold as attributes."""
+    """Enter the tensors that exist before the step. `plain` are those that modules hold as plain attributes."""
     for name, parameter in model.named_parameters():
         for held in memory_of(parameter):
-            known = not parameter.requires_grad and not is_unbacked(held)
+            known = not parameter.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
             ledger.announce(held, Category.PARAMETER, known=known, name=name)
     for name, tensor in model.named_buffers():
         ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor), name=name)
@@ -220,8 +223,12 @@ def run_twice(
     *,
     on_cuda: bool = False,
 ) -> list[int]:
-    """A step to make the states, then the step that is recorded. Returns where its micro-batches begin and end."""
+    """Run a step that makes the optimizer's states, then the step that is recorded.
+
+    Returns the operators at which the micro-batches of the second step begin, and the end of the last one.
+    """
     boundaries: list[int] = []
+    # The first step has no states before its optimizer phase. Every later step does, so the second one is recorded.
     for recorded in (False, True):
         if recorded:
             dry.begin_again()
@@ -231,19 +238,21 @@ def run_twice(
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, key, state in named_states(optimizer):
             dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
+        # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.
         for state in host_states(optimizer) if on_cuda else ():
             dry.ledger.on_host(state)
     return boundaries
 
 
 def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
-    """Forward and backward of each micro-batch. Returns the operator at which each begins, and where the last ends."""
+    """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end."""
     boundaries = [len(dry.operators)]
     for number, part in enumerate(parts, start=1):
         with accumulation() if number < len(parts) else nullcontext():
             forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
+        # Labelled here: the optimizer sets gradients to None, and an offloading one has moved them to the host.
         for name in dry.with_gradient:
             gradient = gradient_memory(model.get_parameter(name))
             if gradient is not None:
@@ -252,7 +261,7 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
 
 
 def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
-    """What the run noted; the micro-batch with the number `repeated` stands for `repeats` of them."""
+    """The trace of a run. The micro-batch with the index `repeated` represents `repeats` micro-batches."""
     dry.settle_sum()
     backward = next((i for i, o in enumerate(dry.operators) if o.phase is Phase.BACKWARD), len(dry.operators))
     return StepTrace(
@@ -272,7 +281,7 @@ def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int
 
 @contextmanager
 def _watching_saves(ledger: Ledger) -> Iterator[None]:
-    """Note which values autograd saves, inside watched blocks."""
+    """Note which values autograd saves inside observed blocks."""
 
     def saved(tensor: Any) -> None:
         cell = ledger.cell_of(tensor)
@@ -288,7 +297,8 @@ def _watching_saves(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _filling_off() -> Iterator[None]:
-    """Deterministic mode fills fresh memory, which would touch what a dry run must not."""
+    """A context without PyTorch's filling of new memory in deterministic mode."""
+    # Filling would write into tensors without memory, and end the process.
     setting: Any = torch.utils.deterministic  # its module object defines the attribute; the stub does not know it
     before = setting.fill_uninitialized_memory
     setting.fill_uninitialized_memory = False

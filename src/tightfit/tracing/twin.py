@@ -1,7 +1,7 @@
-"""Models and batches without memory, on the meta device or fake: run dry as a twin whose memory nobody touches.
+"""Makes twins of models and batches on the meta device, or fake ones, so that they can run dry.
 
-The twin is the same model: its modules are copies, its tensors CPU tensors of the same shapes that hold nothing. So a
-plan that is made with it can be put on the model once that has weights.
+The twin's modules are copies of the model's. Its tensors are unbacked CPU tensors of the same shapes. A plan made with
+the twin can be applied to the model once that has weights.
 """
 
 import copy
@@ -24,12 +24,13 @@ _STEP = 7919  # as in `TokenBatch`: neighbouring ids differ
 
 
 def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device or fake."""
     return tensor.is_meta or is_fake(tensor)
 
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Inside, tensors are real ones, also where a user asks within PyTorch's `FakeTensorMode`."""
+    """A context in which new tensors are real, even if the caller is within PyTorch's `FakeTensorMode`."""
     if not fake_mode_is_active():
         yield
         return
@@ -38,7 +39,7 @@ def real_tensors() -> Iterator[None]:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """The model itself if all of its tensors have memory, else its twin. Raises `ModelError` where it has none."""
+    """The model itself if all of its tensors have memory, else its twin. Raises `ModelError` if it cannot be copied."""
     tensors = [tensor for _, module in named_modules(model) for tensor in tensors_of(module)]
     if not any(map(has_no_memory, tensors)):
         return model
@@ -70,8 +71,10 @@ def _reason(error: Exception) -> str:
 
 
 def with_memory(batch: Batch, model: nn.Module) -> Batch:
-    """The batch with CPU tensors in the place of those without memory: numbers unknown, truth values and masks true,
-    integers as in `TokenBatch`, below the size of each embedding of the model.
+    """The batch with CPU tensors in place of those without memory.
+
+    Floating-point numbers are unknown. Booleans and masks are true. Integers are as in `TokenBatch`, and smaller than
+    each embedding of the model.
     """
     if isinstance(batch, TokenBatch) or not any(map(has_no_memory, tensors_in(batch))):
         return batch
@@ -101,7 +104,7 @@ def _content(tensor: Tensor, below: int) -> Tensor:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape with memory that nobody touches, and the attributes that were set on it."""
+    """An unbacked tensor of the same shape, with the attributes that were set on the original."""
     unbacked = TensorShape.of(tensor).unbacked()
     if isinstance(tensor, nn.Parameter):
         unbacked = nn.Parameter(unbacked, requires_grad=tensor.requires_grad)

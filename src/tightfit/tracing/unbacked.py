@@ -1,9 +1,9 @@
-"""Tensors whose memory is not there: what a dry run does not compute has a size and an address, and no byte behind it.
+"""Unbacked tensors: results that a dry run does not compute have a size and an address, and no memory.
 
-The addresses are of a range that no operating system can map: the processor refuses them. So nothing is reserved or
-charged, and no limit counts it (strict overcommit, `ulimit -v`, a container's memory). Each tensor has addresses of its
-own, as fresh memory would: whoever compares data pointers gets a true answer. Code that reads or writes there all the
-same ends the process in one line (`tracing/faults.py`).
+No operating system can map the addresses, because the processor refuses them. So the system reserves and charges
+nothing, and no limit counts it (strict overcommit, `ulimit -v`, a container's memory). Each tensor has its own
+addresses, like newly allocated memory, so comparing data pointers gives true answers. Code that reads or writes there
+anyway ends the process with one line (`tracing/faults.py`).
 """
 
 import ctypes
@@ -19,19 +19,18 @@ _UNBACKED = "_tightfit_unbacked"
 
 
 def unbacked_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU of this shape and stride whose memory nobody may touch, marked so.
-
-    Where faults cannot be reported in one line (not Linux), it is untouched memory of the allocator.
-    """
+    """A CPU tensor of this shape, stride and dtype without memory, marked as unbacked."""
     nbytes = spanned_bytes(shape, stride, dtype)
     if nbytes == 0 or not (faults.watched or faults.watch()):
+        # Without our fault handler (systems other than Linux), a read would crash without a word. Use the allocator's
+        # memory instead, and never touch it.
         tensor = torch.empty_strided(shape, stride, dtype=dtype)
         set_unbacked(tensor)
         return tensor
     memory = torch.frombuffer(_bytes(nbytes).from_address(_addresses.fresh(nbytes)), dtype=dtype)
     set_unbacked(memory)
     tensor = memory.as_strided(shape, stride)
-    return tensor.detach() if tensor._is_view() else tensor  # what autograd sees of it is no view of anything
+    return tensor.detach() if tensor._is_view() else tensor  # autograd must not take a result for a view
 
 
 def spanned_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
@@ -42,12 +41,12 @@ def spanned_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 
 
 def set_unbacked(tensor: torch.Tensor) -> None:
-    """Mark the memory under a tensor as never written."""
+    """Mark a tensor's storage as never written."""
     tensor.untyped_storage().__dict__[_UNBACKED] = True
 
 
 def is_unbacked(tensor: torch.Tensor) -> bool:
-    """Whether the memory under a tensor was made by a dry run and holds nothing."""
+    """Whether a dry run made the tensor's storage, so that it holds no data."""
     return tensor.untyped_storage().__dict__.get(_UNBACKED, False)
 
 
@@ -57,7 +56,7 @@ def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 class _Addresses:
-    """Mutable: which addresses come next; from the first again after 18 PB."""
+    """Mutable: the next free address. After 18 PB it starts again at the first."""
 
     def __init__(self) -> None:
         self.next = FIRST_ADDRESS

@@ -1,4 +1,4 @@
-"""Scratch memory that an operator takes from the allocator and gives back before it returns: unseen by dispatch."""
+"""Scratch memory that an operator allocates and frees before it returns, so that no dispatch mode sees it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def cpu_attention_splits(query_length: int, key_length: int) -> tuple[int, int]:
-    """Rows of q and of k that a thread works on at a time.
+    """The number of rows of q, and of k, on which a thread works at a time.
 
     Source: `flash_attention_kernel_impl` in ATen/native/cpu/FlashAttentionKernel.cpp.
     """
@@ -36,9 +36,8 @@ def cpu_attention_splits(query_length: int, key_length: int) -> tuple[int, int]:
 
 
 def _cpu_attention(inputs: Sequence[TensorShape]) -> int:
-    # Per thread, in the accumulation type: scores, running maximum, running sum, output; and the scores in the
-    # input's type where that is narrower. Source: `cpu_flash_attention`, same file. Measured equal:
-    # tests/tracing/test_workspace.py.
+    # Per thread, in the accumulation dtype: scores, running maximum, running sum, output. For 16-bit inputs also the
+    # scores in 16 bits. Source: `cpu_flash_attention`, same file. Measured equal: tests/tracing/test_workspace.py.
     query, key = inputs[0], inputs[1]
     rows, columns = cpu_attention_splits(query.shape[-2], key.shape[-2])
     width = 8 if query.dtype == torch.float64 else 4
@@ -49,9 +48,8 @@ def _cpu_attention(inputs: Sequence[TensorShape]) -> int:
 
 
 def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
-    # Per thread: scores and their gradient, and both in the input's type where that is narrower; once: a row of
-    # sums. A gradient that does not lie in memory as (batch, length, heads, width) is copied so (measured, all
-    # layouts).
+    # Per thread: scores and their gradient; for 16-bit inputs both in 16 bits too. Once: a row of sums. A gradient that
+    # is not laid out as (batch, length, heads, width) is copied to that layout (measured for all layouts).
     gradient, query, key = inputs[:3]
     rows, columns = cpu_attention_splits(query.shape[-2], key.shape[-2])
     width = 8 if query.dtype == torch.float64 else 4
@@ -62,17 +60,18 @@ def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
         products = _narrow_products(min(query.shape[-2], 768), min(key.shape[-2], 512), query.shape[-1], query.dtype)
     _, heads, length, head_width = gradient.shape
     strides = (length * heads * head_width, head_width, heads * head_width, 1)
-    sized = zip(gradient.shape, gradient.stride, strides, strict=True)  # the stride of a single one says nothing
+    # PyTorch may give a dimension of size 1 any stride: only the other strides are compared.
+    sized = zip(gradient.shape, gradient.stride, strides, strict=True)
     in_place = all(size == 1 or stride == wanted for size, stride, wanted in sized)
     return torch.get_num_threads() * per_thread + rows * width + products + (0 if in_place else gradient.bytes)
 
 
 @cache
 def _narrow_products(query_length: int, key_length: int, width: int, dtype: torch.dtype) -> int:
-    """Scratch memory that oneDNN takes for the products of 16-bit attention, which depends on the instruction set.
+    """Bytes that oneDNN allocates for the products of 16-bit attention.
 
-    Measured: one small head is run for real at lengths that are split as the asked ones, and what the formula
-    explains is taken off.
+    They depend on the instruction set, so they are measured: one small head runs for real, at lengths that are split
+    like those requested. The bytes that the formula explains are subtracted.
     """
     shape_q, shape_k = (1, query_length, 1, width), (1, key_length, 1, width)
     query, key, value = (torch.ones(shape, dtype=dtype).transpose(1, 2) for shape in (shape_q, shape_k, shape_k))
@@ -100,9 +99,7 @@ def _cpu_product_into(operator: Callable[..., torch.Tensor], inputs: Sequence[Te
 
 @cache
 def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...]) -> int:
-    """Scratch memory of a 16-bit product, which oneDNN chooses by shape and instruction set: it is run once for
-    real.
-    """
+    """Bytes of scratch memory of a 16-bit product, run once for real: oneDNN chooses by shape and instruction set."""
     operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
     with torch.no_grad():
         results = [operator(*operands)]
@@ -111,7 +108,7 @@ def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[Tenso
 
 
 def _cpu_adamw8bit(inputs: Sequence[TensorShape]) -> int:
-    # In fp32 at once: both states, the gradient, a root and a quotient; the weight too where it is narrower. Source:
+    # At the same time in fp32: both states, the gradient, a root and a quotient; a 16-bit weight too. Source:
     # `_optimizer_update_8bit_blockwise_cpu` in bitsandbytes/backends/cpu/ops.py. Measured equal:
     # tests/optim/test_predicted_peaks.py.
     gradient, weight = inputs[:2]
@@ -119,7 +116,7 @@ def _cpu_adamw8bit(inputs: Sequence[TensorShape]) -> int:
 
 
 def _cpu_ctc_backward(inputs: Sequence[TensorShape]) -> int:
-    # The sums from the other end, as many as forward kept. Source: `ctc_loss_backward_cpu_template` in
+    # The sums from the other end, as many as forward saved. Source: `ctc_loss_backward_cpu_template` in
     # ATen/native/LossCTC.cpp (`log_beta`). Measured equal: tests/tracing/test_ctc_loss.py.
     return inputs[-1].bytes
 
@@ -136,8 +133,7 @@ def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
     return weight.bytes + _cpu_product(aten.mm.default, (rows, weight))
 
 
-# Operands of 16-bit products beyond this size are not run for real; their scratch memory, of a few MiB at most, is
-# small beside them.
+# 16-bit products with larger operands do not run for real. Their scratch memory, a few MiB at most, is negligible.
 LARGEST_PRODUCT = 64 * 2**20
 
 _PRODUCTS = {

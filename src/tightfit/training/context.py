@@ -80,10 +80,23 @@ class Context:
         return Record(**stored["counts"])
 
     def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None) -> Corrections:
-        """What the training had learnt until the checkpoint; nothing where its plan is not gone on with."""
-        if checkpoint is None or fitted is None:
+        """What the training had learnt until the checkpoint; nothing where the plan that it began with is not gone on
+        with, or where the device or the section `memory` is another now.
+        """
+        if checkpoint is None or not self._is_same(checkpoint):
             return Corrections()
-        return Corrections.from_dict(checkpoint.record["corrections"])
+        if fitted is None and PLAN in checkpoint.manifest.files:
+            return Corrections()
+        try:
+            return Corrections.from_dict(checkpoint.record["corrections"])
+        except (KeyError, TypeError, ValueError):  # of another version
+            return Corrections()
+
+    def _is_same(self, checkpoint: Checkpoint) -> bool:
+        """Whether the training runs on the same device and with the same section `memory` as before the checkpoint."""
+        stored = checkpoint.record
+        same = stored["config"]["memory"] == self.config.model_dump(mode="json")["memory"]
+        return same and stored["around"]["device"] == self.around["device"]
 
     def fitted(self, checkpoint: Checkpoint | None, model: nn.Module) -> Fit | None:
         """The plan of a checkpoint as it is, so that the steps after it are the same ones; None where there is none, or
@@ -92,8 +105,7 @@ class Context:
         if checkpoint is None or PLAN not in checkpoint.manifest.files:
             return None
         stored = checkpoint.record
-        same = stored["config"]["memory"] == self.config.model_dump(mode="json")["memory"]
-        if not same or stored["around"]["device"] != self.around["device"]:
+        if not self._is_same(checkpoint):
             return None
         try:
             plan = Plan.from_dict(json.loads(checkpoint.read_file(PLAN)))

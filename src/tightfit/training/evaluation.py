@@ -10,22 +10,22 @@ from torch import nn
 from tightfit.data.samples import Samples
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.models.mode import evaluating
-from tightfit.step import Loss, Precision, autocast
-from tightfit.training.objective import VALID_TOKENS, counted
+from tightfit.step import Precision, autocast
+from tightfit.training.objective import Objective, counted
 
 
 @torch.no_grad()
 def evaluation_loss(
     model: nn.Module,
     samples: Samples,
-    loss: Loss,
+    loss: Objective,
     *,
     micro_batch_size: int,
     precision: Precision = "fp32",
     stop: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda line: None,
 ) -> float | None:
-    """Mean loss over the valid tokens of all samples, in evaluation mode; None where there is not one valid token, or
+    """Mean loss over the valid tokens (or pairs) of all samples, in evaluation mode; None where there is none, or
     where `stop`, asked before each micro-batch, says so.
 
     With the training's micro-batch size, and its levers in force, an evaluation needs no more memory than a training
@@ -50,18 +50,24 @@ def evaluation_loss(
                 note(f"the evaluation is out of memory: it goes on with {size} samples at a time; the training's stay")
                 continue
             total += share
-            tokens += batch[VALID_TOKENS]
+            tokens += loss.count(batch)
             first += size
     return total / tokens if tokens else None
 
 
 def _share(
-    model: nn.Module, batch: dict[str, Any], loss: Loss, precision: Precision, device: torch.device, *, may_fail: bool
+    model: nn.Module,
+    batch: dict[str, Any],
+    loss: Objective,
+    precision: Precision,
+    device: torch.device,
+    *,
+    may_fail: bool,
 ) -> float | None:
     """The summed loss of one micro-batch; None where it ran out of memory and may."""
     try:
         with autocast(precision, device.type):
-            return float(loss(model, batch)) * batch[VALID_TOKENS]
+            return float(loss(model, batch)) * loss.count(batch)
     except RuntimeError as error:
         if not may_fail or parse_out_of_memory(str(error)) is None:
             raise

@@ -38,7 +38,8 @@ class RunFiles:
         texts = len(self._config()) + len(self._plan())
         texts += sum(len(text.encode()) for text in self.tokenizer.to_files().values())
         blocks = len(RUN_FILES) * folder.block_bytes()  # a file fills whole ones
-        folder.demand_room(saved_bytes(self.model) + texts + self._metrics_bytes() + most_bytes(self.fitted) + blocks)
+        files = texts + self._metrics_bytes() + most_bytes(self.fitted) + blocks
+        folder.demand_room(saved_bytes(self.model) + files + self._checkpoint_bytes())
 
     def write_beginning(self, folder: RunFolder, *, is_resumed: bool) -> None:
         """What is known before the first step; only now do the files of an earlier run go.
@@ -101,6 +102,16 @@ class RunFiles:
         folder.write_tokenizer(self.tokenizer)
         if self.fitted.plan is not None:
             folder.write(PLAN, self._plan())
+
+    def _checkpoint_bytes(self) -> int:
+        """Of the checkpoints that are kept and the one that is being written. The one that a signal asks for is written
+        if it finds room.
+        """
+        checkpoint = self.config.checkpoint
+        if checkpoint.every_steps is None:
+            return 0
+        count = min(checkpoint.keep_last + checkpoint.keep_best + 1, self.config.training.max_steps)
+        return count * self.fitted.state_bytes
 
     def _config(self) -> str:
         return dump_config(self.config)

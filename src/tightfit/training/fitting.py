@@ -54,11 +54,8 @@ class Fit:
         return next((each.micro_batches for each in self.buckets if length <= each.length), self.micro_batches)
 
     def peak_bytes_for(self, length: int) -> int:
-        """The peak that a step on a batch of such rows has at most: as predicted, and the few bytes that no dry run
-        sees.
-        """
-        found = next((each.peak_bytes for each in self.buckets if length <= each.length), self.planned.peak_bytes)
-        return found + UNSEEN_BYTES
+        """The peak that a step on a batch of such rows has at most, as predicted."""
+        return next((each.peak_bytes for each in self.buckets if length <= each.length), self.planned.peak_bytes)
 
     @property
     def budget_bytes(self) -> int | None:

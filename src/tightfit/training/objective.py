@@ -10,7 +10,7 @@ a sum over tokens: each micro-batch's counts by its share of the valid tokens, a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,19 @@ from torch import Tensor, nn
 
 from tightfit.levers.micro_batch import IGNORE_INDEX, valid_tokens
 
-VALID_TOKENS = "valid_tokens"
-_NOT_FOR_THE_MODEL = frozenset({"labels", VALID_TOKENS})
+# Of the whole effective batch, in each of its micro-batches.
+VALID_TOKENS, WHOLE_ROWS = "valid_tokens", "whole_rows"
+_NOT_FOR_THE_MODEL = frozenset({"labels", VALID_TOKENS, WHOLE_ROWS})
+
+
+class Objective(Protocol):
+    """What a training minimises: a share of the mean over an effective batch, from each of its micro-batches."""
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor: ...
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """What the mean over a batch from `counted` is divided by: tokens, pairs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class CausalLMLoss:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         divisor = batch[VALID_TOKENS] if VALID_TOKENS in batch else valid_tokens(batch)
-        output = model(**{name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL})
+        output = model(**model_inputs(batch))
         logits, auxiliary = output.logits, getattr(output, "auxiliary_loss", None)
         del output  # else the logits would live as long as this frame
         targets = next_tokens(batch["labels"])
@@ -45,6 +56,15 @@ class CausalLMLoss:
         if auxiliary is not None:
             total = total + auxiliary * (targets != IGNORE_INDEX).sum()
         return total / max(divisor, 1)
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """The valid tokens of the effective batch."""
+        return batch[VALID_TOKENS]
+
+
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a batch goes to the model."""
+    return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
 
 
 def next_tokens(labels: Tensor) -> Tensor:
@@ -56,6 +76,6 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def counted(batch: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The batch on a device, with the number of its valid tokens beside its tensors."""
+    """The batch on a device, with the numbers of its valid tokens and rows beside its tensors."""
     tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    return {**tensors, VALID_TOKENS: valid_tokens(batch)}
+    return {**tensors, VALID_TOKENS: valid_tokens(batch), WHOLE_ROWS: len(batch["input_ids"])}

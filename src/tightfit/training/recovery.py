@@ -173,7 +173,7 @@ class RecoveringStepper(Stepper):
 
     def _watch_budget(self, batch: Mapping[str, Any], number: int, peak: int) -> None:
         fitted = self.levers.fitted
-        predicted, budget = fitted.planned.peak_bytes, fitted.budget_bytes
+        predicted, budget = fitted.peak_bytes - fitted.copy_bytes, fitted.budget_bytes  # the copy lies beside the step
         if peak <= max(predicted * (1 + NOTED) + UNSEEN_BYTES, self._reported_bytes):
             return
         self._reported_bytes = peak

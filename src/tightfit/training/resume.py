@@ -37,12 +37,13 @@ def look_back(config: Config, folder: RunFolder, reporter: Reporter) -> Earlier:
     there and none is intact.
     """
     written = folder.path / CONFIG
+    finished = None
     if written.is_file():
         demand_same(load_config(written), config, str(written))
-        result = finished_result(folder)
-        if result is not None and config.training.max_steps <= result.steps:
-            reporter.on_note(f"{folder.path}: the run is finished, after {result.steps} steps: nothing is left to do")
-            return Earlier(finished=result)
+        finished = finished_result(folder)
+        if finished is not None and config.training.max_steps <= finished.steps:
+            reporter.on_note(f"{folder.path}: the run is finished, after {finished.steps} steps: nothing is left to do")
+            return Earlier(finished=finished)
     found = Checkpoints(folder.checkpoints).newest_intact()
     for line in found.passed_over:
         reporter.on_note(f"passed over: {line}")
@@ -53,7 +54,8 @@ def look_back(config: Config, folder: RunFolder, reporter: Reporter) -> Earlier:
             f"{found.passed_over[0]}): restore one, or begin anew with output.overwrite=true and without --resume"
         )
     if checkpoint is None:
-        reporter.on_note(f"{folder.path}: no checkpoint to resume from: the training begins at step 1")
+        ran = f" (the finished run of {finished.steps} steps had checkpoint.every_steps null)" if finished else ""
+        reporter.on_note(f"{folder.path}: no checkpoint to resume from{ran}: the training begins at step 1")
         return Earlier()
     demand_same(parse_config(checkpoint.record["config"]), config, str(checkpoint.path))
     if checkpoint.step > config.training.max_steps:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,15 +15,17 @@ from tightfit.checkpoint.stored import Checkpoint
 from tightfit.config import Config, load_config, parse_config
 from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
+from tightfit.data.samples import Samples
 from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CheckpointError, VerificationFailed
+from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import continue_ids, generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
+from tightfit.names.run_files import REFERENCE
 from tightfit.planner.plans import Plan
 from tightfit.step import StepSettings
 from tightfit.training.boundaries import demand_boundaries
@@ -32,9 +35,11 @@ from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
-from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.objective import Objective, counted
+from tightfit.training.objectives import objective_of, plannable
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.outcome import result_of
+from tightfit.training.preferences import ReferencedSamples, from_file, reference_log_probs, to_file
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
@@ -128,7 +133,9 @@ class _Run:
         if config.memory.allocator is not None:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
         device = lookup_present(None if training.device == "auto" else training.device, notice=self.reporter.on_note)
-        data = prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
+        data = plannable(
+            prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
+        )
         context = Context.of(config, data, device)
         record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = build_model(config.model, seed=training.seed)
@@ -141,13 +148,13 @@ class _Run:
             demand_boundaries(model, vocabulary=data.tokenizer.vocab_size, longest=config.data.sequence_length)
         longest, *shorter = [counted(batch) for batch in data.for_dry_runs(training.batch_size)]
         stored = context.fitted(checkpoint, model)
-        fitted = stored or fit(model, longest, CausalLMLoss(), config, device, shorter)
+        fitted = stored or fit(model, longest, self.loss(data), config, device, shorter)
         model.to(device.kind)
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
             if config.memory.verify:
                 first = next(_batches(config, data))
-                _verify(model, counted(first, device.kind), fitted.plan, self.reporter)
+                _verify(model, counted(first, device.kind), self.loss(data), fitted.plan, self.reporter)
         files = RunFiles(config, data.tokenizer, model, fitted)
         files.demand_room(self.folder)
         with self.interrupt:
@@ -155,16 +162,21 @@ class _Run:
             corrected = context.corrections(checkpoint, stored).corrected_plan()
             in_force = fitted if corrected is None else fit_of(corrected, model, config, device)
             with LeversInForce(in_force, model) as levers:
-                stepper = self._stepper(model, levers, device, longest)
+                if data.objective == "dpo":
+                    referenced = self._with_reference(model, levers, data)
+                    if referenced is None:
+                        return None
+                    data = referenced
+                stepper = self._stepper(model, self.loss(data), levers, device, longest)
                 if checkpoint is None:
                     seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
                 else:
                     stepper.corrections = context.corrections(checkpoint, stored)
                     self._restore(stepper, checkpoint, record)
-                saver = self._saver(stepper, levers, data, context, fitted, record)
                 batches = _batches(config, data, record.position)
                 evaluate = partial(self._validation, model, levers, data)
-                self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
+                with self._saver(stepper, levers, data, context, fitted, record) as saver:
+                    self._steps(stepper, batches, levers.fitted, record, saver, evaluate)
                 if not record.steps:
                     self.folder.clear()
                     return None
@@ -189,21 +201,66 @@ class _Run:
             files.write_end(result, record.lines(), self.folder, self.reporter)
         return result
 
+    def loss(self, data: PreparedData) -> Objective:
+        """What is minimised."""
+        return objective_of(data.objective, self.config.training)
+
+    def _with_reference(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> PreparedData | None:
+        """The pairs with the log-probabilities that the model gives them before its first step: those that the folder
+        keeps, or computed now. None where a signal has come meanwhile.
+        """
+        kept = from_file(self.folder.path / REFERENCE, data.fingerprint) if self.checkpoint is not None else None
+        if kept is None:
+            self.reporter.on_note("computing the reference's log-probabilities of all answers")
+            found = [self._log_probs(model, levers, samples) for samples in (data.training, data.validation)]
+            if found[0] is None or found[1] is None:
+                if self.checkpoint is None:
+                    self.folder.clear()
+                return None
+            kept = found[0], found[1]
+            self.folder.write(REFERENCE, to_file(*kept, data.fingerprint))
+        training, validation = kept
+        return replace(
+            data,
+            training=replace(cast(ReferencedSamples, data.training), values=training),
+            validation=replace(cast(ReferencedSamples, data.validation), values=validation),
+        )
+
+    def _log_probs(self, model: nn.Module, levers: LeversInForce, samples: Samples) -> np.ndarray | None:
+        training, interrupt = self.config.training, self.interrupt
+        try:
+            return interrupt.cuttable(
+                lambda: reference_log_probs(
+                    model,
+                    samples,
+                    micro_batch_size=training.batch_size // levers.fitted.micro_batches,
+                    precision=training.precision,
+                    stop=lambda: interrupt.received is not None,
+                )
+            )
+        except Cut:
+            return None
+
     def _stepper(
-        self, model: nn.Module, levers: LeversInForce, device: DeviceSpec, longest: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        loss: Objective,
+        levers: LeversInForce,
+        device: DeviceSpec,
+        longest: Mapping[str, Any],
     ) -> Stepper:
         training, memory = self.config.training, self.config.memory
         parts: dict[str, Any] = {
             "model": model,
             "optimizer": OptimizerRecipe(training)(model.parameters()),
-            "loss": CausalLMLoss(),
+            "loss": loss,
             "settings": StepSettings(training.precision, training.grad_clip),
             "micro_batches": levers.fitted.micro_batches,
             "micro_batches_for": levers.fitted.micro_batches_for if levers.fitted.buckets else None,
         }
         if not memory.recover:
             return Stepper(**parts)
-        planner = StepPlanner(model, CausalLMLoss(), self.config, device, longest)
+        planner = StepPlanner(model, loss, self.config, device, longest)
         note, slowdown = self.reporter.on_note, memory.max_slowdown
         return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
 
@@ -265,18 +322,24 @@ class _Run:
                 device=stepper.device.type,
             )
         )
-        run_steps(
-            stepper,
-            batches,
-            training,
-            self.folder,
-            self.reporter,
-            self.interrupt,
-            record=record,
-            save=saver.after_step,
-            copied_bytes=lambda: saver.copied_bytes,
-            evaluate=evaluate,
-        )
+        try:
+            run_steps(
+                stepper,
+                batches,
+                training,
+                self.folder,
+                self.reporter,
+                self.interrupt,
+                record=record,
+                save=saver.after_step,
+                copied_bytes=lambda: saver.copied_bytes,
+                evaluate=evaluate,
+            )
+        except CannotFit:
+            if record.steps:  # the step that failed was undone: those before it are not lost
+                saver.save(record, now=True)
+                self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
+            raise
 
     def _validation(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> float | None:
         """The held-out loss; None where a signal has come."""
@@ -288,7 +351,7 @@ class _Run:
                     lambda: evaluation_loss(
                         model,
                         data.validation,
-                        CausalLMLoss(),
+                        self.loss(data),
                         micro_batch_size=training.batch_size // levers.fitted.micro_batches,
                         precision=training.precision,
                         stop=lambda: interrupt.received is not None,
@@ -322,11 +385,11 @@ def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     )
 
 
-def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Reporter) -> None:
+def _verify(model: nn.Module, batch: dict[str, Any], loss: Objective, plan: Plan, reporter: Reporter) -> None:
     from tightfit.verification import verify
 
     reporter.on_note("verifying the plan: the plain step against the planned one")
-    report = verify(model, batch, plan, loss=CausalLMLoss())
+    report = verify(model, batch, plan, loss=loss)
     if not report.ok:
         raise VerificationFailed(f"memory.verify: {report}")
     reporter.on_note(str(report))
@@ -335,7 +398,7 @@ def _verify(model: nn.Module, batch: dict[str, Any], plan: Plan, reporter: Repor
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     """The beginning of a sample that was held out, if one was, and what the model makes of it."""
     samples = data.validation if len(data.validation) else data.training
-    if data.objective == "sft":
+    if data.objective != "causal":
         return _sample_answer(model, data.tokenizer, samples.batch([0]), seed=seed)
     return generate_text(
         model,

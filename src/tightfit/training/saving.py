@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tightfit.checkpoint.background import BackgroundSaver
 from tightfit.checkpoint.store import Checkpoints
@@ -42,14 +42,19 @@ class Saver:
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         runs_beside = self.settings.in_background and self.settings.every_steps is not None
-        self._background = BackgroundSaver(self._checkpoints, self._prune) if runs_beside else None
+        self._background = BackgroundSaver(self._checkpoints, self._prune, daemon=True) if runs_beside else None
 
     def announce(self, state_bytes: int) -> None:
         """Say what a signal will do, and how long its checkpoint is expected to take."""
-        seconds = self.folder.seconds_to_write(min(state_bytes, _PROBE_BYTES)) * max(1, state_bytes / _PROBE_BYTES)
+        try:
+            probe = min(state_bytes, _PROBE_BYTES)
+            seconds = self.folder.seconds_to_write(probe) * max(1, state_bytes / _PROBE_BYTES)
+            takes = f", which takes about {format_seconds(seconds)}"
+        except OutputError:  # the disk is full now; it may have room when a signal comes
+            takes = " if it finds room"
         self.reporter.on_note(
             "Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end this training with a checkpoint of "
-            f"{format_bytes(state_bytes)}, which takes about {format_seconds(seconds)}: go on from it with --resume"
+            f"{format_bytes(state_bytes)}{takes}: go on from it with --resume"
         )
 
     def after_step(self, record: Record) -> None:
@@ -95,6 +100,14 @@ class Saver:
                 f"step {record.steps + 1} was cut, and it had moved a buffer that it had not moved before: there is no "
                 "checkpoint after the one that is there"
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """After an error, what is written in the background is on its disk. A second signal does not wait for it."""
+        if kind is not None and issubclass(kind, Exception):
+            self._finish()
 
     def _finish(self) -> None:
         try:

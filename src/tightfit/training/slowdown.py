@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightfit.errors import CannotFit, LeverError
-from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
+from tightfit.levers.micro_batch import as_parts, batch_size, inseparable_samples, split_batch
 from tightfit.planner.levers import Offload, lever_types
 from tightfit.planner.levers.base import Exactness
 from tightfit.planner.plans import Plan
@@ -50,16 +50,16 @@ class TimedStep:
         self._plain_peak_bytes = plain_peak_bytes
 
     def part_that_fits(self, batch: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The largest first part of a batch (all, a half, a quarter, ...) whose plain step is within the budget."""
+        """The first part of a batch, as large as it can be of a few shares, whose plain step is within the budget."""
         budget = self.levers.fitted.budget_bytes
         assert budget is not None, "only planned steps are timed"
-        size, count = batch_size(batch), 1
-        while count <= size:
-            part = split_batch(batch, count)[0]
-            with self.levers.aside():
-                if self._plain_peak_bytes(part) <= budget:
-                    return part
-            count *= 2
+        inseparable = inseparable_samples(batch, self._stepper.loss)
+        with self.levers.aside():
+            for count in (1, 2, 4, 8, inseparable):
+                if inseparable % count == 0:
+                    part = split_batch(batch, count)[0]
+                    if self._plain_peak_bytes(part) <= budget:
+                        return part
         return None
 
     def plain_seconds(self, part: Mapping[str, Any]) -> float | None:

@@ -73,6 +73,7 @@ class TrainingState:
             {**weights(self.model), **states.tensors, **chance.tensors},
             {
                 OPTIMIZER: states.record,
+                "kind": type(self.optimizer).__name__,
                 RANDOM: chance.record,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "frozen": frozen_digest(self.model),
@@ -88,6 +89,9 @@ class TrainingState:
         """
         if stored.record["frozen"] != frozen_digest(self.model):
             raise CheckpointError("the weights under the adapters are not those that the checkpoint was trained on")
+        kind = type(self.optimizer).__name__
+        if stored.record["kind"] != kind:
+            raise CheckpointError(f"the checkpoint has states of {stored.record['kind']}, and this training has {kind}")
         make_states(self.model, self.optimizer, stored)
         targets = {**weights(self.model), **optimizer_states(self.model, self.optimizer).tensors}
         _demand_same(stored.specs, targets)

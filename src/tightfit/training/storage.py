@@ -23,7 +23,7 @@ from tightfit.errors import OutputError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
-from tightfit.names.run_files import CHECKPOINTS, CONFIG, METRICS, PAGE, PICTURE, PLAN, RESULT
+from tightfit.names.run_files import CHECKPOINTS, CONFIG, METRICS, PAGE, PICTURE, PLAN, REFERENCE, RESULT
 from tightfit.tracking.base import FOLDER as TRACKING
 from tightfit.tracking.base import IDENTITY
 from tightfit.training.lock import locked
@@ -44,6 +44,7 @@ RUN_FILES = (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     "generation_config.json",
+    REFERENCE,
 )
 _WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index
 _PARTS = (".part-*", ".probe", *(f".{name}.part" for name in (*RUN_FILES, ".probe")))  # what a killed run was writing
@@ -86,7 +87,8 @@ class RunFolder:
         """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
         with self._writing(self.path):
             free = shutil.disk_usage(self.path).free
-            free += sum(path.stat().st_blocks * _BLOCK for path in self._earlier())
+            held = [*self._earlier(), *(path for path in self.checkpoints.rglob("*") if path.is_file())]
+            free += sum(path.stat().st_blocks * _BLOCK for path in held)
         if free < needed_bytes:
             raise OutputError(
                 f"{self.path}: {format_bytes(free)} are free, and this training writes {format_bytes(needed_bytes)} "

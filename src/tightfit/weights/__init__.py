@@ -1,1 +1,1 @@
-"""Weights that are held in few bits."""
+"""Frozen weights in 8 and 4 bits."""

@@ -1,25 +1,25 @@
-"""A frozen linear layer whose weight is held in 8 bits."""
+"""A frozen linear layer with an 8-bit weight."""
 
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-LARGEST = 127  # of a code: symmetric, so -128 is not used
+LARGEST = 127  # the largest code: codes are symmetric, so -128 is not used
 
 
 class Int8Linear(nn.Linear):
-    """`x @ weight.T + bias`, the weight as int8 codes with an fp32 scale a row (out_features, 1), in the dtype of its
-    input or of autocast.
+    """`x @ weight.T + bias` in the dtype of x, or of autocast.
 
-    The weight at full width is there during a product only, forward and backward: it is not kept for backward.
+    The weight is int8 codes (out_features, in_features) with an fp32 scale for each row (out_features, 1). The weight
+    at full width exists only during a product, in forward and in backward. It is not saved for backward.
     """
 
     scale: nn.Parameter
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """The layer with its weight rounded to 8 bits by the largest of each row; the bias is the same tensor."""
+        """The layer with its weight rounded to 8 bits, scaled by the largest number of each row. It shares the bias."""
         frozen = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         full = layer.weight.detach().float()
         scale = full.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
@@ -36,12 +36,12 @@ class Int8Linear(nn.Linear):
         return result if self.bias is None else result + self.bias.to(x.dtype)
 
     def widened(self) -> Tensor:
-        """The weight that the codes stand for, fp32 (out_features, in_features)."""
+        """The weight that the codes represent, fp32 (out_features, in_features)."""
         return widened(self.weight, self.scale, torch.float32)
 
 
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes times the scale of their row."""
+    """The codes (rows, columns), each times the scale of its row, in `dtype`."""
     return codes.to(dtype).mul_(scale.to(dtype))
 
 

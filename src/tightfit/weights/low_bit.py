@@ -1,6 +1,7 @@
-"""Frozen weights in fewer bits: the linear layers of a base model that only its adapters are trained on.
+"""Freezes the linear layers of a base model in fewer bits, for training adapters.
 
-Inexact: the codes are not the weights. What they save, and what widening them for a product takes, every dry run sees.
+This is inexact, because the codes only approximate the weights. Every dry run sees the saved bytes, and the bytes of
+the full-width weight during a product.
 """
 
 import importlib
@@ -19,9 +20,9 @@ LowBits = Literal["int8", "nf4"]
 def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
     """Freeze a model and replace the weights of its linear layers, except the output head's, by codes.
 
-    `int8` is one byte a weight and an fp32 scale a row; `nf4` is half a byte and an fp32 scale for 64 weights
-    (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` where the package is missing, `ModelError` where
-    the model has no such layer.
+    `int8` takes one byte for each weight, and an fp32 scale for each row. `nf4` takes half a byte for each weight, and
+    an fp32 scale for 64 weights (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` if the package is
+    missing, and `ModelError` if the model has no such layer.
     """
     model.requires_grad_(False)
     layers = linear_layers(model)
@@ -33,14 +34,14 @@ def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a model by their paths, without the one that makes the logits."""
+    """The linear layers of a model by path, without the one that computes the logits."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
     return {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
 def at_full_width(model: nn.Module) -> nn.Module:
-    """Replace weights in few bits by what they stand for, in fp32: for a reference in higher precision. The model."""
+    """Replace low-bit weights by the fp32 weights that they represent, for a reference run. Returns the model."""
     for path, module in list(model.named_modules()):
         weight = module._parameters.get("weight")
         if isinstance(module, Int8Linear):
@@ -66,7 +67,7 @@ def is_in_low_bits(module: nn.Module) -> bool:
 
 
 def _nf4(layer: nn.Linear) -> nn.Module:
-    """The layer with a weight of 4 bits."""
+    """The layer with a 4-bit weight."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:

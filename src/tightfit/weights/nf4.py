@@ -1,4 +1,4 @@
-"""A frozen linear layer of 4-bit weights, imported where bitsandbytes is there."""
+"""A frozen linear layer with a 4-bit weight. Importing this file requires bitsandbytes."""
 
 import importlib
 from typing import Any, Self
@@ -11,15 +11,15 @@ _Linear4bit: Any = _package.nn.Linear4bit
 
 
 class NF4Linear(_Linear4bit):
-    """`x @ weight.T + bias` with a weight in 4-bit NormalFloat, in the dtype of its input, or of autocast.
+    """`x @ weight.T + bias` with a weight in 4-bit NormalFloat, in the dtype of x, or of autocast.
 
-    The layer of bitsandbytes decides its dtype by its first input, does not know autocast, casts its bias in place, and
-    repacks its weight in evaluation to a form that cannot be trained on; so only its weight is used.
+    Only the weight of the bitsandbytes layer is used. The layer itself fixes its dtype by its first input, ignores
+    autocast, casts its bias in place, and repacks its weight in evaluation to a form that cannot be trained on.
     """
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """The layer, its weight quantised on the device where it lies; the bias is the same tensor."""
+        """The layer with its weight quantised on the weight's own device. It shares the bias."""
         packed = cls(
             layer.in_features, layer.out_features, bias=layer.bias is not None, quant_type="nf4", device="meta"
         )
@@ -27,12 +27,12 @@ class NF4Linear(_Linear4bit):
             layer.weight.detach(),
             requires_grad=False,
             quant_type="nf4",
-            compress_statistics=False,  # scales in 8 bits: 0.37 bits a weight less, an operator a product more
+            compress_statistics=False,  # 8-bit scales save 0.37 bits a weight, and need one more operator per product
             module=packed,
         )
         packed.bias = layer.bias
         packed.train(layer.training)
-        return packed.to(layer.weight.device)  # this is when it quantises
+        return packed.to(layer.weight.device)  # bitsandbytes quantises in `to`
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):

@@ -1,4 +1,4 @@
-"""Offload: what autograd would hold from forward to backward lies on disk or in host memory meanwhile."""
+"""Offload: saved activations move to disk or to host memory until backward needs them."""
 
 from tightfit.levers.offload.lever import AppliedOffload, offload, positive_bytes
 from tightfit.levers.offload.store import HostStore, OffloadSettings

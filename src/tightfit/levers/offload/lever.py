@@ -1,4 +1,4 @@
-"""The lever by hand: `offload(model, "layers.*")`."""
+"""The lever offload, applied by hand: `offload(model, "layers.*")`."""
 
 from pathlib import Path
 
@@ -37,20 +37,23 @@ def offload(
     budget: int | str | None = None,
     smallest: int | str = SMALLEST_BYTES,
 ) -> AppliedOffload:
-    """Offload what every module whose path matches a glob would hold for backward: on a CPU to disk, on CUDA to pinned
-    host memory, beside the computation.
+    """Offload the saved activations of every module whose path matches a glob.
 
-    `pattern` is a glob over module paths, as for `recompute`. With `recompute=True` only what a module is given is
-    offloaded and everything inside it is recomputed. `folder` is where the file lies that a CPU's values go to (it has
-    no name, and is gone with the process); None: the system's folder for temporary files. `budget` bounds its size, or
-    that of host memory, in bytes or as `"4GiB"`; None: half of what is free. Values for which there is no room stay in
-    memory, with a warning (`OffloadFallback`). Storages below `smallest` stay in memory too. Parameters, buffers and
-    the model's own inputs are never offloaded.
+    On a CPU they move to a file on disk. On CUDA they move to pinned host memory, in parallel with the computation.
 
-    Returns a handle with the pool's `statistics`, whose `undo()` restores the model exactly. Raises `LeverError` where
-    nothing matches, a match has a lever already, the model lies on a device that has no tier to offload to, or the
-    budget is more than what is free; `OutputError` where the folder cannot be used; `BudgetError` for a size that is
-    none.
+    - `pattern`: a glob over module paths, as for `recompute`.
+    - `recompute`: if true, only the inputs of each module are offloaded, and everything inside it is recomputed.
+    - `folder`: the folder of the file; None: the system's folder for temporary files. The file has no name, and the
+      system frees it when the process ends.
+    - `budget`: the limit of the file or of host memory, in bytes or as `"4GiB"`; None: half of what is free. Values
+      beyond it stay in memory, with a warning (`OffloadFallback`).
+    - `smallest`: storages below this size stay in memory.
+
+    Parameters, buffers and the model's own inputs are never offloaded.
+
+    Returns a handle with the pool's `statistics`, whose `undo()` restores the model exactly. Raises `LeverError` if
+    nothing matches, if a match already has a lever, if the model's device has nothing to offload to, or if the budget
+    exceeds the free memory. Raises `OutputError` if the folder cannot be used, and `BudgetError` for an invalid size.
 
     Example:
         >>> import tightfit, torch
@@ -66,7 +69,7 @@ def offload(
     offload_store = HostStore(
         OffloadSettings(folder, positive_bytes(budget), positive_bytes(smallest) or SMALLEST_BYTES)
     )
-    offload_store.open(tier)  # a folder or a budget that is wrong is an error now
+    offload_store.open(tier)  # so that a wrong folder or budget raises now, and not in the first forward
     policy = INPUTS_ONLY if recompute else OFFLOAD_ALL
     return AppliedOffload(
         apply_policies(model, dict.fromkeys(paths, policy), offload_store=offload_store), offload_store, tier
@@ -83,13 +86,13 @@ def positive_bytes(size: int | str | None) -> int | None:
 
 
 def tier_of(model: nn.Module) -> str:
-    """Where a model's values go. Raises `LeverError` if a parameter lies where no tier reaches."""
+    """The tier to which a model's values are offloaded. Raises `LeverError` if a parameter's device has none."""
     tier = DISK
     for name, parameter in model.named_parameters():
         if parameter.device.type == HOST:
             tier = HOST
         elif parameter.device.type not in (DISK, "meta"):
             raise LeverError(
-                f"offload: {name} lies on {parameter.device}, from where nothing is offloaded: it is from cpu and cuda"
+                f"offload: {name} is on {parameter.device}: offload works from cpu and cuda, so move the model there"
             )
     return tier

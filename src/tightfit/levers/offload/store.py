@@ -1,7 +1,7 @@
-"""Where offloaded values lie: for a CPU on disk, for a CUDA device in pinned host memory.
+"""Stores offloaded values: on disk for a CPU, in pinned host memory for a CUDA device.
 
-A storage is copied whole, byte by byte, so that views, strides, dtypes of any width and tensors that share it need no
-thought: geometry is laid over the copy as it was over the original.
+A storage is copied as a whole, byte by byte. Views, strides, dtypes of any width and tensors that share a storage then
+need no special case: a tensor's geometry applies to the copy as to the original.
 """
 
 import os
@@ -25,18 +25,18 @@ from tightfit.runtime.operators import fresh_memory
 from tightfit.runtime.streams import CudaStreams
 from tightfit.units import format_bytes
 
-DISK, HOST, DRY_DISK, DRY_HOST = "cpu", "cuda", "dry cpu", "dry cuda"  # tiers, by the devices whose values they take
+DISK, HOST, DRY_DISK, DRY_HOST = "cpu", "cuda", "dry cpu", "dry cuda"  # tiers, by the device that offloads to them
 _NAMES = {DISK: "offload to disk", HOST: "offload to host memory"}  # of the pools that a monitor shows
-SMALLEST_BYTES = 64 * 1024  # below, a copy's own overhead is more than what the bytes are worth
+SMALLEST_BYTES = 64 * 1024  # smaller copies take more time than their bytes are worth
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Where offloaded values go and how many.
+    """Where values are offloaded to, and how many.
 
-    `folder` holds the file for a CPU's values, None: the system's folder for temporary files. `budget_bytes` bounds its
-    size, or for a CUDA device that of host memory; None: half of what is free. Storages below `smallest_bytes` stay
-    where they are.
+    `folder` is the folder of the file for a CPU's values; None: the system's folder for temporary files. `budget_bytes`
+    limits the size of the file, or of host memory for a CUDA device; None: half of what is free. Storages below
+    `smallest_bytes` are not offloaded.
     """
 
     folder: str | Path | None = None
@@ -45,7 +45,7 @@ class OffloadSettings:
 
 
 class OffloadFallback(RuntimeWarning):
-    """There was no room for a value in the offload store: it stays in memory."""
+    """The offload store had no room for a value, so the value stays in memory."""
 
 
 class DiskCopy:
@@ -66,11 +66,11 @@ class DiskCopy:
         return content
 
     def settle(self) -> None:
-        """Writing to the file is complete when `DiskCopy` is made."""
+        """Does nothing: the write to the file was complete when this object was made."""
 
 
 class DryCopy:
-    """In a dry run: room in the offload store, and what the trace makes of the rest."""
+    """A value in a dry run: its bytes in the store's count, and its simulated transfer."""
 
     __slots__ = ("lease", "transfer")
 
@@ -82,12 +82,12 @@ class DryCopy:
         return self.transfer.bring()
 
     def settle(self) -> None:
-        """Nothing was copied."""
+        """Does nothing: a dry run copies nothing."""
 
 
 @dataclass
 class Accounts:
-    """A store that only counts: the offload store of a dry run."""
+    """A store that only counts bytes, for dry runs."""
 
     budget_bytes: int
     used_bytes: int = 0
@@ -104,11 +104,12 @@ class Accounts:
 
 @dataclass
 class HostStore:
-    """Mutable: the pools of one lever, made when they are first needed. A copy or a pickle has pools of its own.
+    """Mutable: the pools of one lever, made on first use. A copy or a pickle gets new pools.
 
-    `overtaken`, in dry runs that compare blocks: what a block offloads has left when the block ends, as it has when
-    other blocks that offload follow, and each copy is noted with its whole time.
-    Raises `OutputError` where the folder cannot be used, `LeverError` where the budget is more than what is free.
+    `overtaken` is for dry runs that price blocks. All copies of a block then complete when the block ends, as if other
+    blocks that offload followed, and each copy is recorded with its full time.
+
+    Raises `OutputError` if the folder cannot be used, and `LeverError` if the budget exceeds the free memory.
     """
 
     settings: OffloadSettings = field(default_factory=OffloadSettings)
@@ -119,7 +120,7 @@ class HostStore:
         self._transfers: dict[Any, Transfers] = {}  # by device; in a dry run there is one
         self._lanes: dict[torch.device, Lanes] = {}
         self._owner = os.getpid()
-        self.kept_bytes = 0  # of values for which there was no room
+        self.kept_bytes = 0  # bytes of values that stayed in memory for want of room
 
     @property
     def smallest_bytes(self) -> int:
@@ -128,7 +129,8 @@ class HostStore:
     def open(self, tier: str) -> BufferPool[Any]:
         """The pool of a tier."""
         if self._owner != os.getpid():
-            self.__post_init__()  # a fork: parent and child would write into the same places of one file
+            # After a fork, parent and child would write into the same places of one file.
+            self.__post_init__()
         if tier not in self._pools:
             self._pools[tier] = BufferPool(self.store_of(tier), _NAMES.get(tier))
         return self._pools[tier]
@@ -139,6 +141,7 @@ class HostStore:
         if tier == HOST:
             return PinnedStore(budget)
         if tier == DRY_HOST:
+            # A machine without a card says nothing about the memory of the card's host, so no limit is assumed.
             return Accounts(sys.maxsize if budget is None and not torch.cuda.is_available() else host_budget(budget))
         disk = DiskStore(self.settings.folder, budget)
         return disk if tier == DISK else Accounts(disk.budget_bytes)
@@ -152,7 +155,7 @@ class HostStore:
             transfers.end()
 
     def tier_of(self, tensor: torch.Tensor) -> str | None:
-        """Where a tensor's value goes; None where nothing takes it."""
+        """The tier to which a tensor's value is offloaded; None if its device has none."""
         if now.dry_copy is not None:
             return DRY_HOST if now.playing_cuda else DRY_DISK
         return tensor.device.type if tensor.device.type in (DISK, HOST) else None
@@ -172,7 +175,8 @@ class HostStore:
         else:
             transfer = now.dry_copy(tensor, not self.overtaken)
         if tier == DRY_DISK:
-            return DryCopy(lease, transfer)
+            return DryCopy(lease, transfer)  # a write to disk is synchronous, so nothing is in flight
+        # An alias, since the tensor itself would hold the graph that computed it.
         return self._transfers_of(tier, tensor.device).send(counting_alias(tensor), transfer, lease)
 
     def _transfers_of(self, tier: str, device: torch.device) -> Transfers:
@@ -185,7 +189,7 @@ class HostStore:
         return self._lanes[device]
 
     def _refuse(self, tensor: torch.Tensor, pool: Any, tier: str) -> None:
-        if not self.kept_bytes and now.dry_copy is None:
+        if not self.kept_bytes and now.dry_copy is None:  # once: the next values have no room either
             where = "host memory" if tier == HOST else "space in its folder"
             warnings.warn(
                 f"offload: there is no room for a value of {format_bytes(tensor.untyped_storage().nbytes())} beside "
@@ -197,7 +201,7 @@ class HostStore:
         self.kept_bytes += tensor.untyped_storage().nbytes()
 
     def statistics(self, tier: str = DISK) -> PoolStatistics:
-        """What the pool of a tier has done so far."""
+        """Hits, misses and bytes of a tier's pool so far."""
         return self.open(tier).statistics
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,9 +213,9 @@ class HostStore:
 
 
 def store_with_room(settings: OffloadSettings, needed_bytes: int, *, on_host: bool) -> HostStore:
-    """An offload store that can take `needed_bytes` at once, in host memory or in a file.
+    """An offload store with room for `needed_bytes` at the same time, in host memory or in a file.
 
-    Raises `LeverError` where there is less room, `OutputError` where the folder cannot be used.
+    Raises `LeverError` if there is less room, and `OutputError` if the folder cannot be used.
     """
     offload_store = HostStore(settings)
     store = offload_store.open(HOST if on_host else DISK).store

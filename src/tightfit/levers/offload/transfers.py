@@ -1,12 +1,14 @@
-"""Values on their way between a CUDA device and the host: what may be in flight, and who waits for whom.
+"""Transfers of values between a CUDA device and the host: how many are in flight, and which stream waits for which.
 
-Each direction has a stream of its own beside the one that computes. Nothing of the device's memory changes hands
-between streams: memory that a copy reads is held until the computation has been told to wait for that copy, memory
-that a copy writes is allocated by the computation and given back to it after it was told to wait for that copy. So the
-bytes in use do not depend on how fast copies are, and a dry run predicts them.
+Each direction has its own stream beside the computing one. The allocator never sees memory used by another stream:
 
-How much is in flight follows from the blocks: on the way out, and ahead of backward on the way in, as many bytes as
-the largest block offloads.
+- Memory that a copy reads is held until the computing stream has been made to wait for that copy.
+- Memory that a copy writes is allocated by the computing stream. It is freed after the computing stream has been made
+  to wait for that copy.
+
+`record_stream` would free memory whenever a copy finishes, so the peak would depend on the speed of the link. Here the
+bytes in use do not depend on it, and a dry run predicts them. At most as many bytes as the largest block offloads are
+in flight each way.
 """
 
 import threading
@@ -27,18 +29,18 @@ OUT, IN = "out", "in"
 
 
 class HostTransfer(Protocol):
-    """One value's way to the host and back. The way out begins when it is made."""
+    """One value's copies to the host and back. The copy to the host begins when the object is made."""
 
     def left(self) -> None:
-        """What is computed from here on comes after the way out."""
+        """Make everything computed from here on wait for the copy to the host."""
         ...
 
     def bring(self) -> torch.Tensor:
-        """Begin the way back, into memory of its own."""
+        """Begin the copy back, into new memory."""
         ...
 
     def arrived(self) -> None:
-        """What is computed from here on comes after the way back."""
+        """Make everything computed from here on wait for the copy back."""
         ...
 
 
@@ -51,16 +53,16 @@ class Lanes:
 
 
 class CudaTransfer:
-    """A storage's bytes, to a pinned buffer and back."""
+    """Copies a storage's bytes to a pinned buffer and back."""
 
     def __init__(self, lanes: Lanes, buffer: PinnedBuffer, tensor: torch.Tensor):
         self._lanes, self._buffer = lanes, buffer
         self._dtype, self._device = tensor.dtype, tensor.device
         streams, lane = lanes.streams, lanes.out
-        self._owner = streams.current()  # whose the value's memory is
-        streams.wait(lane, streams.mark(self._owner))  # the value is there
+        self._owner = streams.current()  # the stream to which the value's memory belongs
+        streams.wait(lane, streams.mark(self._owner))  # the value must be computed before it is copied
         if IN in buffer.uses:
-            streams.wait(lane, buffer.uses[IN])  # whoever had the buffer before has read it
+            streams.wait(lane, buffer.uses[IN])  # the pool reuses buffers: the last value must have been read from it
         with offload():
             streams.copy(lane, buffer.bytes, storage_bytes_of(tensor))
         self._sent = buffer.uses[OUT] = streams.mark(lane)
@@ -74,8 +76,9 @@ class CudaTransfer:
         self._owner = streams.current()
         with offload():
             content = fresh_memory(self._buffer.bytes.numel(), self._dtype, self._device)
-            streams.wait(lane, streams.mark(self._owner))  # who had this memory before has done with it
-            streams.wait(lane, self._sent)
+            # The allocator may have given out memory that kernels queued on the computing stream still use.
+            streams.wait(lane, streams.mark(self._owner))
+            streams.wait(lane, self._sent)  # the buffer must be filled before it is read
             streams.copy(lane, storage_bytes_of(content), self._buffer.bytes)
         self._landed = self._buffer.uses[IN] = streams.mark(lane)
         return content
@@ -84,7 +87,7 @@ class CudaTransfer:
         self._hold_back(self._landed)
 
     def _hold_back(self, event: Any) -> None:
-        """The computation, and the stream whose memory is copied if that is another one, wait for the event."""
+        """Make the current stream wait for the event, and the stream that owns the copied memory, if it is another."""
         streams = self._lanes.streams
         streams.wait(self._owner, event)
         if streams.current() != self._owner:
@@ -97,7 +100,7 @@ def storage_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Departure(NamedTuple):
-    """A value whose memory on the device is held until its copy has left."""
+    """A value whose memory on the device is held until the computation waits for its copy to the host."""
 
     tensor: torch.Tensor
     transfer: HostTransfer
@@ -109,7 +112,7 @@ class _Departure(NamedTuple):
 
 
 class HostCopy:
-    """A value on the host. `content`: its memory on the device again, where the way back has begun."""
+    """A value on the host. `content` is its new memory on the device, once the copy back has begun."""
 
     __slots__ = ("__weakref__", "content", "lease", "number", "transfer", "transfers")
 
@@ -125,11 +128,12 @@ class HostCopy:
 
     def __del__(self) -> None:
         if self.content is not None:
-            self.transfer.arrived()  # its memory goes back to the computation: not before the copy into it is done
+            # Fetched ahead and never used. The copy into this memory must end before the allocator reuses it.
+            self.transfer.arrived()
 
 
 class Transfers:
-    """Mutable: the values of one device that are on the host or on their way. Threads may take turns.
+    """Mutable: the values of one device that are on the host or in flight. Several threads may call it.
 
     `overtaken`: see `HostStore`.
     """
@@ -140,8 +144,8 @@ class Transfers:
         self._there: dict[int, weakref.ref[HostCopy]] = {}  # in the order in which they left
         self._lock = threading.RLock()
         self._call = self._sent = 0
-        self._of_call = 0  # bytes that the block that runs has sent
-        self.window_bytes = 0  # what the largest block sends
+        self._of_call = 0  # bytes that the running block has sent
+        self.window_bytes = 0  # the most bytes that a block has sent: the limit of bytes in flight
 
     def begin(self) -> None:
         """A call of a block begins."""
@@ -150,45 +154,55 @@ class Transfers:
             self._of_call = 0
 
     def end(self) -> None:
-        """A call of a block ends. From here on nobody sees writes into what it computed: a copy of memory that
-        somebody holds is waited for.
-        """
+        """A call of a block ends."""
         with self._lock:
             if self._overtaken:
                 self._leaving.clear()
+            # No recorder sees writes after the block. Memory that others hold could change while it is still copied,
+            # so the computation waits for those copies now.
             for departure in self._leaving:
                 if departure.call == self._call and is_shared(departure.tensor):
                     departure.transfer.left()
 
     def send(self, tensor: torch.Tensor, transfer: HostTransfer, lease: Lease) -> HostCopy:
-        """The value is on its way out; `tensor` is nobody else's tensor, over its memory."""
+        """Register a value whose copy to the host has begun. `tensor` is an alias over its memory that nobody else has.
+
+        Older departures are released until at most `window_bytes` are in flight.
+        """
         with self._lock:
+            # Hold the memory: freed now, the allocator could give it to a kernel that runs before the copy has read it
+            # (such races gave wrong gradients in torchtune#1867, trl#7195 and Megatron#7398).
             self._leaving.append(_Departure(tensor, transfer, self._call))
+            # The window grows with the largest block seen so far. While that block runs, no copy of its own has to
+            # finish. A smaller window would make the computation wait for the link in the middle of it.
             self._of_call += self._leaving[-1].nbytes
             self.window_bytes = max(self.window_bytes, self._of_call)
+            # Oldest first: its copy has had the most time, so the computation waits least.
             while sum(departure.nbytes for departure in self._leaving) > self.window_bytes:
                 self._let_go()
             self._sent += 1
+            # Weakly: autograd owns the copy. A graph that is dropped without backward must free its buffers (a stash
+            # that kept them leaked 5 GB in trl#5700).
             copy = HostCopy(self, self._sent, transfer, lease)
             self._there[copy.number] = weakref.ref(copy, lambda _, number=copy.number: self._gone(number))
             return copy
 
     def fetch(self, copy: HostCopy) -> torch.Tensor:
-        """The value in memory of its own, for what is computed from here on; the next ones are on their way."""
+        """The value in new memory, for everything computed from here on. Begins the copies back of the next values."""
         with self._lock:
-            self._drain()
+            self._drain()  # backward has begun: the memory of forward's last values is needed now
             content = copy.content if copy.content is not None else copy.transfer.bring()
             copy.content = None
             self._there.pop(copy.number, None)
-            self._look_ahead(copy.number)
+            self._look_ahead(copy.number)  # before the wait, so that the next copies are queued while this one ends
             copy.transfer.arrived()
             return content
 
     def _look_ahead(self, number: int) -> None:
-        """Begin the way back of those that left before this one, the last first."""
+        """Begin the copies back of the values sent before this one, the latest first: backward runs in that order."""
         room = self.window_bytes
         for before in sorted((n for n in self._there if n < number), reverse=True):
-            reference = self._there.get(before)  # one that nobody wants any more may go at any time
+            reference = self._there.get(before)  # allocating may free graphs, and with them values in this table
             copy = None if reference is None else reference()
             if copy is None:
                 continue
@@ -204,9 +218,11 @@ class Transfers:
 
     def _let_go(self) -> None:
         departure = self._leaving.popleft()
-        departure.transfer.left()  # before its memory is anybody else's
+        # Before the memory is freed at the end of this function: one statement later, and a kernel could reuse it
+        # while it is still read (docs/lab-notes.md, "Offload on CUDA, without a card").
+        departure.transfer.left()
 
     def _gone(self, number: int) -> None:
         self._there.pop(number, None)
-        if not self._there:  # a graph that nobody will run backward
+        if not self._there:  # the graph was dropped without backward, so no `fetch` will release what is in flight
             self._drain()

@@ -1,4 +1,4 @@
-"""Recompute: what autograd would hold from forward to backward is computed again instead, bit for bit the same."""
+"""Recompute: backward recomputes activations, bit for bit, instead of autograd saving them."""
 
 from tightfit.levers.recompute.lever import Applied, recompute, undo
 from tightfit.levers.recompute.policy import KEEP_ALL, OFFLOAD_ALL, RECOMPUTE_ALL, Decision, OperatorKey, Policy

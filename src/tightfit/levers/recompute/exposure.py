@@ -1,6 +1,6 @@
-"""Notices when the user's code reaches behind PyTorch to the memory of a tensor: numpy, DLPack, a data pointer.
+"""Notices when user code gets the memory of a tensor outside of PyTorch: by numpy, DLPack or a data pointer.
 
-The dispatcher does not see what is written that way, so from then on the memory is the truth: the value is held
+The dispatcher does not see writes into that memory. From then on the memory itself is the truth, so the value is held
 instead of recomputed.
 """
 
@@ -22,13 +22,13 @@ from tightfit.levers.recompute.values import (
     set_product,
 )
 
-# These ask whether somebody watches the functions they call, and then compute with other kernels. They show their
-# memory to nobody, so a block with one of them goes without the watch.
+# These modules call `torch.overrides.has_torch_function`, and use other kernels if a function mode is active. They do
+# not expose memory, so a block that contains one runs without the observer.
 TAKES_ANOTHER_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class ExposureObserver(TorchFunctionMode):
-    """Stands around one call of one block (a region)."""
+    """Observes one call of one block (a region)."""
 
     def __init__(self, region: str):
         super().__init__()
@@ -46,19 +46,22 @@ def product_in(tensor: torch.Tensor) -> Any:
 
 
 def show(tensor: torch.Tensor) -> None:
-    """Somebody may write into what autograd would have held: let it hold that memory, as it would have."""
+    """Hold the original memory of a value for autograd: code outside of PyTorch may write into it, and autograd would
+    have saved that memory.
+    """
     product = product_in(tensor)
     if product is not None and product.shown is None:
         product.shown = Root(tensor)
 
 
 def lose_sight(tensor: torch.Tensor, *, lasting: bool) -> None:
-    """Writes from outside may follow: what was read so far keeps its value, what comes is read from memory."""
+    """Expect writes from outside. Operators recorded so far keep the present content; later ones read the memory."""
     if isinstance(tensor, nn.Parameter) or not has_plain_storage(tensor):
-        return  # autograd and recompute read a parameter where it lies, then as now
+        return  # autograd reads a parameter's memory in backward too, so recompute does the same
     storage = tensor.untyped_storage()
     root = existing_root(storage)
     if root is not None:
+        # Roots of operators recorded so far promised the present content, and nobody will announce the write.
         root.hold_copy()
         forget_root(storage)
     set_product(storage, None)
@@ -67,19 +70,19 @@ def lose_sight(tensor: torch.Tensor, *, lasting: bool) -> None:
 
 
 def notice_alias(region: str, tensor: torch.Tensor) -> None:
-    """An array that shares the memory, for as long as the user likes."""
+    """The user has an array that shares the memory, with an unknown lifetime."""
     show(tensor)
     lose_sight(tensor, lasting=True)
 
 
 def notice_pointer(region: str, tensor: torch.Tensor) -> None:
-    """What every kernel launched from Python asks for, at each launch."""
+    """A kernel is launched from Python: each launch asks for the data pointer again."""
     show(tensor)
     lose_sight(tensor, lasting=False)
 
 
 def notice_data(region: str, tensor: torch.Tensor) -> None:
-    """An alias whose writes autograd does not count; the dispatcher sees them."""
+    """The user has an alias (`.data`) whose writes the dispatcher sees, and autograd does not count."""
     show(tensor)
     if has_plain_storage(tensor):
         alias(tensor.untyped_storage())

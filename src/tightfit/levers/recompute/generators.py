@@ -1,4 +1,4 @@
-"""The state of a random generator before an operator drew from it, so that the draw can be repeated."""
+"""Saves the state of a random generator before an operator draws from it, so that a replay repeats the draw."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operators on `device` draw from when none is named."""
+    """The generator that operators on `device` draw from by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = getattr(torch, device.type)
@@ -19,7 +19,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def generator_of(args: tuple, kwargs: dict) -> torch.Generator:
-    """The generator that a call draws from: the one it names, else the default of its device."""
+    """The generator that a call draws from: its argument `generator`, else the default of its device."""
     device = kwargs.get("device")
     for argument in tree_iter((args, kwargs)):
         if isinstance(argument, torch.Generator):
@@ -31,7 +31,7 @@ def generator_of(args: tuple, kwargs: dict) -> torch.Generator:
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """A generator and its state, held outside the tensor allocator."""
+    """A generator and its state. The state is bytes, not a tensor, so that it does not count as tensor memory."""
 
     generator: torch.Generator
     state: bytes
@@ -42,7 +42,9 @@ class GeneratorState:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Inside, the generator draws what it drew then; afterwards it goes on as if nothing had happened."""
+        """A context in which the generator repeats the draw. Afterwards it continues from its present state."""
+        # Also the user's own generators: a replay that does not rewind them draws new numbers (40 of 45 gradients wrong
+        # under PyTorch's checkpoint, with the same loss).
         present = GeneratorState.of(self.generator)
         self.put_back()
         try:
@@ -51,5 +53,5 @@ class GeneratorState:
             present.put_back()
 
     def put_back(self) -> None:
-        """Let the generator go on from this state."""
+        """Set the generator to this state."""
         self.generator.set_state(torch.from_numpy(numpy.frombuffer(self.state, dtype=numpy.uint8).copy()))

@@ -1,4 +1,4 @@
-"""The lever by hand: `recompute(model, "layers.*")`."""
+"""The lever recompute, applied by hand: `recompute(model, "layers.*")`."""
 
 import fnmatch
 import re
@@ -22,13 +22,13 @@ __all__ = ["Applied", "apply_policies", "matching_modules", "recompute", "undo"]
 def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, use_reentrant: bool = False) -> Applied:
     """Recompute the activations of every module whose path matches a glob.
 
-    `pattern` is a glob over module paths in which `*` stays within one part of the path: `"layers.*"` takes whole
-    blocks, `"layers.*.mlp"` a part of each. `segments=k` joins the n matching modules, in order, to k runs of
-    neighbours; only what enters a run is held. `use_reentrant=True` uses PyTorch's reentrant checkpoint, which
-    cannot give gradients to tensors that a block leaves on itself.
+    `pattern` is a glob over module paths, in which `*` matches one part of the path: `"layers.*"` matches whole blocks,
+    `"layers.*.mlp"` one part of each. `segments=k` joins the n matching modules, in order, to k runs of neighbours, and
+    holds only the inputs of each run. `use_reentrant=True` uses PyTorch's reentrant checkpoint, which cannot give
+    gradients to tensors that a block stores on its module.
 
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` where nothing matches, where a
-    match is already recomputed, or where `segments` is out of range.
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if a match is
+    already recomputed, or if `segments` is out of range.
 
     Example:
         >>> import tightfit, torch
@@ -52,7 +52,7 @@ def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, us
 
 
 def apply_rule(model: nn.Module, rule: Rule) -> Applied:
-    """Recompute by a rule."""
+    """Apply a rule's policies to a model."""
     return apply_policies(model, rule.policies, joined=rule.joined)
 
 
@@ -63,8 +63,9 @@ def apply_policies(
     joined: Iterable[str] = (),
     offload_store: OffloadStore | None = None,
 ) -> Applied:
-    """Give each named block its policy. Blocks in `joined` do not hold their output for the block that follows. The
-    `offload_store` takes what policies offload.
+    """Give each named block its policy.
+
+    Blocks in `joined` do not hold their output for the next block. Policies that offload use the `offload_store`.
     """
     joined = set(joined)
     ignore_hooks_around_selective_checkpoints()
@@ -80,7 +81,7 @@ def install(forwards: Iterable[FrugalForward]) -> Applied:
     installed = []
     for forward in forwards:
         if isinstance(forward.previous, FrugalForward):
-            Applied(installed).undo()
+            Applied(installed).undo()  # a refused call must not leave half of its levers on the model
             raise LeverError(
                 f"{forward.path} is already {forward.previous.does}: undo that first, by the handle's undo() or, where "
                 "there is none (a copy of a model), by tightfit.undo(model)"
@@ -91,9 +92,9 @@ def install(forwards: Iterable[FrugalForward]) -> Applied:
 
 
 def undo(model: nn.Module) -> None:
-    """Take every lever off a model, whoever put it on: for a model whose handles are lost, such as a copy of one.
+    """Remove every lever from a model whose handles are lost, for example a copy of a model with levers.
 
-    Where there is a handle, its own `undo()` does the same. On a model without levers it does nothing.
+    A handle's own `undo()` does the same. On a model without levers this does nothing.
 
     Example:
         >>> import tightfit, torch
@@ -104,7 +105,7 @@ def undo(model: nn.Module) -> None:
         >>> any("forward" in vars(block) for block in model)
         False
     """
-    while forwards := forwards_on(model):
+    while forwards := forwards_on(model):  # levers may be nested: removing one uncovers the next
         for forward in forwards:
             forward.remove()
 
@@ -114,8 +115,9 @@ def matches(path: list[str], pattern: list[str]) -> bool:
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    """Paths of the modules that match the glob, in the model's order; an empty one means the model itself. Raises
-    `LeverError` if none does.
+    """Paths of the modules that match the glob, in the model's order. An empty glob matches the model itself.
+
+    Raises `LeverError` if nothing matches.
     """
     if not pattern:
         return [""]

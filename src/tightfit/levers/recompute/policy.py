@@ -1,4 +1,4 @@
-"""What becomes of each operator's output inside a block: kept, recomputed, or offloaded."""
+"""The policy of a block: which operators' outputs it keeps, recomputes or offloads."""
 
 import enum
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class OperatorKey(NamedTuple):
 class Policy:
     """Which operators' outputs a block keeps and which it offloads; the rest is recomputed in backward.
 
-    `kept` and `offloaded` list operator calls. A call beyond those the planner saw (a block whose number of operators
-    depends on the data) follows `default`. With `offloads_inputs` what the block is given is offloaded as well, where
-    the block would hold it. Any policy is exact; it only moves bytes and seconds.
+    `kept` and `offloaded` list operator calls. Calls that the planner did not see (in a block whose number of operators
+    depends on the data) follow `default`. With `offloads_inputs` the block's inputs are offloaded too, unless others
+    hold them anyway. Every policy is exact: it changes only bytes and seconds.
     """
 
     kept: frozenset[OperatorKey] = frozenset()

@@ -1,11 +1,11 @@
-"""Watches a block's forward: decides for each operator's output whether it is held, and notes how to make it again
-if not.
+"""Observes a block's forward: decides for each operator's output whether it is kept, and records how to compute it
+again if not.
 
-Three observers stand around the forward. The dispatch mode sees every operator below autograd and records those whose
-output is not kept. The saved-tensor hooks see what autograd wants to hold for backward and hand it a promise in the
-place of each recorded output. The exposure watch sees memory handed to code outside of PyTorch. The user's Python
-code is never run a second time, so nothing it does besides computing (buffers updated, caches appended, hooks, random
-numbers of other libraries) happens twice.
+Three observers are active during the forward. The dispatch mode sees every operator below autograd, and records those
+whose output is not kept. The saved-tensor hooks see every tensor that autograd saves, and save a promise instead if the
+tensor's operator is recorded. The exposure observer sees memory that is handed to code outside of PyTorch. The user's
+Python code never runs a second time, so its side effects (updated buffers, appended caches, hooks, random numbers of
+other libraries) happen once.
 """
 
 import weakref
@@ -70,12 +70,12 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the whole block runs outside of dynamo; leaving it again for each operator takes time
+        return False  # the block runs outside of dynamo already; PyTorch would leave dynamo again for each operator
 
     def start(self) -> None:
-        """Put the observers around what runs until `observers` is left. To be called inside of it, so that all of them
-        come off again whatever is raised meanwhile: one that stayed behind would see what follows this block.
-        """
+        """Activate the observers until `observers` exits. Call it inside of `observers`."""
+        # Inside, so that an interrupt at any line here removes those that are active already. One that remained would
+        # record the operators after this block.
         if self.offload_store is not None:
             self.offload_store.begin()
             self.observers.callback(self.offload_store.end)
@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         traits = traits_of(func)
         if traits.is_view or now.recomputing or now.offloading:
+            # A view only changes geometry. Replays and copies for offload are our own operators, not the block's.
             return func(*args, **kwargs)
         occurrence = self.counts.get(traits.name, 0)
         self.counts[traits.name] = occurrence + 1
@@ -102,10 +103,11 @@ class Recorder(TorchDispatchMode):
             now.region, now.occurrence, now.recording = outer
 
     def run(self, func: Any, traits: Traits, key: OperatorKey, args: tuple, kwargs: dict) -> Any:
-        """Run the operator; record it unless its outputs are kept."""
+        """Run the operator, and record it unless its outputs are kept."""
         decision = self.policy.decide(key)
         if decision is Decision.OFFLOAD and traits.is_uninitialised:
-            decision = Decision.RECOMPUTE  # nothing is in it yet; what is written into it is offloaded
+            # `empty` has no content to copy. The operator that writes into it decides about the content.
+            decision = Decision.RECOMPUTE
         if func in EXCHANGES_MEMORY:
             raise RecomputeError(
                 f"{self.region}: {key.name} exchanges the memory under a tensor, which cannot be recomputed: "
@@ -116,14 +118,22 @@ class Recorder(TorchDispatchMode):
             targets = list(instances(torch.Tensor, written_arguments(traits, args, kwargs)))
             trust_only_what_was_written(traits, targets)
         operation = None
+        # Nobody knows whether an operator of another library gives the same result again, so it is never replayed. A
+        # write into held memory makes nothing that could be dropped.
         if decision is Decision.RECOMPUTE and not traits.is_foreign and not writes_only_held(traits, targets):
+            # Before the operator runs: its references must name the values that it reads, not those that it writes.
             operation = record(func, traits, args, kwargs, targets)
+        # PyTorch's selective checkpoint caches outputs by tensor. A later in-place operator changes the cached memory
+        # through an alias with a fresh version counter (`_unsafe_view`), and gradients are wrong without an error
+        # (pytorch#119590). So storages are observed here, and old content is copied before each write.
         for target in targets:
             preserve(target)
         results = func(*args, **kwargs)
         offload_store = self.offload_store if decision is Decision.OFFLOAD and not traits.is_foreign else None
         if any(is_index(result) for result in flat(results)):
-            operation = offload_store = None  # routing and sorting decisions are always kept
+            # A recomputed router may send tokens to other experts than the forward did (pytorch#171355,
+            # torchtitan#1117). Indices of routing and sorting are always kept.
+            operation = offload_store = None
         if targets:
             note_writes(operation, targets, self.scope, offload_store)
         if operation is not None and not traits.returns_written:
@@ -134,9 +144,9 @@ class Recorder(TorchDispatchMode):
 
 
 def trust_only_what_was_written(traits: Traits, targets: Sequence[torch.Tensor]) -> None:
-    """Fresh memory may have been written by code that the dispatcher does not see: unless all of it is overwritten
-    now, it is held.
-    """
+    """Hold uninitialised memory unless this operator overwrites all of it."""
+    # A kernel launched from Python (Triton, ctypes) may have written into memory of `empty` without the dispatcher. A
+    # replay would start from other content.
     for target in targets:
         storage = target.untyped_storage() if has_plain_storage(target) else None
         product = None if storage is None else product_of(storage)
@@ -147,26 +157,32 @@ def trust_only_what_was_written(traits: Traits, targets: Sequence[torch.Tensor])
 
 
 def writes_only_held(traits: Traits, targets: Sequence[torch.Tensor]) -> bool:
+    """Whether the operator returns what it writes, and writes only into memory that is held anyway."""
     return traits.returns_written and all(
         not has_plain_storage(t) or product_of(t.untyped_storage()) is None for t in targets
     )
 
 
 def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequence[torch.Tensor]) -> Operation | None:
-    """Note the call with references in place of tensors, before it runs; None if it reads what others may write."""
+    """Record a call before it runs, with references in place of tensors.
+
+    Returns None if the call reads memory that code outside of PyTorch may write: a replay could read other content.
+    """
     exposed = False
     references: list[Reference] = []
 
     def refer(tensor: torch.Tensor) -> Any:
         nonlocal exposed
         if not has_plain_storage(tensor):
-            return tensor
+            return tensor  # a subclass or a sparse tensor: geometry over a storage does not describe it, so it is held
         storage = tensor.untyped_storage()
         exposed |= is_exposed(storage)
         value = product_of(storage)
         if value is None or (value.blank and not any(tensor is target for target in targets)):
+            # Uninitialised memory that is read: nobody knows its content, so the memory itself is held.
             value = root_of(tensor)
         elif not value.blank:
+            # Backward will read this value in the replay, so an offloaded one is copied now.
             value.secure(tensor)
         references.append(Reference(value, Geometry.of(tensor)))
         return references[-1]
@@ -180,8 +196,9 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
 
 
 def preserve(target: torch.Tensor) -> None:
-    """The storage of `target` is about to be written: those who hold its content as a root get a copy, and a copy
-    that is under way to an offload store is completed first.
+    """Prepare for a write into the storage of `target`.
+
+    A root that holds its content gets a copy. An unfinished copy to an offload store is completed first.
     """
     if not has_plain_storage(target):
         return
@@ -201,11 +218,11 @@ def note_writes(
     scope: RecordingScope,
     offload_store: OffloadStore | None = None,
 ) -> None:
-    """Each written storage that held a product now holds another one, or memory that is kept."""
+    """Give each written storage that held a product a new one, or none if its memory is kept."""
     plain = [target.untyped_storage() for target in targets if has_plain_storage(target)]
     for index, storage in enumerate(plain):
         if product_of(storage) is None:
-            continue  # memory that is not ours to free
+            continue  # a parameter, an input or a kept output: others hold this memory, so a replay saves nothing
         is_worth_it = offload_store is not None and storage.nbytes() >= offload_store.smallest_bytes
         after = Product(operation, scope, offload_store=offload_store) if is_worth_it or operation is not None else None
         set_product(storage, after)
@@ -216,7 +233,8 @@ def note_writes(
 def note_results(
     operation: Operation, traits: Traits, results: Any, targets: Sequence[torch.Tensor], scope: RecordingScope
 ) -> None:
-    """Each fresh storage among the results holds a product of this operation."""
+    """Give each new storage among the results a product of this operation."""
+    # Some operators return an argument, or memory of one. That storage belongs to another value.
     arguments = {id(reference.value) for reference in operation.references}
     arguments |= {id(after()) for _, after in operation.becomes}
     written = [target.untyped_storage()._cdata for target in targets]
@@ -226,7 +244,7 @@ def note_results(
         storage = result.untyped_storage()
         product, root = product_of(storage), existing_root(storage)
         if id(product) in arguments or id(root) in arguments or storage._cdata in written:
-            continue  # an argument came back
+            continue
         if product is None:
             product = Product(operation, scope, blank=traits.is_uninitialised)
             set_product(storage, product)
@@ -234,7 +252,7 @@ def note_results(
 
 
 def note_offloaded(offload_store: OffloadStore, arguments: Any, results: Any, scope: RecordingScope) -> None:
-    """Each fresh storage among the results that is worth it holds a product that the offload store will take."""
+    """Give each new storage among the results that is large enough a product that goes to the offload store."""
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments) if has_plain_storage(tensor)}
     for result in flat(results):
         if not isinstance(result, torch.Tensor) or not has_plain_storage(result):
@@ -246,9 +264,9 @@ def note_offloaded(offload_store: OffloadStore, arguments: Any, results: Any, sc
 
 
 def enter(inputs: Any, scope: RecordingScope, offload_store: OffloadStore) -> None:
-    """Offload the block's inputs that the model computed, where the block would hold them.
+    """Mark the block's inputs that the model computed for offload.
 
-    Masks, positions and the model's own inputs stay: others hold them anyway.
+    Masks, positions and the model's own inputs are not offloaded, because others hold them anyway.
     """
     for tensor in tensors_in(inputs):
         if tensor.grad_fn is None or not has_plain_storage(tensor):
@@ -260,8 +278,10 @@ def enter(inputs: Any, scope: RecordingScope, offload_store: OffloadStore) -> No
 
 
 def leave(outputs: Any, *, held: bool) -> None:
-    """The block is left with its results: memory that the caller holds from now on, or, within a segment, values
-    that stay known as long as nobody writes into them.
+    """Prepare the block's results for its caller.
+
+    With `held`, the caller holds their memory from now on. Otherwise (within a segment) they remain recomputable as
+    long as nobody writes into them.
     """
     for tensor in tensors_in(outputs):
         if not has_plain_storage(tensor):
@@ -275,4 +295,5 @@ def leave(outputs: Any, *, held: bool) -> None:
             set_product(storage, None)
             product.hold(root_of(tensor))
         else:
+            # Outside of the block no recorder sees writes. The version counter then shows whether there was one.
             product.left_as.append((TensorWeakRef(tensor), tensor._version))

@@ -1,4 +1,4 @@
-"""Puts the executor around a block of a model, on the instance, and takes it off again."""
+"""Replaces the `forward` of a module instance by one under a lever, and restores it."""
 
 import itertools
 import weakref
@@ -22,14 +22,14 @@ _numbers = itertools.count()
 
 
 class FrugalForward:
-    """Stands in for the `forward` of one module instance. Copies and pickles with its module."""
+    """Replaces the `forward` of one module instance. It is copied and pickled with its module."""
 
-    does = "recomputed"  # what happens to the block, in an error message
+    does = "recomputed"  # the lever's effect on the block, for error messages
 
     def __init__(self, module: nn.Module, path: str):
         self.path = path
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.number = next(_numbers)  # its copies in copies of the module have the same
+        self.number = next(_numbers)  # a copy of the module has a copy of this forward with the same number
         self.removed = False
         self._module = weakref.ref(module)  # the module holds this object: a strong reference would be a cycle
 
@@ -41,7 +41,7 @@ class FrugalForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward that this one stands in for."""
+        """The forward that this one replaces."""
         if self.previous is not None:
             return self.previous
         return type(self.module).forward.__get__(self.module)
@@ -52,15 +52,17 @@ class FrugalForward:
 
     @property
     def steps_aside(self) -> bool:
-        """Whether the original is to run as it is: no gradients are wanted, the lever was taken off while somebody
-        else holds on to this forward, or a transform of `torch.func` runs, which knows no saved-tensor hooks.
+        """Whether to run the original forward unchanged.
+
+        That is so without gradients, after `remove` (others may still hold this forward), and in a `torch.func`
+        transform, which does not support saved-tensor hooks.
         """
         return self.removed or not torch.is_grad_enabled() or transforms_are_active()
 
     def remove(self) -> None:
-        """Put back exactly what was there before, where the module still has this forward; repeated, nothing.
+        """Restore the previous forward exactly, if the module still has this one. Calling it again does nothing.
 
-        Where somebody has put a forward of their own around this one, theirs stays, and this one becomes the original.
+        If other code has wrapped this forward meanwhile, the wrapper stays, and this forward runs the original.
         """
         self.removed = True
         module = self._module()
@@ -79,16 +81,16 @@ class FrugalForward:
 
 
 def forwards_on(model: nn.Module) -> list[FrugalForward]:
-    """The forwards of levers that stand on modules of a model."""
+    """The forwards of levers on the modules of a model."""
     found = [module.__dict__.get("forward") for module in model.modules()]
     return [forward for forward in found if isinstance(forward, FrugalForward)]
 
 
 class RecordedForward(FrugalForward):
-    """Runs a block so that each operator's output is kept or recomputed as the policy says.
+    """Runs a block so that each operator's output is kept, recomputed or offloaded, as the policy says.
 
-    `holds_output` says whether the block's results are held for the next one (yes, unless both belong to one
-    segment). What the policy offloads goes to the `offload_store`.
+    `holds_output` says whether the block's results are held for the next block; false if both are in one segment. The
+    policy offloads to the `offload_store`.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class RecordedForward(FrugalForward):
         )
         with recorder.observers, self._named():
             recorder.start()
+            # Inputs first: an operator of the block may already need them in backward.
             if self.policy.offloads_inputs and self.offload_store is not None:
                 enter((args, kwargs), recorder.scope, self.offload_store)
             outputs = self.original(*args, **kwargs)
@@ -124,23 +127,23 @@ class RecordedForward(FrugalForward):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Inside, PyTorch's refusal of saved-tensor hooks says which block it is about."""
+        """A context in which PyTorch's refusal of saved-tensor hooks becomes an error that names the block."""
         try:
             yield
         except RuntimeError as error:
             if not (str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)):
                 raise
             raise RecomputeError(
-                f"{self.path}: the block uses torch.func.grad, or another transform that knows no saved-tensor hooks, "
-                "and so cannot be recomputed: leave this block out"
+                f"{self.path}: the block uses torch.func.grad, or another transform that does not support saved-tensor "
+                "hooks, and so cannot be recomputed: leave this block out"
             ) from error
 
 
 class ReentrantForward(FrugalForward):
-    """Runs a block under PyTorch's reentrant checkpoint, for those who ask for it.
+    """Runs a block under PyTorch's reentrant checkpoint, on request (`use_reentrant=True`).
 
-    It runs the block's Python code twice and sees only what the block returns; a block for which that gives other
-    gradients or other buffers is refused by name.
+    That checkpoint runs the block's Python code twice, and gives gradients only to tensors that the block returns. A
+    block for which this changes gradients or buffers is refused by name.
     """
 
     @without_dynamo
@@ -150,12 +153,15 @@ class ReentrantForward(FrugalForward):
         attributes, versions = attributes_with_tensors(self.module), buffer_versions(self.module)
         outputs = checkpoint(self.original, *args, use_reentrant=True, **kwargs)
         left = changed(attributes, attributes_with_tensors(self.module))
+        # A mixture of experts keeps its auxiliary loss as an attribute. On MiniMind's, 73 of 86 gradients were wrong,
+        # with the same loss.
         if left:
             raise RecomputeError(
                 f"{self.path}: the block leaves tensors on {left}, whose gradients a reentrant recompute drops: "
                 "use use_reentrant=False"
             )
         moved = changed(versions, buffer_versions(self.module))
+        # With spectral norm, updated twice, 40 of 45 gradients were wrong, with the same loss.
         if moved:
             raise RecomputeError(
                 f"{self.path}: the block updates its buffers {moved}, which a reentrant recompute moves twice: "
@@ -165,7 +171,7 @@ class ReentrantForward(FrugalForward):
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The names whose entry is new or different, for an error message."""
+    """The names with a new or different entry, for an error message."""
     return ", ".join(sorted(name for name, entry in after.items() if entry != before.get(name)))
 
 

@@ -1,4 +1,4 @@
-"""Computes products again, as few operators as the asked-for value needs, in their original order."""
+"""Replays recorded operators: only those that the requested value needs, in their original order."""
 
 import sys
 from collections import deque
@@ -13,21 +13,22 @@ from tightfit.runtime.internals import NoAutocast
 
 
 def materialise(product: Product) -> None:
-    """Make `product` ready.
+    """Compute `product` again, so that it is ready.
 
-    Recomputed values that autograd still waits for stay filled until it lets go of them; others go as soon as the
-    last operator that reads them has run.
+    Recomputed values that autograd has saved are held until autograd frees them. Others are freed as soon as the last
+    operator that reads them has run.
     """
     if product.is_ready:
         return
     pending = needed_operations(product)
+    # The recorded operators are below autograd and autocast, so neither may act on them again.
     with torch.no_grad(), NoAutocast(), recomputation():
         while pending:
-            rerun(pending.popleft())
+            rerun(pending.popleft())  # popped, so that this queue does not hold arguments that nothing else needs
 
 
 def needed_operations(product: Product) -> deque[Operation | Fetch]:
-    """The operations to run, and the fetches to bring back, oldest first."""
+    """The operations to run and the copies to fetch, in the order in which they were recorded."""
     found: dict[int, Operation | Fetch] = {}
     waiting = [product.producer]
     while waiting:
@@ -43,7 +44,7 @@ def needed_operations(product: Product) -> deque[Operation | Fetch]:
 
 
 def rerun(operation: Operation | Fetch) -> None:
-    """Run one operation on recomputed arguments and fill the products that are still wanted."""
+    """Run one operation on recomputed arguments, and fill those of its products that are still referenced."""
     if isinstance(operation, Fetch):
         operation.deliver()
         return
@@ -52,6 +53,7 @@ def rerun(operation: Operation | Fetch) -> None:
     random = operation.generator_state
     with nullcontext() if random is None else random.repeated(), default_dtype(operation.default_dtype):
         results = operation.call(replaced)
+    # Products that nothing references any more are not filled, so their memory is freed at once.
     for position, product in operation.outputs:
         give(product(), results[position])
     for index, product in operation.becomes:
@@ -59,9 +61,10 @@ def rerun(operation: Operation | Fetch) -> None:
 
 
 def private_base(reference: Reference) -> torch.Tensor:
-    """The content of an argument that is written into, in memory that nobody else reads."""
+    """The content of an argument that the operation writes into, in memory that nothing else reads."""
     value = reference.value
-    # Held by the reference, by `value` and by getrefcount's own argument: nobody but this operation knows the product.
+    # Three references (the recorded one, `value`, and getrefcount's argument): only this operation knows the product,
+    # so it may write into the memory without a copy.
     if isinstance(value, Product) and value.content is not None and not value.lent and sys.getrefcount(value) <= 3:
         return value.content
     return whole_storage(value.base()).clone()
@@ -74,7 +77,7 @@ def give(product: Product | None, content: torch.Tensor) -> None:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Constants made inside without a dtype get this one."""
+    """A context in which tensors made without a dtype get `dtype`."""
     present = torch.get_default_dtype()
     if present == dtype:
         yield

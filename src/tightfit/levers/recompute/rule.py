@@ -1,4 +1,4 @@
-"""Recompute by a rule, where no plan decides: every block, every n-th block, or blocks joined to segments."""
+"""Recompute by a rule, without a plan: every block, every second block, or blocks joined to segments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,20 @@ from tightfit.levers.recompute.policy import RECOMPUTE_ALL, Policy
 
 @dataclass(frozen=True)
 class Rule:
-    """What each block does, by its path, and which blocks do not hold their output for the block that follows."""
+    """The policy of each block, by path, and the `joined` blocks, which do not hold their output for the next one."""
 
     policies: dict[str, Policy]
     joined: tuple[str, ...] = ()
 
 
 def every_block(paths: Sequence[str], *, segments: int | None = None) -> Rule:
-    """Every block is recomputed. With `segments` the blocks are joined, in order, to so many runs whose lengths differ
-    by at most one; only what enters a run is held.
+    """Recompute every block.
+
+    `segments` joins the blocks, in order, to that many runs, whose lengths differ by at most one. Only the inputs of
+    each run are held.
     """
     count = len(paths)
-    assert segments is None or 1 <= segments <= count, "whoever takes a number of segments from a user checks it"
+    assert segments is None or 1 <= segments <= count, "callers check a user's number of segments"
     runs = count if segments is None else segments
     ends = {(run + 1) * count // runs - 1 for run in range(runs)}
     joined = tuple(path for place, path in enumerate(paths) if place not in ends)
@@ -27,5 +29,5 @@ def every_block(paths: Sequence[str], *, segments: int | None = None) -> Rule:
 
 
 def every_second_block(paths: Sequence[str]) -> Rule:
-    """The second block is recomputed, the fourth, and so on."""
+    """Recompute the second block, the fourth, and so on."""
     return Rule(dict.fromkeys(paths[1::2], RECOMPUTE_ALL))

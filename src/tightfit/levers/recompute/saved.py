@@ -1,4 +1,4 @@
-"""What autograd holds for backward inside a watched block: the tensor itself, or a promise to bring it back."""
+"""The saved-tensor hooks of an observed block: autograd saves the tensor itself, or a promise to compute it again."""
 
 from typing import NamedTuple
 
@@ -17,34 +17,35 @@ from tightfit.runtime.activity import now
 
 
 class Promise(NamedTuple):
-    """What autograd holds in place of a saved tensor: it is computed again, or fetched, when asked for."""
+    """A saved tensor that is recomputed, or fetched from an offload store, when backward unpacks it."""
 
     product: Product
     geometry: Geometry
 
 
 class Held(NamedTuple):
-    """A saved tensor that is held anyway, and its version, which autograd does not check behind hooks."""
+    """A saved tensor that is held anyway, with its version: autograd does not check versions of hooked tensors."""
 
     tensor: torch.Tensor
     version: int
 
 
 def pack(tensor: torch.Tensor) -> Promise | Held:
-    """Saved-tensor hook: hold what is held anyway, promise the rest."""
+    """Saved-tensor hook: save a held tensor itself, and a promise for any other."""
     if now.on_save is not None:
         now.on_save(tensor)
     storage = tensor.untyped_storage() if has_plain_storage(tensor) else None
     product = None if storage is None else product_of(storage)
     if product is None or product.blank or is_aliased(storage):
-        # Without its graph: a saved result would hold the very node that holds it.
+        # Without its graph: a saved result would hold the node that saves it, a reference cycle that leaks (as in
+        # pytorch#154642).
         return Held(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
     product.secure(tensor)
     return Promise(product, Geometry.of(tensor))
 
 
 def unpack(saved: Promise | Held) -> torch.Tensor:
-    """Saved-tensor hook: the tensor itself, computed again if need be."""
+    """Saved-tensor hook: return the tensor, computed again if necessary."""
     if isinstance(saved, Held):
         if saved.tensor._version != saved.version:
             raise modified_in_place(saved.tensor, saved.version)
@@ -52,6 +53,7 @@ def unpack(saved: Promise | Held) -> torch.Tensor:
     product, geometry = saved
     with torch.no_grad():
         if product.shown is not None:
+            # Code outside of PyTorch has the memory's address. Plain autograd would read whatever is there now.
             return geometry.over(product.shown.base())
         materialise(product)
         product.lent = True

@@ -1,12 +1,13 @@
-"""The values inside a block: what is held, and what can be computed again from what is held.
+"""The values inside a block: those that are held, and those that can be computed again from them.
 
 A value is the content of one storage between two writes into it. Tensors are only geometry over a value, so views
-cost nothing and a write makes a new value. A value is either a `Root` (its memory is held) or a `Product` (only the
-operator that makes it is held, or a copy of its bytes somewhere else). References run from results to arguments only;
-so when autograd lets go of a saved tensor, Python's reference counts free exactly what nothing else needs.
+cost nothing, and each write makes a new value. A value is either a `Root`, whose memory is held, or a `Product`. For a
+product only its operator is held, or a copy of its bytes outside of the allocator. References run from results to
+arguments only. So when autograd frees a saved tensor, Python's reference counts free exactly the values that nothing
+else needs.
 
-A storage knows its present value only as long as somebody sees every write into it: the recorder that watches the
-block. Afterwards the memory itself is the truth.
+A storage knows its present value only while the block's recorder sees every write into it. Afterwards the memory itself
+is the truth.
 """
 
 import itertools
@@ -26,7 +27,7 @@ _sequence = itertools.count()
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether geometry over a storage describes the tensor completely."""
+    """Whether a storage and a geometry over it describe the tensor completely."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -36,7 +37,7 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
 
 
 class Geometry(NamedTuple):
-    """Where a tensor lies in its storage, and how its elements are read."""
+    """A tensor's position in its storage, and how its elements are read."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,8 +58,9 @@ class Geometry(NamedTuple):
         )
 
     def over(self, base: torch.Tensor) -> torch.Tensor:
-        """The tensor of this geometry over the storage of `base`."""
+        """A tensor with this geometry over the storage of `base`."""
         size, stride, offset, dtype, conjugated, negated = self
+        # `x.view(dtype)` shares a storage between dtypes, so the value may have been recorded with another one.
         if base.dtype != dtype:
             base = reinterpreted(base, dtype)
         tensor = base.as_strided(size, stride, offset)
@@ -68,7 +70,8 @@ class Geometry(NamedTuple):
 
 
 def reinterpreted(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The storage of `base`, flat, its bytes read as elements of another dtype; by views, which a dry run follows."""
+    """The storage of `base` as a flat tensor of another dtype."""
+    # By views, not by `set_`: a dry run follows views.
     if base.is_conj():
         base = base.conj()
     if base.is_neg():
@@ -79,13 +82,13 @@ def reinterpreted(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of `tensor`, flat, as plain elements: any geometry can be laid over it."""
+    """The whole storage of `tensor` as a flat tensor, neither conjugated nor negated."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return Geometry((count,), (1,), 0, tensor.dtype, conjugated=False, negated=False).over(tensor)
 
 
 def modified_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:
-    """The error that autograd raises for a saved tensor that was written afterwards."""
+    """The error that autograd raises for a saved tensor that was written after it was saved."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a {tensor.dtype} tensor of {tuple(tensor.shape)} that a recomputed block read at version {version} "
@@ -99,28 +102,28 @@ class Root:
     __slots__ = ("__weakref__", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = counting_alias(tensor)  # never the tensor itself: it would hold the graph that made it
+        self._tensor = counting_alias(tensor)  # not the tensor itself, which would hold the graph that computed it
         self._version = tensor._version
 
     def is_current(self) -> bool:
-        """Whether nobody is known to have written into the storage."""
+        """Whether the version counter shows no write into the storage."""
         return self._tensor._version == self._version
 
     def hold_copy(self) -> None:
-        """The storage is about to be written: hold its present content elsewhere."""
-        if self.is_current():
+        """Copy the present content of the storage, which is about to be written."""
+        if self.is_current():  # else a write came first, and `base` reports it as autograd would
             self._tensor = whole_storage(self._tensor).clone()
             self._version = self._tensor._version
 
     def base(self) -> torch.Tensor:
-        """A tensor over the held content. Raises `RuntimeError`, as autograd does, if somebody wrote into it."""
+        """A tensor over the held content. Raises `RuntimeError`, as autograd does, if it was written since."""
         if not self.is_current():
             raise modified_in_place(self._tensor, self._version)
         return self._tensor
 
 
 class RecordingScope:
-    """Whether the recorder that saw a value being made still sees every write."""
+    """Whether the recorder that recorded a value still sees every write."""
 
     __slots__ = ("is_open",)
 
@@ -129,43 +132,43 @@ class RecordingScope:
 
 
 class Copy(Protocol):
-    """A storage's bytes outside of the allocator's memory, for as long as somebody holds this."""
+    """A storage's bytes outside of the allocator's memory. They are freed when this object is."""
 
     def fetch(self) -> torch.Tensor:
-        """The bytes in memory of their own, as a flat tensor."""
+        """The bytes in new memory, as a flat tensor."""
         ...
 
     def settle(self) -> None:
-        """The memory that was copied is about to be written: let that wait until the copy is complete."""
+        """Make the computation wait until the copy is complete, because the source is about to be written."""
         ...
 
 
 class OffloadStore(Protocol):
-    """Where offloaded values lie."""
+    """The place to which values are offloaded."""
 
     @property
     def smallest_bytes(self) -> int:
-        """Storages below this size stay where they are."""
+        """Storages below this size are not offloaded."""
         ...
 
     def begin(self) -> None:
-        """A call of a block begins: what it puts here is wanted together."""
+        """A call of a block begins. Backward will need the values that it stores together."""
         ...
 
     def end(self) -> None:
-        """A call of a block ends: from here on nobody says `settle` before a write."""
+        """A call of a block ends. From here on no recorder calls `settle` before a write."""
         ...
 
     def put(self, tensor: torch.Tensor) -> Copy | None:
-        """A copy of what the tensor's storage holds now; None where there is no room for it."""
+        """Copy the present content of the tensor's storage. None if there is no room."""
         ...
 
 
 class Product:
-    """A value that an operator makes: nothing is held until it is computed again, or the block is left with it.
+    """A value that an operator computes. Its memory is held only after a replay, or if the block returns it.
 
-    With an `offload_store` the value is to be offloaded. Its bytes are copied when the first operator appears that will
-    need the value in backward. For most values no such operator appears.
+    With an `offload_store` the value is offloaded. Its bytes are copied when the first operator appears that will need
+    the value in backward. For most values no such operator appears.
     """
 
     __slots__ = (
@@ -192,49 +195,50 @@ class Product:
         self.producer: Operation | Fetch | None = producer
         self.offload_store = offload_store
         self.scope = scope
-        self.blank = blank  # made by an operator that returns unwritten memory
-        self.content: torch.Tensor | None = None  # recomputed, in memory of our own
-        self.root: Root | None = None  # held after all: the block returned it
-        self.lent = False  # autograd has seen the recomputed content
-        self.shown: Root | None = None  # the memory that autograd would have held, if the user reached behind it
-        self.left_as: list[tuple[TensorWeakRef, int]] = []  # the tensors that left the watched block, not held
+        self.blank = blank  # from an operator that returns uninitialised memory, such as `empty`
+        self.content: torch.Tensor | None = None  # recomputed, in memory that only the executor knows
+        self.root: Root | None = None  # the original memory, held because the block returned it
+        self.lent = False  # autograd got a tensor over the recomputed content, so no replay may write into it
+        self.shown: Root | None = None  # the original memory, if code outside of PyTorch got its address
+        self.left_as: list[tuple[TensorWeakRef, int]] = []  # tensors that left the block with this value, not held
 
     @property
     def is_ready(self) -> bool:
         return self.content is not None or self.root is not None
 
     def is_in_storage(self) -> bool:
-        """Whether the storage that was given this product still has this content, for all that can be known."""
+        """Whether the product's storage still has this content, as far as recorder and version counters show."""
         if self.scope.is_open:
             return True
         left = [(reference(), version) for reference, version in self.left_as]
         return bool(left) and all(t is not None and t._version == version for t, version in left)
 
     def secure(self, tensor: torch.Tensor) -> None:
-        """Backward will want this value, which the storage of `tensor` holds now."""
+        """Note that backward will need this value, which is in the storage of `tensor` now."""
         if self.offload_store is None:
             return
         copy = self.offload_store.put(tensor)
         if copy is None:
-            set_product(tensor.untyped_storage(), None)  # it would hold itself
+            # No room: hold the memory. Without this line storage, product and root would be a reference cycle.
+            set_product(tensor.untyped_storage(), None)
             self.hold(root_of(tensor))
         else:
             self.producer = Fetch(self, copy)
         self.offload_store = None
 
     def settle(self) -> None:
-        """The memory that held this value is about to be written: a copy under way is completed first."""
+        """Complete an unfinished copy of this value, because its memory is about to be written."""
         if isinstance(self.producer, Fetch):
             self.producer.copy.settle()
 
     def fill(self, content: torch.Tensor) -> None:
-        """Hold the recomputed content; how to make it is no longer needed."""
+        """Hold the recomputed content, and release the operator that computed it."""
         if not self.is_ready:
             self.content = content.detach()
             self.producer = None
 
     def hold(self, root: Root) -> None:
-        """Hold the memory itself; how to make its content is no longer needed."""
+        """Hold the original memory, and release the operator that computed its content."""
         if not self.is_ready:
             self.root = root
             self.producer = None
@@ -261,10 +265,10 @@ class Reference:
 
 
 class Operation:
-    """One recorded operator call, enough to run it again.
+    """One recorded operator call, with everything needed to run it again.
 
-    `args` and `kwargs` are the call's own with a `Reference` in the place of each tensor; `references` lists these,
-    `written` those that the operator writes into. `outputs` and `becomes` say, weakly, which products it makes: by
+    `args` and `kwargs` are those of the call, with a `Reference` in place of each tensor. `references` lists these, and
+    `written` those that the operator writes into. `outputs` and `becomes` refer weakly to the products of the call: by
     position among the flat results, and by index into `written`.
     """
 
@@ -294,8 +298,8 @@ class Operation:
         self.args = args
         self.kwargs = kwargs
         self.generator_state = generator_state
-        self.default_dtype = torch.get_default_dtype()  # what constants without a dtype become
-        self.sequence = next(_sequence)  # arguments are always recorded before results
+        self.default_dtype = torch.get_default_dtype()  # a replay must give constants without a dtype the same one
+        self.sequence = next(_sequence)  # the order of replay: arguments are recorded before results
         self.references = references
         self.written: list[Reference] = []
         if traits.written:
@@ -304,9 +308,7 @@ class Operation:
         self.becomes: list[tuple[int, weakref.ref[Product]]] = []
 
     def call(self, replaced: dict[int, torch.Tensor]) -> list[Any]:
-        """Run the operator. `replaced` gives other memory to some references, by their identity. Returns the flat
-        results.
-        """
+        """Run the operator and return its flat results. `replaced` gives other memory to references, by identity."""
 
         def tensor(reference: Reference) -> torch.Tensor:
             base = replaced.get(id(reference))
@@ -318,7 +320,7 @@ class Operation:
 
 
 class Fetch:
-    """A value's bytes somewhere else: in a replay it stands for the operator that makes them, and reads nothing."""
+    """An offloaded copy of a value. In a replay it acts as an operator that computes the value and reads nothing."""
 
     __slots__ = ("copy", "product", "references", "sequence")
 
@@ -329,14 +331,14 @@ class Fetch:
         self.sequence = next(_sequence)
 
     def deliver(self) -> None:
-        """Bring the bytes back, if the value is still wanted."""
+        """Bring the bytes back, if something still holds the value."""
         product = self.product()
         if product is not None:
             product.fill(self.copy.fetch())
 
 
 def product_of(storage: Any) -> Product | None:
-    """The product whose value this storage holds now, if that is known."""
+    """The product whose value this storage holds now; None if there is none, or if the storage was written since."""
     product = storage.__dict__.get(_PRODUCT)
     if product is None or product.is_in_storage():
         return product
@@ -357,7 +359,7 @@ def existing_root(storage: Any) -> Root | None:
 
 
 def root_of(tensor: torch.Tensor) -> Root:
-    """The root that holds the present content of the tensor's storage; the same one for all who ask."""
+    """The root that holds the present content of the tensor's storage. All callers get the same one."""
     storage = tensor.untyped_storage()
     root = existing_root(storage)
     if root is None or not root.is_current():
@@ -371,7 +373,7 @@ def forget_root(storage: Any) -> None:
 
 
 def is_exposed(storage: Any) -> bool:
-    """Whether code that PyTorch does not see may write into the storage at any time."""
+    """Whether code outside of PyTorch may write into the storage at any time."""
     return _EXPOSED in storage.__dict__
 
 
@@ -380,7 +382,7 @@ def expose(storage: Any) -> None:
 
 
 def is_aliased(storage: Any) -> bool:
-    """Whether there is a tensor over the storage whose writes autograd does not count."""
+    """Whether a tensor over the storage exists whose writes autograd does not count (`.data`)."""
     return _ALIASED in storage.__dict__
 
 

@@ -1,9 +1,8 @@
-"""The blocks of a model: the parts that run one after the other, whatever holds them.
+"""Finds the blocks of a model: the parts that run one after the other.
 
-What runs decides. The forwards of a traced step form a tree: which module called which. Modules of one class that one
-module calls, or one that it calls several times, are its blocks; whether a list, a dict or attributes hold them does
-not matter. Where nothing is repeated, the largest parts are taken that keep something for backward, and in the end the
-model itself.
+The forwards of a traced step form a tree: which module called which. If a module calls several modules of one class, or
+one module several times, these are blocks. It makes no difference whether a list, a dict or attributes hold them. If
+nothing is repeated, the largest parts that keep something for backward are the blocks, or else the model itself.
 """
 
 from collections import Counter
@@ -19,11 +18,12 @@ from tightfit.levers.recompute.lever import matching_modules
 from tightfit.runtime.module_paths import named_modules
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace
 
-# Repeated parts are taken apart where the repeated parts inside keep at least this share of their bytes: stages of
-# blocks are; a block in which experts or heads are repeated is not, since its attention lies beside those.
+# A repeated part is split if the repeated parts inside it keep at least this share of its bytes. That splits stages of
+# blocks. It does not split a block with repeated experts or heads, because its attention keeps bytes outside of them
+# (nineteen shapes of models: tests/planner/model_shapes.py).
 COVERED = 0.9
-AS_HEAVY = 0.5  # what is not repeated is a block if it keeps this share of what the repeated ones beside it keep
-WORTH_IT = 0.01  # of what the heaviest block keeps; below that a block is left alone
+AS_HEAVY = 0.5  # a part that is not repeated is a block if it keeps this share of what repeated parts beside it keep
+WORTH_IT = 0.01  # of what the heaviest block keeps; a block that keeps less is ignored
 _HOLDERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
 _LISTS = nn.ModuleList | nn.Sequential
 
@@ -32,7 +32,8 @@ _LISTS = nn.ModuleList | nn.Sequential
 class Part:
     """A module, the bytes that its calls keep for backward, and the modules that it calls.
 
-    `kind` is its class, `shape` its class with the shapes of its weights, `holder` the list that it is a member of.
+    `kind` is its class, `shape` its class with the shapes of its weights, `holder` the path of the list that it is a
+    member of.
     """
 
     path: str
@@ -50,7 +51,7 @@ class Part:
 
     @property
     def repeated(self) -> list["Part"]:
-        """Those that are alike: of one class, members of one list, or called several times in a call of this one."""
+        """The candidates that repeat: of one class, in one list, or called several times in one call of this part."""
         kinds = Counter(part.kind for part in self.candidates)
         holders = Counter(part.holder for part in self.candidates if part.holder)
         return [
@@ -61,7 +62,7 @@ class Part:
 
     @property
     def has_equal_parts(self) -> bool:
-        """Whether most of it are parts of the same shapes: it is a stage, not a block."""
+        """Whether parts of equal shapes keep most of its bytes. It is then a stage, not a block."""
         shapes = Counter(part.shape for part in self.candidates)
         equal = sum(part.kept_bytes for part in self.candidates if shapes[part.shape] > 1)
         inner = sum(part.kept_bytes for part in self.candidates if part.has_equal_parts and shapes[part.shape] == 1)
@@ -69,10 +70,10 @@ class Part:
 
 
 def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace | None = None) -> list[str]:
-    """Paths of the blocks: those that match the glob, or what is repeated in the traced step, else its largest parts.
+    """Paths of the blocks: the matches of a glob, or the repeated parts of the traced step, else its largest parts.
 
-    Without a trace, what is repeated as the model holds it: members of lists and dicts, and attributes of one class.
-    Raises `LeverError` if a glob matches nothing.
+    Without glob and trace, the blocks are the repeated parts of the module tree: members of lists and dicts, and
+    attributes of one class. Raises `LeverError` if the glob matches nothing.
     """
     if pattern is not None:
         return matching_modules(model, pattern)
@@ -85,7 +86,7 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
 
 
 def repeated_parts(part: Part, *, into_stages: bool) -> list[Part]:
-    """The repeated parts below a part, in the order in which they run; `into_stages` takes stages apart."""
+    """The repeated parts below a part, in the order in which they run. `into_stages` replaces a stage by its parts."""
     repeated = part.repeated
     least = AS_HEAVY * median([child.kept_bytes for child in repeated] or [0])
     blocks = []
@@ -95,13 +96,13 @@ def repeated_parts(part: Part, *, into_stages: bool) -> list[Part]:
             continue
         inner = repeated_parts(child, into_stages=into_stages)
         if not inner and repeated and child.kept_bytes >= least:
-            inner = [child]
+            inner = [child]  # as heavy as a block, for example the one layer of another class between equal ones
         blocks += inner
     return blocks
 
 
 def largest_parts(part: Part) -> list[Part]:
-    """Where nothing is repeated: the parts that keep most of what it keeps, or the part itself."""
+    """The blocks of a part in which nothing is repeated: its parts if they keep most of its bytes, else the part."""
     parts = part.candidates
     covered = sum(child.kept_bytes for child in parts) >= COVERED * part.kept_bytes
     if len(parts) == 1 and covered:
@@ -115,8 +116,10 @@ def largest_parts(part: Part) -> list[Part]:
 
 
 def _as_run(model: nn.Module, trace: StepTrace) -> Part:
-    """The tree of calls in the forward of the last micro-batch, the model at its root. Calls of what is no module of
-    the model stand for themselves in nobody's place: what they call is called by their caller.
+    """The tree of module calls in the forward of the last micro-batch, with the model as root.
+
+    Calls of modules that are not in the model (made by the loss, for example) are skipped: the modules that they call
+    belong to their caller.
     """
     modules = dict(named_modules(model))
     root = _part("", model)
@@ -145,7 +148,7 @@ def _as_run(model: nn.Module, trace: StepTrace) -> Part:
 
 
 def _list_of(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the list that a module is a member of, or nothing; what is no module is a plain container."""
+    """The path of the list that contains a module, or nothing. A holder that is no module is a plain Python list."""
     parent, _, name = path.rpartition(".")
     holder = modules.get(parent)
     return parent if name.isdecimal() and (holder is None or isinstance(holder, _LISTS)) else ""
@@ -160,7 +163,7 @@ def _is_product(operator: OperatorRecord) -> bool:
 
 
 def _kept_bytes(trace: StepTrace) -> list[int]:
-    """For each operator, the bytes of activations that it made and that were still there when backward began."""
+    """For each operator, the bytes of activations that it allocated and that were still held when backward began."""
     middle = trace.end_of_forward
     kept = [0] * len(trace.operators)
     for storage in trace.storages:
@@ -174,7 +177,7 @@ def _kept_bytes(trace: StepTrace) -> list[int]:
 
 
 def _as_held(model: nn.Module) -> Part:
-    """The tree of modules without the lists and dicts that hold some: weights stand for what a module keeps."""
+    """The module tree without lists and dicts. The number of weights replaces the bytes kept, which need a run."""
     root = _part("", model)
     root.calls = 1
     _hold(model, "", root, alone=False)
@@ -184,7 +187,7 @@ def _as_held(model: nn.Module) -> Part:
 def _hold(module: nn.Module, path: str, part: Part, *, alone: bool) -> None:
     for name, child in module.named_children():
         child_path = f"{path}.{name}".lstrip(".")
-        # A sequence runs as a module does: as a member of a list it is a block, anywhere else it only holds some.
+        # An `nn.Sequential` in a list runs as one module, so it is a block. Elsewhere it only holds modules.
         is_member = isinstance(module, _LISTS) and isinstance(child, nn.Sequential)
         if isinstance(child, _HOLDERS) and not is_member:
             composed = [member for member in child.children() if _has_children(member)]
@@ -194,7 +197,7 @@ def _hold(module: nn.Module, path: str, part: Part, *, alone: bool) -> None:
         inner.composed = _has_children(child)
         inner.holder = path if isinstance(module, _LISTS) else ""
         inner.kept_bytes = max(1, sum(parameter.numel() for parameter in child.parameters()))
-        inner.calls = 2 if alone else 1  # one block in a list by itself is there to be run several times
+        inner.calls = 2 if alone else 1  # a list of one block suggests that the block runs several times
         _hold(child, child_path, inner, alone=False)
 
 

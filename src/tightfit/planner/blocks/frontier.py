@@ -1,25 +1,28 @@
-"""Which operators' outputs a block keeps for backward: the trade of bytes kept against seconds replayed.
+"""Chooses which operators' outputs a block keeps for backward: bytes kept against seconds replayed.
 
-For a keep set K, every operation whose output autograd saves is either in K or replayed in backward, and so, in turn,
-is every operation that a replayed one reads. Write r_i = 1 where operation i is replayed and a_i = 1 where its output
-is available in backward (replayed or kept). Then a keep set is a solution of
+For a keep set K, every operation whose output autograd saves is either in K or replayed in backward. The same holds for
+every operation that a replayed one reads. Write r_i = 1 where operation i is replayed and a_i = 1 where its output is
+available in backward (replayed or kept). Then a keep set is a solution of
 
     minimise    p * sum seconds_i r_i + q * sum bytes_i (a_i - r_i)
     subject to  a_i = 1 for saved i,  r_i <= a_i,  r_i <= a_j for every input j of i,  a and r 0 or 1.
 
 Each constraint compares two variables, so the matrix is totally unimodular and the programme is a minimum cut:
 project selection (Picard 1976, "Maximal closure of a graph"), the cut of AOTAutograd's partitioner
-(`torch/_functorch/partitioners.py`), but with replay priced in seconds. An operation is an edge from `in` to `out`
-with capacity q * bytes (cut: kept), its `in` hangs on the source with capacity p * seconds (cut: replayed), the
-`out` of an input leads to the `in` of its readers without limit, and the `out` of a saved operation to the sink.
+(`torch/_functorch/partitioners.py`), but with replay priced in seconds. The network has these edges:
 
-Every cut is optimal for one exchange rate p : q. Cuts at the rate at which two neighbours tie find whatever lies
-below the line between them, and so all corners of the lower convex hull (Eisner and Severance 1976, "Mathematical
-techniques for efficient record segmentation"). The best sets above the hull would need the 0/1 programme with a
-limit on the bytes, as in Checkmate (Jain et al. 2020). It is not solved: a chain mixes the sets of many blocks, for
-which the hull is what counts, and where corners lie far apart, sets that follow one corner up to some place and the
-other from there on are good enough, because few values cross a place. All cuts are in whole nanoseconds and bytes:
-exact, no tolerance.
+- from `in` to `out` of each operation, capacity q * bytes. Cutting it means: kept.
+- from the source to each `in`, capacity p * seconds. Cutting it means: replayed.
+- from the `out` of an input to the `in` of its readers, without limit.
+- from the `out` of a saved operation to the sink, without limit.
+
+Every cut is optimal for one exchange rate p : q. A cut at the rate at which two neighbours tie finds any set below the
+line between them. Repeated, this finds all corners of the lower convex hull (Eisner and Severance 1976, "Mathematical
+techniques for efficient record segmentation"). The best sets above the hull would need the 0/1 programme with a limit
+on the bytes, as in Checkmate (Jain et al. 2020). It is not solved, because a chain mixes the sets of many blocks, and
+for such mixtures the hull is what counts. Where corners are far apart, gaps are filled with sets that follow one corner
+up to some place and the other corner after it. These are good enough, because few values cross a place. All cuts are
+in whole nanoseconds and bytes: exact, no tolerance.
 """
 
 import math
@@ -34,10 +37,10 @@ NANOSECONDS = 1e9
 class Operation:
     """One operator call of a block's forward, in execution order.
 
-    `seconds` is the time of replaying it, `bytes` what keeping its output until backward costs (0 for something that
-    exists anyway), `saved` whether autograd saves its output for backward. `inputs` are the places of the operations
-    whose outputs it reads; what comes from outside the block is there anyway and left out. A `pinned` operation is
-    never replayed: where backward needs its output, it is kept.
+    `seconds` is the time of replaying it. `bytes` is the memory that its output occupies until backward (0 for memory
+    that is held anyway). `saved` says whether autograd saves its output for backward. `inputs` are the places of the
+    operations whose outputs it reads; tensors from outside the block are held anyway and left out. A `pinned` operation
+    is never replayed: if backward needs its output, the output is kept.
     """
 
     seconds: float
@@ -49,7 +52,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class KeepSet:
-    """`kept` are the places of the operations whose outputs stay until backward; pinned ones are always among them.
+    """The operations of a block whose outputs are kept until backward, by place. Pinned operations are always included.
 
     `kept_bytes` counts the kept outputs that backward or a replay reads. `replay_seconds` is the time of the replay.
     """
@@ -62,7 +65,7 @@ class KeepSet:
 def replay_cost(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[int, float, tuple[int, ...]]:
     """(bytes kept, seconds of replay, places replayed in order) of any keep set.
 
-    Kept outputs that nothing reads in backward cost nothing; pinned operations count as kept.
+    Kept outputs that nothing reads in backward cost nothing. Pinned operations count as kept.
     """
     needed, replayed = _needed(operations, kept)
     kept_bytes = sum(operations[place].bytes for place in needed - replayed)
@@ -71,11 +74,12 @@ def replay_cost(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[
 
 
 def frontier(operations: Sequence[Operation], *, limit: int = 12) -> tuple[KeepSet, ...]:
-    """At most `limit` keep sets, from no replay (and the fewest bytes of that) to the fewest bytes (and the fastest).
+    """At most `limit` keep sets (at least 2), from the fastest one to the one of fewest bytes.
 
-    Bytes fall and seconds rise strictly (to the nanosecond) from one to the next. Every set lies on the lower convex
-    hull, optimal for an exchange rate of seconds for bytes, except those that fill wide gaps between corners. Both
-    ends are always there; where there are more sets than `limit` (at least 2), those that stay are spread evenly.
+    The first set replays nothing, in the fewest bytes. The last has the fewest bytes, in the least seconds. Bytes fall
+    and seconds rise strictly (to the nanosecond) from one to the next. Every set is on the lower convex hull, optimal
+    for an exchange rate of seconds for bytes, except those that fill wide gaps between corners. If there are more than
+    `limit` sets, an even spread of them is returned, with both ends.
     """
     assert limit >= 2, "a frontier has two ends"
     points = _thin(_filled(operations, _corners(_Graph(operations)), limit), limit)
@@ -83,7 +87,7 @@ def frontier(operations: Sequence[Operation], *, limit: int = 12) -> tuple[KeepS
 
 
 def keep_set(operations: Sequence[Operation], kept: frozenset[int]) -> KeepSet:
-    """A keep set without what nothing reads in backward, and with its cost."""
+    """A keep set with its cost, without the outputs that nothing reads in backward."""
     return _keep_set(operations, _point(operations, kept).kept)
 
 
@@ -91,6 +95,7 @@ def _needed(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[set[
     """Places whose outputs backward needs, and those of them that must be replayed."""
     needed = {place for place, operation in enumerate(operations) if operation.saved}
     replayed = set()
+    # Inputs come before their readers, so one pass from the last operation to the first sees every reader in time.
     for place in range(len(operations) - 1, -1, -1):
         operation = operations[place]
         if place in needed and place not in kept and not operation.pinned:
@@ -126,10 +131,10 @@ def _keep_set(operations: Sequence[Operation], useful: frozenset[int]) -> KeepSe
 
 
 class _Graph:
-    """The cut network of a block, built once; `cut` sets the capacities for one exchange rate and cuts it.
+    """The cut network of a block, built once. `cut` sets the capacities for one exchange rate and cuts it.
 
-    Nodes: the source, the sink, and `in` and `out` of every operation that backward can need. Edges lie in pairs,
-    edge e and its reverse e ^ 1.
+    Nodes: the source, the sink, and `in` and `out` of every operation that backward can need. Edges are stored in
+    pairs: edge e and its reverse e ^ 1.
     """
 
     SOURCE, SINK = 0, 1
@@ -152,6 +157,8 @@ class _Graph:
             self.unlimited.append(self._edge(out, self.SINK))
         source = self._edge(self.SOURCE, entry)
         if operation.pinned:
+            # Replay at an infinite price: if backward needs the output, the cut runs through `in` to `out`. The inputs
+            # are then not needed for it.
             self.unlimited.append(source)
             return
         self.priced.append((source, _nanoseconds(operation), 0))
@@ -169,7 +176,7 @@ class _Graph:
         capacity = [0] * len(self.target)
         for edge, nanoseconds, size in self.priced:
             capacity[edge] = nanosecond_price * nanoseconds + byte_price * size
-        endless = sum(capacity) + 1
+        endless = sum(capacity) + 1  # more than all priced edges together, so that no minimum cut contains it
         for edge in self.unlimited:
             capacity[edge] = endless
         reached = _source_side(self.edges, self.target, capacity)
@@ -178,7 +185,7 @@ class _Graph:
 
 
 def _source_side(edges: list[list[int]], target: list[int], capacity: list[int]) -> list[bool]:
-    """Nodes on the source side of a minimum cut, by Dinic's algorithm; consumes `capacity`."""
+    """Nodes on the source side of a minimum cut, by Dinic's algorithm. Overwrites `capacity`."""
     while True:
         level = _levels(edges, target, capacity)
         if level[_Graph.SINK] < 0:
@@ -187,7 +194,7 @@ def _source_side(edges: list[list[int]], target: list[int], capacity: list[int])
 
 
 def _levels(edges: list[list[int]], target: list[int], capacity: list[int]) -> list[int]:
-    """Distance of every node from the source over edges with room, -1 where it cannot be reached."""
+    """Distance of every node from the source over edges with capacity left; -1 for nodes out of reach."""
     level = [-1] * len(edges)
     level[_Graph.SOURCE] = 0
     queue = [_Graph.SOURCE]
@@ -201,7 +208,7 @@ def _levels(edges: list[list[int]], target: list[int], capacity: list[int]) -> l
 
 
 def _block_flow(edges: list[list[int]], target: list[int], capacity: list[int], level: list[int]) -> None:
-    """Augments along shortest paths until each has a full edge."""
+    """Augment along shortest paths until each has a full edge."""
     following = [0] * len(edges)
     path: list[int] = []
     node = _Graph.SOURCE
@@ -235,6 +242,7 @@ def _corners(graph: _Graph) -> list[_Point]:
     """
     all_bytes = sum(graph.operations[place].bytes for place in graph.places)
     all_nanoseconds = sum(_nanoseconds(graph.operations[place]) for place in graph.places)
+    # A price above all bytes (or nanoseconds) together makes the other quantity decide between ties only.
     fastest, smallest = graph.cut(all_bytes + 1, 1), graph.cut(1, all_nanoseconds + 1)
     corners, waiting = [fastest], [smallest]
     while waiting:
@@ -253,14 +261,14 @@ def _below(cut: Callable[[int, int], _Point], left: _Point, right: _Point) -> _P
     """A point strictly below the line between two, found at the exchange rate at which they tie."""
     nanosecond_price, byte_price = left.bytes - right.bytes, right.nanoseconds - left.nanoseconds
     if not nanosecond_price or not byte_price:
-        return None
+        return None  # equal in bytes or in seconds: there is no rate at which the two tie
     point = cut(nanosecond_price, byte_price)
     tie = nanosecond_price * left.nanoseconds + byte_price * left.bytes
     return point if nanosecond_price * point.nanoseconds + byte_price * point.bytes < tie else None
 
 
 def _positions(points: Sequence[_Point]) -> list[float]:
-    """Where each point lies on the way from the first (0) to the last (1), half by its bytes, half by its seconds."""
+    """The position of each point between the first (0) and the last (1), half by its bytes, half by its seconds."""
     first, last = points[0], points[-1]
     all_bytes, all_nanoseconds = max(1, first.bytes - last.bytes), max(1, last.nanoseconds - first.nanoseconds)
     return [
@@ -270,7 +278,7 @@ def _positions(points: Sequence[_Point]) -> list[float]:
 
 
 def _filled(operations: Sequence[Operation], points: list[_Point], limit: int) -> list[_Point]:
-    """The points, and more between neighbours that lie further apart than `limit` even steps would."""
+    """The points, with more between neighbours that are further apart than `limit` even steps."""
     filled = points[:1]
     for (left, right), (start, end) in zip(pairwise(points), pairwise(_positions(points)), strict=True):
         if end - start > 1 / (limit - 1):
@@ -280,7 +288,7 @@ def _filled(operations: Sequence[Operation], points: list[_Point], limit: int) -
 
 
 def _between(operations: Sequence[Operation], left: _Point, right: _Point) -> list[_Point]:
-    """Points strictly between two that follow one of them up to some place and the other from there on."""
+    """Points strictly between two others, which follow one of them up to some place and the other one after it."""
     candidates = []
     for place in sorted(left.kept ^ right.kept):
         for early, late in ((left, right), (right, left)):
@@ -295,7 +303,7 @@ def _between(operations: Sequence[Operation], left: _Point, right: _Point) -> li
 
 
 def _thin(points: list[_Point], limit: int) -> list[_Point]:
-    """At most `limit` points, the nearest to even steps along the frontier."""
+    """At most `limit` points: those nearest to even steps along the frontier, both ends included."""
     if len(points) <= limit:
         return points
     positions = _positions(points)

@@ -1,13 +1,13 @@
-"""Which outputs a block keeps where memory alone counts: the trade of bytes kept against how high its backward reaches.
+"""Chooses which outputs a block keeps if only memory counts: bytes kept against the peak of the block's backward.
 
-The frontier trades bytes for seconds, so which sets it finds follows from prices. A set that keeps one value more, at
-the place where the replay would otherwise fill memory, can be off that hull on one device and on it on another; the
-least that a step takes must not turn with that. Here nothing has a price. The levels of a backward under any keep set
-follow from those of the step without recomputation: what the block's operators made is taken off, and put back from
-where it is kept or replayed until autograd lets go of it. The search starts with nothing kept and follows, one value
-kept or dropped at a time, every set that no other equals or beats in both.
+The frontier trades bytes for seconds, so the sets that it finds depend on prices. A set that keeps one more value, at
+the place where the replay would otherwise fill memory, can be on that hull on one device and off it on another. The
+least peak of a step must not depend on that. Here nothing has a price. The levels of a backward under any keep set
+follow from the levels of the step without recomputation: subtract the outputs of the block's operators, and add each
+one again from where it is kept or replayed until autograd frees it. The search starts with nothing kept. It keeps or
+drops one value at a time, and follows every set that no other one equals or beats in both costs.
 
-What is found is a proposal: its bytes are measured on traces as those of every other option.
+The sets are proposals: their bytes are measured on traces, as for every other option.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,13 @@ from tightfit.planner.blocks.windows import Window
 from tightfit.tracing.record import Phase, StepTrace
 
 FRUGAL_SETS = 4
-SEARCH_WORK = 100_000  # operators looked at in one search, some 0.1 s: usual blocks take a tenth of it
-LAST = 1 << 60  # behind every replayed operator of a moment: the backward operator itself
+SEARCH_WORK = 100_000  # operators visited in one search, about 0.1 s; usual blocks need a tenth of it
+LAST = 1 << 60  # sorts the backward operator itself after every operator replayed right before it
 
 
 class _Moment(NamedTuple):
-    """A place in a block's backward: the replay of the operation `place`, right before operator `time`; or, with
-    `LAST`, that operator.
+    """A moment in a block's backward: the replay of operation `place` right before backward operator `time`. With
+    `place` = `LAST`, that backward operator itself.
     """
 
     time: int
@@ -36,8 +36,10 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class _Output:
-    """What one operator of a block's forward made. `inputs` are places in the list of outputs, `place` that in the
-    graph; `uses` are autograd's: the first operator that reads it and the one after which it is let go.
+    """The output of one operator of a block's forward.
+
+    `place` is its place in the graph. `inputs` are indices into the list of outputs. `uses` are autograd's uses: the
+    first backward operator that reads it, and the one after which it is freed.
     """
 
     place: int
@@ -49,7 +51,7 @@ class _Output:
 
 @dataclass(frozen=True)
 class Backward:
-    """A block's backward without what its own forward made: `starts` and `levels` of each operator, in bytes."""
+    """A block's backward without the outputs of its own forward: `starts` and `levels` of each operator, in bytes."""
 
     outputs: tuple[_Output, ...]
     starts: tuple[int, ...]
@@ -60,6 +62,7 @@ class Backward:
         uses = [list(output.uses) for output in self.outputs]
         replayed: dict[int, _Moment] = {}
         kept_bytes = 0
+        # Readers come after their inputs, so by then all uses of an output are known, those by replays included.
         for index in range(len(uses) - 1, -1, -1):
             output = self.outputs[index]
             if not uses[index]:
@@ -79,14 +82,16 @@ class Backward:
         changes = [0] * (len(moments) + 1)
         for index, output in enumerate(self.outputs):
             if uses[index] and output.bytes:
+                # Kept: there from the first moment. Replayed: from its replay on. Both until the last use.
                 changes[order[replayed[index]] if index in replayed else 0] += output.bytes
                 changes[order[max(uses[index])] + 1] -= output.bytes
         return (level + own for level, own in zip(base, accumulate(changes), strict=False))
 
 
 def frugal_sets(trace: StepTrace, graph: BlockGraph, window: Window) -> tuple[frozenset[int], ...]:
-    """At most `FRUGAL_SETS` keep sets, from the one that keeps least to the one with the lowest backward, by places in
-    the graph. `trace` is a step in which the block keeps everything.
+    """At most `FRUGAL_SETS` keep sets, by places in the graph, from the fewest bytes kept to the lowest backward.
+
+    `trace` is a step in which the block keeps everything.
     """
     best = _search(foreseen(trace, graph, window))
     count = min(FRUGAL_SETS, len(best))
@@ -94,7 +99,7 @@ def frugal_sets(trace: StepTrace, graph: BlockGraph, window: Window) -> tuple[fr
 
 
 def foreseen(trace: StepTrace, graph: BlockGraph, window: Window) -> Backward:
-    """The backward of a block that keeps everything in `trace`, ready to be asked about other keep sets."""
+    """The backward of a block, from a trace in which it keeps everything; `cost` then prices any keep set."""
     begin, end = window.backward
     places = _places(trace, graph, window)
     starts, levels = list(trace.starts[begin:end]), list(trace.levels[begin:end])
@@ -107,9 +112,10 @@ def foreseen(trace: StepTrace, graph: BlockGraph, window: Window) -> Backward:
 
 
 def _search(backward: Backward) -> list[frozenset[int]]:
-    """The sets that no other one found equals or beats in both costs, from the fewest bytes kept."""
+    """The sets that no other set found equals or beats in both costs, in order of bytes kept."""
     sizes = {output.place: output.bytes for output in backward.outputs if not output.pinned}
     largest_first = sorted(sizes, key=lambda place: (-sizes[place], place))
+    # The largest outputs come first, so if the work runs out, only sets with small outputs are missing.
     left = SEARCH_WORK // (len(backward.outputs) + len(backward.levels))
     costs = {frozenset[int](): backward.cost(frozenset())}
     followed: set[frozenset[int]] = set()
@@ -130,7 +136,7 @@ def _undominated(costs: dict[frozenset[int], tuple[int, int]]) -> list[frozenset
 
 
 def _places(trace: StepTrace, graph: BlockGraph, window: Window) -> dict[int, int]:
-    """The operators of the block's forward, in every call of it, with their places in the graph."""
+    """The operators of the block's forward, in all of its calls, with their places in the graph."""
     place_of = {key: place for place, key in enumerate(graph.keys)}
     found = {}
     for index in range(*window.forward):

@@ -1,4 +1,4 @@
-"""The operators inside a block as a graph."""
+"""Turns the operators that a block ran into a graph."""
 
 import zlib
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from tightfit.tracing.record import Phase, StepTrace
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """The forward of one block: its operators that could be run again, as the frontier sees them, their keys, and the
-    modules inside the block that they run in.
+    """The forward of one block: for each recorded operator its operation for the frontier, its key, and the path of its
+    module inside the block. Blocks of one `kind` share prices.
     """
 
     path: str
@@ -29,9 +29,9 @@ class BlockGraph:
 
 
 def block_graph(trace: StepTrace, model: nn.Module, path: str, *, replaying_seconds: float = 0.0) -> BlockGraph | None:
-    """The graph of a watched block, from its first call in the last micro-batch. None if the block did not run.
+    """The graph of an observed block, from its first call in the last micro-batch. None if the block did not run.
 
-    `replaying_seconds` is what the executor adds to the time of an operator that is run again.
+    `replaying_seconds` is the executor's own time for each operator that it replays.
     """
     calls = first_call(trace, path)
     if not calls:
@@ -54,7 +54,7 @@ def first_call(trace: StepTrace, path: str) -> list[int]:
             continue
         key = (operator.name, operator.occurrence)
         if key in seen:
-            break
+            break  # the counts of occurrences start again: this is the block's second call
         seen.add(key)
         calls.append(index)
     return calls
@@ -66,8 +66,9 @@ def _operation(
     operator = trace.operators[index]
     producers = {trace.values[value].operator for value in operator.reads}
     inputs = tuple(sorted(position[p] for p in producers if p in position and p < index))
-    # A result of the block: the next one holds it anyway.
+    # A result of the block: the next block holds it anyway, so keeping it costs nothing.
     leaves = any(trace.last_forward_read.get(value, -1) > last for value in operator.makes)
+    # By storage: an operator may return several views of one storage.
     sizes = {trace.values[v].storage: trace.storages[trace.values[v].storage].bytes for v in operator.makes}
     return Operation(
         seconds=operator.seconds + replaying_seconds,
@@ -79,6 +80,6 @@ def _operation(
 
 
 def kind_of(block: nn.Module, keys: Sequence[OperatorKey]) -> str:
-    """Blocks of one kind have one class, parameters of the same shapes, and run the same operators."""
+    """The kind of a block. Blocks of one kind have the same class, shapes of parameters, and operators."""
     shapes = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in block.parameters()]
     return f"{type(block).__name__} {zlib.crc32(repr((shapes, keys)).encode()):08x}"

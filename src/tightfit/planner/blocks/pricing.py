@@ -1,7 +1,7 @@
-"""Prices a model's blocks: for each kind the options worth having, with their bytes measured on traces as applied.
+"""Prices a model's blocks: finds the options worth having for each kind, and measures their bytes on traces as applied.
 
-Bytes are never derived from a rule. Every option is put on some block of its kind, several at a time, and the dry
-run of the model so applied shows what each keeps and how high it reaches.
+Bytes are never derived from a rule. Each option is applied to some block of its kind, several at a time. A dry run of
+the model with these options gives the bytes that each keeps and the peaks of its forward and backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,9 @@ Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with t
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of block for the levers that work inside it, as `levers.Block` wants it: `frugal` are the places of what
-    takes least memory at any price.
+    """A kind of block as levers that work inside blocks see it (the protocol `levers.Block`).
+
+    `frugal` are the keep sets of least memory at any price, by places in the graph.
     """
 
     graph: BlockGraph
@@ -53,12 +54,12 @@ class Priced:
     chain: Chain
 
     def policies(self, choice: Sequence[int]) -> dict[str, Policy]:
-        """The policies of a solution; blocks that keep everything are left alone."""
+        """The policies of a solution, without the blocks that keep everything: these run unobserved."""
         chosen = {path: self.choices[i][choice[i]].policy for i, path in enumerate(self.paths)}
         return {path: policy for path, policy in chosen.items() if policy != KEEP_ALL}
 
     def in_memory(self) -> "Priced":
-        """The same without the options that offload."""
+        """The same blocks without the options that offload."""
         stays = [[not choice.policy.offloads for choice in choices] for choices in self.choices]
         choices = tuple(tuple(compress(mine, kept)) for mine, kept in zip(self.choices, stays, strict=True))
         options = tuple(tuple(compress(mine, kept)) for mine, kept in zip(self.chain.options, stays, strict=True))
@@ -75,9 +76,11 @@ def price(
     replaying_seconds: float = 0.0,
     beside: bool = False,
 ) -> Priced:
-    """Price the blocks at `paths`. `fixed_bytes` is the highest level that no choice moves (the optimizer's);
-    `levers` are those that may work inside blocks, `beside` says that copies go on beside the computation;
-    `replaying_seconds` is what the executor takes, beside its kernel, for an operator that it runs again.
+    """Price the blocks at `paths`.
+
+    `fixed_bytes` is the highest level that no choice changes (the optimizer's). `levers` may be used inside blocks.
+    `replaying_seconds` is the executor's own time for each operator that it replays, without its kernel. `beside` says
+    that copies run in parallel with the computation.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
     in_turn = is_chain(plain, paths)
@@ -88,17 +91,20 @@ def price(
     order = [w.path for w in spans]
     kinds = {graphs[window.path].kind: window for window in spans}
     frugal = {
+        # The search for frugal sets reads the levels of one block's backward, which other blocks must not interrupt.
         kind: frugal_sets(plain, graphs[window.path], window) if Recompute in levers and in_turn else ()
         for kind, window in kinds.items()
     }
     by_kind = {kind: _choices(_Kind(graphs[w.path], frugal[kind]), levers) for kind, w in kinds.items()}
     choices = tuple(by_kind[graphs[p].kind] for p in order)
     if not in_turn:
+        # A step that calls its blocks twice (R-drop, a siamese encoder) interleaves their windows, so no single block's
+        # bytes can be read off. Each option is then priced by its effect on the peak when all blocks of a kind use it.
         members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
         priced = {kind: _apart(members[kind], by_kind[kind], plain, trace) for kind in by_kind}
         chain = _heap(plain, [priced[graphs[p].kind] for p in order], fixed_bytes)
         return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
-    calls = {path: calls_of(plain, path) for path in order}
+    calls = {path: calls_of(plain, path) for path in order}  # a graph holds one call, and each call is replayed
     plain_prints = {w.path: footprint(plain, w) for w in spans}
     measured = _measure(order, graphs, by_kind, plain_prints, trace, beside)
     options = tuple(
@@ -118,7 +124,7 @@ def price(
 
 
 def _choices(kind: _Kind, levers: Sequence[type[Lever]]) -> tuple[Choice, ...]:
-    """Keep everything, and what each lever that works inside blocks can do besides."""
+    """Keeping everything, then the options of each lever that works inside blocks."""
     allowed = frozenset(lever.name for lever in levers)
     options = (option for lever in levers for option in lever.options(kind, allowed))
     return (Choice(KEEP_ALL, 0.0), *options)
@@ -132,7 +138,8 @@ def _measure(
     trace: Tracer,
     beside: bool,
 ) -> dict[str, list[Footprint]]:
-    """The footprint of every option of every kind, from as few traces as blocks allow."""
+    """The footprint of every option of every kind, from as few traces as the number of blocks allows."""
+    # Blocks of one kind try different options in the same trace, so a few traces price all options.
     members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
     measured = {kind: [plain[members[kind][0]]] for kind in by_kind}
     while any(len(measured[kind]) < len(by_kind[kind]) for kind in by_kind):
@@ -155,7 +162,7 @@ def _chain(
     prints: Mapping[str, Footprint],
     fixed_bytes: int,
 ) -> Chain:
-    """The levels on which the blocks stand, with what they keep taken off."""
+    """The chain of the blocks: the levels around them in the plain step, less the bytes that earlier blocks keep."""
     kept = 0
     forward_base, backward_base = [], []
     for window in spans:
@@ -171,8 +178,10 @@ def _chain(
 
 
 def _apart(paths: Sequence[str], choices: Sequence[Choice], plain: StepTrace, trace: Tracer) -> tuple[Option, ...]:
-    """The options of alike blocks that do not run one after the other: what each moves the peak and the seconds by is
-    its share of what it does on all of them. No point of a block's own is known, so none is given.
+    """The options of blocks of one kind that do not run one after the other.
+
+    Each block's share of the saved peak and of the added seconds is that of all blocks together, divided by their
+    number. The highest points of single blocks are unknown, so they are left at zero.
     """
     applied = [plain, *(trace(dict.fromkeys(paths, choice.policy)) for choice in choices[1:])]
     saved = [(plain.peak_bytes - one.peak_bytes) // len(paths) for one in applied]
@@ -181,7 +190,7 @@ def _apart(paths: Sequence[str], choices: Sequence[Choice], plain: StepTrace, tr
 
 
 def _heap(plain: StepTrace, options: Sequence[tuple[Option, ...]], fixed_bytes: int) -> Chain:
-    """A chain whose peak is the plain one, less what the choices save."""
+    """A chain whose peak is the plain peak less the bytes that the choices save."""
     nowhere = (0,) * len(options)
     kept = sum(mine[0].kept_bytes for mine in options)
     return Chain(tuple(options), nowhere, nowhere, plain.peak_bytes - kept, fixed_bytes)

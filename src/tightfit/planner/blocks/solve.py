@@ -1,25 +1,25 @@
-"""One option per block: the least added seconds under the true peak, exactly.
+"""Chooses one option for each block, exactly: the least added seconds whose true peak is within the budget.
 
-The choice is a 0/1 programme with one linear constraint per point in time at which the peak could stand. It is solved
-here by a dynamic programme rather than by a MILP solver, because the chain has a structure that makes the exact
-method the simpler and the faster one. Seen from the last block to the first, all that the blocks behind block i
-mean for the blocks before it is one number, the highest point they reach above whatever the earlier blocks keep:
+The choice is a 0/1 programme with one linear constraint for each point in time at which the peak could occur. A dynamic
+programme solves it here instead of a MILP solver, because the chain's structure makes the exact method simpler and
+faster. For the blocks before block i, the blocks after it matter only by one number: the highest point that they reach
+above what the earlier blocks keep:
 
     height_n = middle_bytes
     height_i = max(own point of block i, kept_i + height_{i+1})        peak = max(fixed_bytes, height_0)
 
-so a suffix of the chain is a label (height, seconds), and a label that is no better in either than another can be
-dropped: maximum and sum are monotone (Nemhauser and Ullmann 1969, "Discrete dynamic programming and capital
+A suffix of the chain is therefore a label (height, seconds). A label that another one equals or beats in both can be
+dropped, because maximum and sum are monotone (Nemhauser and Ullmann 1969, "Discrete dynamic programming and capital
 allocation"). Identical blocks, whose permutations slow branch and bound down, merge into one label. A label is also
-dropped when its seconds plus a lower bound for the blocks before it exceed a solution already known. That bound is
-the linear relaxation of those blocks under their prefix constraints: a sum of convex piecewise linear functions,
-each cut off where its block's own point reaches the budget. Solutions are known from narrower sweeps that keep only
-the most promising labels; the sweep is widened until it drops none, so the last one is exact.
+dropped if its seconds plus a lower bound for the blocks before it exceed a known solution. That bound is the linear
+relaxation of those blocks under their prefix constraints: a sum of convex piecewise linear functions, each cut off
+where its block's own point reaches the budget. Narrower sweeps, which keep only the most promising labels, give known
+solutions. The sweep is widened until it drops no label for its width, so the last sweep is exact.
 
-There is no tolerance anywhere: bytes are integers, and seconds are compared as whole nanoseconds, so that choices
-which differ by less tie and the lower peak wins. Chains as transformers make them need tens to thousands of labels.
-A chain built to be hard (dozens of blocks, seconds exactly proportional to bytes that have no common unit: subset
-sum) can need millions; there the sweep stops at `WIDEST` and the solution says how far from the optimum it may be.
+There is no tolerance: bytes are integers, and seconds are compared as whole nanoseconds. Choices that differ by less
+tie, and the lower peak wins. Chains of transformers need tens to thousands of labels. A chain built to be hard (dozens
+of blocks, seconds exactly proportional to bytes without a common unit: subset sum) can need millions. There the sweep
+stops at `WIDEST`, and the solution says how far from the optimum it may be.
 """
 
 import math
@@ -34,12 +34,12 @@ ROUNDING_SLACK = 0.5  # nanoseconds: above the rounding of the floating-point bo
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block. Bytes are ints, above the level at the same point with nothing of this block kept.
+    """One way to run a block. Bytes are ints, relative to the level at the same point with nothing of this block kept.
 
-    `kept_bytes` stays from the end of the block's forward to its backward (negative where less stays than in the case
-    that the bases describe). `forward_bytes` is the highest point of its forward above the level at its start,
-    `backward_bytes` that of its backward, recompute included, above the level just after it. `seconds` is the time it
-    adds to a step.
+    `kept_bytes` are held from the end of the block's forward to its backward. They are negative if the block holds less
+    than in the case that the bases describe. `forward_bytes` is the highest point of its forward, relative to the level
+    at its start. `backward_bytes` is the highest point of its backward, recompute included, relative to the level just
+    after it. `seconds` is the time that it adds to a step.
     """
 
     kept_bytes: int
@@ -50,11 +50,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Chain:
-    """The blocks of a step in forward order and the levels they stand on, in bytes with nothing kept by any block.
+    """The blocks of a step in forward order, and the levels of memory around them, in bytes with no block keeping any.
 
-    `forward_base[i]` is the level at the start of block i's forward, `backward_base[i]` the level just after its
-    backward (the gradients so far included), `middle_bytes` the highest point between the last forward and the first
-    backward (the loss), `fixed_bytes` the highest point that no choice moves (the optimizer).
+    - `forward_base[i]`: the level at the start of block i's forward.
+    - `backward_base[i]`: the level just after block i's backward, with the gradients so far.
+    - `middle_bytes`: the highest point between the last forward and the first backward (the loss).
+    - `fixed_bytes`: the highest point that no choice changes (the optimizer).
     """
 
     options: tuple[tuple[Option, ...], ...]
@@ -71,10 +72,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Solution:
-    """`choice[i]` is the index of block i's option; `seconds` and `peak_bytes` are those of the whole choice.
+    """A choice for the whole chain: `choice[i]` is the index of block i's option.
 
-    `gap_seconds` is None where the choice is proved to be optimal. Otherwise no choice is faster by more than that,
-    and the peak may not be the least at these seconds.
+    `gap_seconds` is None if the choice is proved optimal. Otherwise no choice is faster by more than `gap_seconds`, and
+    another choice with the same seconds may have a lower peak.
     """
 
     choice: tuple[int, ...]
@@ -84,7 +85,7 @@ class Solution:
 
 
 def peak(chain: Chain, choice: tuple[int, ...]) -> int:
-    """Highest level of a step, in bytes: the fixed point, the loss, and every block's forward and backward."""
+    """The highest level of a step in bytes, over the fixed point, the loss, and every block's forward and backward."""
     kept, highest = 0, chain.fixed_bytes
     levels = zip(chain.options, choice, chain.forward_base, chain.backward_base, strict=True)
     for options, index, forward_base, backward_base in levels:
@@ -101,28 +102,29 @@ def added_seconds(chain: Chain, choice: tuple[int, ...]) -> float:
 
 
 def solve(chain: Chain, budget: int) -> Solution | None:
-    """The fastest choice whose peak is at most `budget` bytes, or None where nothing fits.
+    """The fastest choice whose peak is at most `budget` bytes, or None if nothing fits.
 
-    Among the choices of least seconds (to the nanosecond) it has the least peak, among these the lowest option
-    indices, first block first (where `gap_seconds` is None). The peak therefore never rises when the budget falls:
-    let p and p' be the peaks at the budgets b > b'. If p <= b', the choice of b is feasible at b', where it is
+    Among the choices of least seconds (to the nanosecond) it has the least peak. Among these it has the lowest option
+    indices, first block first. Both hold where `gap_seconds` is None. The peak therefore never rises when the budget
+    falls: let p and p' be the peaks at the budgets b > b'. If p <= b', the choice of b is feasible at b', where it is
     still first in the same order among fewer choices, so p' = p. Otherwise p' <= b' < p.
     """
     if chain.fixed_bytes > budget:
-        return None
+        return None  # no option lowers the optimizer's peak
     blocks = _usable(_blocks(chain), budget)
     bounds = _prefix_bounds(blocks, budget) if blocks is not None else None
     if blocks is None or bounds is None:
         return None
     least_nanoseconds = float(bounds[-1](np.array(budget - chain.middle_bytes)))
     if least_nanoseconds == math.inf:
-        return None
+        return None  # even the least that all blocks can keep leaves no room for the loss
     fronts, proved = _fronts(blocks, bounds, chain.middle_bytes, budget)
     if not len(fronts[0].height):
         return None
     nanoseconds, highest = int(fronts[0].nanoseconds[-1]), max(chain.fixed_bytes, int(fronts[0].height[-1]))
     choice = _first_choice(blocks, fronts, nanoseconds, highest)
     assert peak(chain, choice) == highest <= budget, "the labels disagree with the peak of the choice they led to"
+    # The relaxation of the whole chain bounds every choice, so it also bounds what an unfinished sweep may have missed.
     gap = None if proved else max(0, nanoseconds - math.ceil(least_nanoseconds - ROUNDING_SLACK)) / NANOSECONDS
     return Solution(choice, added_seconds(chain, choice), highest, gap)
 
@@ -130,6 +132,7 @@ def solve(chain: Chain, budget: int) -> Solution | None:
 def least_peak(chain: Chain) -> Solution:
     """The choice of least peak, in bytes, and among these of least seconds."""
     height = chain.middle_bytes
+    # Heights alone need no labels: with seconds left out, one minimum for each block is exact.
     for block in reversed(_blocks(chain)):
         height = int(np.maximum(block.own_point, block.kept + height).min())
     solution = solve(chain, max(chain.fixed_bytes, height))
@@ -139,7 +142,7 @@ def least_peak(chain: Chain) -> Solution:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block's options as int64 columns; `index` is each one's place in the chain."""
+    """A block's options as int64 columns. `index` is each option's index in the chain."""
 
     index: np.ndarray
     kept: np.ndarray
@@ -152,7 +155,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Front:
-    """Labels of a suffix that no other dominates: heights rise, nanoseconds fall (int64)."""
+    """Labels of a suffix that no other one dominates. Heights rise and nanoseconds fall (int64)."""
 
     height: np.ndarray
     nanoseconds: np.ndarray
@@ -171,7 +174,7 @@ def _blocks(chain: Chain) -> list[_Block]:
 
 
 def _usable(blocks: list[_Block], budget: int) -> list[_Block] | None:
-    """The options that fit on top of the least that the earlier blocks can keep; None where a block has none."""
+    """The options that fit on top of the least bytes that the earlier blocks can keep; None if a block has none."""
     usable, least_kept = [], 0
     for block in blocks:
         block = block.only(block.own_point + least_kept <= budget)
@@ -184,26 +187,27 @@ def _usable(blocks: list[_Block], budget: int) -> list[_Block] | None:
 
 @dataclass(frozen=True)
 class _PrefixBound:
-    """Fewest nanoseconds of the blocks before a place, by linear relaxation, as they may keep more bytes.
+    """The fewest nanoseconds of the blocks before a place, by linear relaxation, as a function of the bytes they keep.
 
-    Convex, falling, piecewise linear: `kept` (bytes, rising) and `nanoseconds` are its corners, float64.
+    The function is convex, falling and piecewise linear. Its corners are `kept` (bytes, rising) and `nanoseconds`,
+    float64.
     """
 
     kept: np.ndarray
     nanoseconds: np.ndarray
 
     def __call__(self, room: np.ndarray) -> np.ndarray:
-        """Lower bound in nanoseconds where the prefix may keep `room` bytes; infinite where it must keep more."""
+        """Lower bound in nanoseconds if the prefix may keep `room` bytes; infinite if it must keep more."""
         return np.interp(room, self.kept, self.nanoseconds, left=math.inf)
 
     def within(self, room: float) -> "_PrefixBound":
-        """The same function with the kept bytes limited to `room`, which must not be less than the first corner."""
+        """The same function with the kept bytes limited to `room`, which must be at least the first corner."""
         inside = self.kept <= room
         end = np.interp(room, self.kept, self.nanoseconds)
         return _PrefixBound(np.append(self.kept[inside], room), np.append(self.nanoseconds[inside], end))
 
     def plus(self, hull: "_PrefixBound") -> "_PrefixBound":
-        """The sum of two independent parts: infimal convolution, which merges the segments by slope."""
+        """The bound of two independent parts together: infimal convolution, which merges the segments by slope."""
         kept = np.concatenate([np.diff(self.kept), np.diff(hull.kept)])
         nanoseconds = np.concatenate([np.diff(self.nanoseconds), np.diff(hull.nanoseconds)])
         kept, nanoseconds = kept[kept > 0], nanoseconds[kept > 0]
@@ -219,7 +223,7 @@ def _hull(block: _Block) -> _PrefixBound:
     corners: list[tuple[int, int]] = []
     for kept, nanoseconds in sorted(zip(block.kept.tolist(), block.nanoseconds.tolist(), strict=True)):
         if corners and nanoseconds >= corners[-1][1]:
-            continue
+            continue  # keeps more and is not faster
         while len(corners) > 1 and _above(corners[-2], corners[-1], (kept, nanoseconds)):
             corners.pop()
         corners.append((kept, nanoseconds))
@@ -228,12 +232,12 @@ def _hull(block: _Block) -> _PrefixBound:
 
 
 def _above(left: tuple[int, int], middle: tuple[int, int], right: tuple[int, int]) -> bool:
-    """Whether `middle` lies on or above the line from `left` to `right`."""
+    """Whether `middle` is on or above the line from `left` to `right`."""
     return (middle[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (middle[0] - left[0])
 
 
 def _prefix_bounds(blocks: list[_Block], budget: int) -> list[_PrefixBound] | None:
-    """The bound before each block and behind the last; None where the least kept bytes already pass the budget."""
+    """The bound before each block and after the last; None if the least kept bytes already exceed the budget."""
     bounds = [_PrefixBound(np.zeros(1), np.zeros(1))]
     for block in blocks:
         room = budget - int(block.own_point.min())
@@ -246,11 +250,12 @@ def _prefix_bounds(blocks: list[_Block], budget: int) -> list[_PrefixBound] | No
 def _fronts(
     blocks: list[_Block], bounds: list[_PrefixBound], middle_bytes: int, budget: int
 ) -> tuple[list[_Front], bool]:
-    """Per place, the labels of the blocks behind it that can be part of an optimal choice, and whether all are there.
+    """For each place, the labels of the blocks after it that can be part of an optimal choice; whether all are there.
 
-    Place 0 stands for the whole chain; its labels are empty where nothing fits.
+    Place 0 is the whole chain. Its labels are empty if nothing fits.
     """
     width, known = FIRST_WIDTH, math.inf
+    # A narrow sweep is cheap and gives a solution. Its seconds prune most labels of the next, wider sweep.
     while True:
         fronts, complete = _sweep(blocks, bounds, middle_bytes, budget, known, width)
         if complete or width >= WIDEST or not len(fronts[0].height):
@@ -261,9 +266,9 @@ def _fronts(
 def _sweep(
     blocks: list[_Block], bounds: list[_PrefixBound], middle_bytes: int, budget: int, known: float, width: int
 ) -> tuple[list[_Front], bool]:
-    """Labels from the last block to the first, at most `width` a place, and whether none was left out for that.
+    """Labels from the last block to the first, at most `width` for each place, and whether the width dropped none.
 
-    The lowest label always stays, so that the choice of least peak is always found.
+    The lowest label is always kept, so the choice of least peak is always found.
     """
     front, complete = _Front(np.array([middle_bytes], dtype=np.int64), np.zeros(1, dtype=np.int64)), True
     fronts = [front]
@@ -284,7 +289,7 @@ def _sweep(
 
 
 def _undominated(height: np.ndarray, nanoseconds: np.ndarray) -> np.ndarray:
-    """Indices of the labels that no other equals or beats in both, by rising height."""
+    """Indices of the labels that no other one equals or beats in both, by rising height."""
     order = np.lexsort((nanoseconds, height))
     falling = nanoseconds[order]
     best_before = np.minimum.accumulate(falling)[:-1]
@@ -292,7 +297,7 @@ def _undominated(height: np.ndarray, nanoseconds: np.ndarray) -> np.ndarray:
 
 
 def _first_choice(blocks: list[_Block], fronts: list[_Front], nanoseconds: int, highest: int) -> tuple[int, ...]:
-    """The first choice, by option index from the first block on, of at most these nanoseconds and this peak."""
+    """The first choice by option indices, first block first, of at most these nanoseconds and this peak."""
     choice, room = [], highest
     for block, rest in zip(blocks, fronts[1:], strict=True):
         fitting = np.searchsorted(rest.height, room - block.kept, side="right") - 1

@@ -1,4 +1,4 @@
-"""Where in a step each block runs: the spans of operators over which its choices move the level of memory."""
+"""Finds where in a step each block runs: the spans of operators over which its choices change the level of memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from tightfit.tracing.record import OperatorRecord, Phase, StepTrace, highest
 
 @dataclass(frozen=True)
 class Window:
-    """The operators of one block, half open: forward up to the next block, backward from the one after it."""
+    """The operator ranges of one block, half open.
+
+    `forward` ends where the next block's forward starts. `backward` starts where that block's backward ends.
+    """
 
     path: str
     forward: tuple[int, int]
@@ -22,6 +25,8 @@ def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
     spans = _spans(trace, paths)
     order = sorted(spans, key=lambda p: spans[p].forward[0])
     starts = [spans[p].forward[0] for p in order]
+    # Operators between two blocks belong to the window of the block before them, so that windows leave no gap in which
+    # a level would be missed.
     forwards = [*zip(starts, [*starts[1:], spans[order[-1]].forward[1] + 1], strict=True)] if order else []
     result: list[Window] = []
     begin = min((spans[p].backward[0] for p in order), default=trace.end_of_forward)
@@ -33,8 +38,10 @@ def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
 
 
 def is_chain(trace: StepTrace, paths: Sequence[str]) -> bool:
-    """Whether the blocks run one after the other, each once or several times in a row, and none runs backward before
-    all have run forward. Not where a loss calls the model twice, or takes gradients of its own.
+    """Whether the blocks run one after the other, and none runs backward before all have run forward.
+
+    A block may run several times in a row. A loss that calls the model twice, or computes gradients itself, makes no
+    chain.
     """
     spans = sorted(_spans(trace, paths).values(), key=lambda span: span.forward)
     in_turn = all(one.forward[1] < other.forward[0] for one, other in pairwise(spans))
@@ -49,7 +56,7 @@ class _Span(NamedTuple):
 
 
 def _spans(trace: StepTrace, paths: Sequence[str]) -> dict[str, _Span]:
-    """Those of the blocks that run in forward and in backward."""
+    """The spans of the blocks that run both in forward and in backward."""
     first, last = trace.repeated
     owners = owning_blocks(trace, paths)
     forward: dict[str, list[int]] = {}
@@ -59,16 +66,18 @@ def _spans(trace: StepTrace, paths: Sequence[str]) -> dict[str, _Span]:
         path = owners[operator.call]
         if path is not None:
             (forward if operator.phase is Phase.FORWARD else backward).setdefault(path, []).append(index)
+    # A frozen block, or one whose output is unused, has no backward and no choice to make.
     both = [path for path in forward if path in backward]
     return {p: _Span((forward[p][0], forward[p][-1]), (backward[p][0], backward[p][-1])) for p in both}
 
 
 def owning_blocks(trace: StepTrace, paths: Sequence[str]) -> dict[int, str | None]:
-    """For each call of a module the block that it is part of, be it the block's own; -1 stands for no call."""
+    """For each module call, by index, the path of the block that contains it, or None. Index -1 means no call."""
     wanted = set(paths)
     owners: dict[int, str | None] = {-1: None}
     for number, call in enumerate(trace.calls):
-        parts = call.path.split(".")  # a checkpoint's call in backward has no caller, but its path
+        # By path too: a checkpoint calls modules again in backward, and those calls have no caller.
+        parts = call.path.split(".")
         above = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
         owners[number] = owners[call.caller] or next((path for path in above if path in wanted), None)
     return owners
@@ -89,7 +98,7 @@ def level_at(trace: StepTrace, index: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one block does to the level of memory, as a trace shows it, and what it takes to offload and to record."""
+    """How one block changes the level of memory, read off a trace, and the seconds that its levers take."""
 
     kept_bytes: int
     forward_bytes: int
@@ -98,10 +107,10 @@ class Footprint:
 
 
 def footprint(trace: StepTrace, window: Window, *, beside: bool = False) -> Footprint:
-    """Bytes that the block keeps from forward to backward, and its highest points above the levels beside it.
+    """The bytes that the block keeps from forward to backward, and its highest points above the surrounding levels.
 
-    Copies that go on `beside` the computation cost what is left of them when the block's own forward, or backward, has
-    ended: its neighbours' time is for their own copies.
+    With `beside`, copies run in parallel with the computation. They then cost only the seconds by which they outlast
+    the block's own forward or backward, because the neighbours' time is needed for the neighbours' copies.
     """
     start, end = window.forward
     forward, backward = trace.operators[start:end], trace.operators[slice(*window.backward)]

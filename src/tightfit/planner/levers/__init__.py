@@ -1,6 +1,6 @@
 """The levers of a plan: one file for each, registered here in the order in which users read them.
 
-A lever that is not listed here can be registered by `register`: it then stands wherever levers are listed.
+`register` adds a lever that is not listed here. It then appears wherever levers are listed.
 """
 
 from tightfit.planner.levers.base import (

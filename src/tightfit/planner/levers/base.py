@@ -1,8 +1,8 @@
-"""What a lever is: one frozen dataclass that knows its name, its exactness, its settings, its words and its JSON.
+"""The base class of levers: one frozen dataclass with a name, an exactness, settings, wording and JSON.
 
-Everything that lists levers derives from the registered types: the YAML schema, the command line's help, the rows that
-say "not allowed", the search, `verify`, the doctor and the documentation. No torch here: a lever's file imports what
-computes when the lever is asked for it.
+Everything that lists levers reads the registered types: the YAML schema, the command line's help, the rows that say
+"not allowed", the search, `verify`, the doctor and the documentation. No torch here: a lever's methods import it when
+they run.
 """
 
 import enum
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from tightfit.step import Batch
     from tightfit.tracing.record import StepTrace
 
-ROUNDING_SPREAD = 1.02  # sums in another order move the error of the gradients against fp64 by so much
+# Sums in another order change the error of the gradients against fp64 by up to 2% (docs/lab-notes.md, "Rounding").
+ROUNDING_SPREAD = 1.02
 
 
 class Exactness(enum.StrEnum):
-    """What a lever changes in the loss and the gradients: nothing; the order of sums; or more than that."""
+    """What a lever changes in the loss and the gradients: nothing, the order of sums, or more than that."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -35,20 +36,20 @@ class Exactness(enum.StrEnum):
 
 
 class Role(enum.Enum):
-    """How a search uses a lever."""
+    """When and how the search uses a lever."""
 
     INSIDE_BLOCKS = "inside blocks"  # decided for each operator of each block, and solved exactly
-    COMBINED = "combined"  # each of its settings with each of the others'
-    WHOLE_BLOCKS = "whole blocks"  # in the place of what is decided inside blocks, the fastest setting first
-    LAST = "last"  # where nothing else fits
+    COMBINED = "combined"  # each of its settings is combined with each setting of the others
+    WHOLE_BLOCKS = "whole blocks"  # replaces the choices inside blocks; the fastest setting is tried first
+    LAST = "last"  # tried only if nothing else fits
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """The step without levers, as a lever sees it that is asked for its settings.
+    """The step without levers, from which a lever derives its settings.
 
-    `blocks` are the paths of the repeated blocks, `trace` the dry run of the whole step, `micro_batches` the number in
-    which the caller accumulates anyway, `size` the sequences of the batch.
+    `blocks` are the paths of the repeated blocks. `trace` is the dry run of the whole step. `micro_batches` is the
+    caller's own gradient accumulation. `size` is the number of sequences in the batch.
     """
 
     model: "nn.Module"
@@ -61,14 +62,14 @@ class PlainStep:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the blocks of a kind: what becomes of each operator's output, and the seconds of recomputing."""
+    """One way to run the blocks of a kind: the policy for each operator's output, and the seconds of recomputing."""
 
     policy: "Policy"
     seconds: float
 
 
 class KeptOutputs(Protocol):
-    """A set of operators of a block whose outputs stay until backward, by their places, and the cost of the rest."""
+    """Operators of a block whose outputs are kept until backward, by place, and the seconds of replaying the rest."""
 
     @property
     def kept(self) -> frozenset[int]: ...
@@ -78,10 +79,10 @@ class KeptOutputs(Protocol):
 
 
 class Block(Protocol):
-    """A kind of block, as a lever sees it that works inside blocks."""
+    """A kind of block, as levers that work inside blocks see it."""
 
     def keep_sets(self, limit: int) -> Sequence[KeptOutputs]:
-        """Sets worth keeping, from everything to nothing: about `limit` by their price, and the least at any price."""
+        """Keep sets, from everything to nothing: about `limit` chosen by price, and those of least memory."""
         ...
 
     def keys(self, places: frozenset[int]) -> "frozenset[OperatorKey]":
@@ -95,11 +96,10 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Offer:
-    """A way to take a lever up, for somebody who looks for less memory: in words, as a line of Python and as one of
-    YAML.
+    """A suggestion of the doctor to use a lever: in words, as a line of Python, and as a line of YAML.
 
-    `lever` is set for the whole step, `inside` is what every block does; `BUDGET` in the lines stands for the peak that
-    is reached.
+    `lever` is the setting for the whole step, `inside` the policy for every block. In both lines, `BUDGET` is replaced
+    by the predicted peak.
     """
 
     name: str
@@ -111,12 +111,13 @@ class Offer:
 
 @dataclass(frozen=True)
 class Lever:
-    """A lever as it is set. A subclass is a lever; its fields are the setting.
+    """A lever with its setting. Each subclass is one lever; its fields are the setting.
 
-    `name` is how users and files name it, `title` how tables do, `summary` what it does. `spread` is the factor by
-    which a lever that is exact to rounding may move the error of the gradients against fp64; `bound` the largest
-    relative error of the gradients that an inexact one admits. One that is `on_request` is used only where it is named,
-    since it takes something else than memory and time. `excludes` are settings that it does not go with.
+    - `name`: the name in files and arguments. `title`: the name in tables. `summary`: what the lever does.
+    - `spread`: the factor by which a lever that is exact to rounding may change the gradients' error against fp64.
+    - `bound`: the largest relative error of the gradients that `verify` accepts from an inexact lever.
+    - `on_request`: a plan uses the lever only if the user names it, because it needs more than memory and time.
+    - `excludes`: settings with which the lever cannot be combined.
     """
 
     name: ClassVar[str]
@@ -132,38 +133,40 @@ class Lever:
 
     @classmethod
     def settings(cls, step: PlainStep) -> Sequence[Self]:
-        """What the lever can be set to in this step, the fastest first; none where it has nothing to work on."""
+        """The possible settings of the lever in this step, the fastest first. Empty if it has nothing to work on."""
         raise NotImplementedError  # each lever has its own
 
     @classmethod
     def why_not(cls, step: PlainStep) -> str | None:
-        """Why the lever has no setting in this step, where that is worth a line in the plan."""
+        """Why the lever has no setting in this step, as a line for the plan; None for no line."""
         return None
 
     @classmethod
     def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
-        """The ways to run a block with this lever, where those named in `allowed` may be used. Only levers that work
-        inside blocks have them.
+        """The ways to run a block with this lever, given the names of all `allowed` levers.
+
+        Only levers that work inside blocks have options.
         """
         raise NotImplementedError  # only levers that work inside blocks have options
 
     @classmethod
     def frugal_policy(cls, allowed: frozenset[str]) -> "Policy":
-        """What a block does at about its least with this lever, where those named in `allowed` may be used."""
+        """The policy of about the least memory with this lever, given the names of all `allowed` levers."""
         raise NotImplementedError  # only levers that work inside blocks have one
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:
-        """Why the lever cannot be used in a plan for the device; None where it can."""
+        """Why a plan for the device cannot use the lever; None if it can."""
         return None
 
     def apply(self, model: "nn.Module") -> "Removable | None":
-        """Put the lever on a model; the handle takes it off. None for one that is not put on modules."""
+        """Apply the lever to a model, and return the handle that removes it. None if the lever changes no module."""
         raise NotImplementedError  # each lever has its own
 
     def mixed(self, higher: Self, last: int) -> Self:
-        """This setting, but for the `last` blocks, whose backward comes first: they take the `higher` one. Only levers
-        that take whole blocks have it.
+        """This setting, with the `higher` one in the `last` blocks, whose backward comes first.
+
+        Only levers on whole blocks can be mixed.
         """
         raise NotImplementedError  # only levers that take whole blocks can be mixed
 
@@ -173,7 +176,7 @@ class Lever:
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
-        """Ways to take the lever up in this step: its fastest setting, in a plan that may use nothing else."""
+        """Suggestions to use the lever in this step: by default its fastest setting, in a plan with no other lever."""
         python = f'tightfit.plan(model, batch, "BUDGET", levers=["{cls.name}"]).apply(model)'
         yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
         return [Offer(str(setting), python, yaml, lever=setting) for setting in cls.settings(step)[:1]]
@@ -195,7 +198,7 @@ _REGISTERED: dict[str, type[Lever]] = {}
 
 
 def register(kind: LeverType) -> LeverType:
-    """Make a type of lever known, by its name; a class decorator. Raises `ValueError` for a name that is taken."""
+    """Register a type of lever under its name (a class decorator). Raises `ValueError` if the name is taken."""
     if kind.name in (*_REGISTERED, *CLASSES):
         raise ValueError(f"there is a lever {kind.name!r} already")
     _REGISTERED[kind.name] = kind
@@ -203,7 +206,7 @@ def register(kind: LeverType) -> LeverType:
 
 
 def forget(name: str) -> None:
-    """Take a registered lever back."""
+    """Remove a registered lever."""
     del _REGISTERED[name]
 
 
@@ -212,12 +215,14 @@ def lever_types() -> tuple[type[Lever], ...]:
     return tuple(_REGISTERED.values())
 
 
-CLASSES = (Exactness.EXACT, Exactness.ROUNDING)  # which a user may name for all levers of at most that exactness
+CLASSES = (Exactness.EXACT, Exactness.ROUNDING)  # a user may name one of these to allow all levers up to it
 
 
 def allowed_levers(levers: str | Iterable[str] | None) -> frozenset[str]:
-    """The names of the levers that a plan may use: those of a class, `"exact"` (also None) or `"rounding"`, and those
-    that are named; a list may hold both, `["rounding", "offload"]`. Raises `InputError` for an unknown one.
+    """The names of the levers that a plan may use.
+
+    `"exact"` (or None) and `"rounding"` name classes of levers. A list may hold classes and single levers:
+    `["rounding", "offload"]`. Raises `InputError` for an unknown name.
     """
     named = ("exact",) if levers is None else (levers,) if isinstance(levers, str) else tuple(levers)
     allowed: set[str] = set()
@@ -231,7 +236,7 @@ def allowed_levers(levers: str | Iterable[str] | None) -> frozenset[str]:
 
 
 def _in_class(name: str) -> list[str]:
-    """The levers that a class stands for."""
+    """The names of the levers in a class, without those on request."""
     included = CLASSES[: CLASSES.index(Exactness(name)) + 1]
     return [kind.name for kind in lever_types() if kind.exactness in included and not kind.on_request]
 
@@ -246,5 +251,5 @@ def lever_from_dict(raw: Mapping[str, Any]) -> Lever:
 
 
 def find(levers: Iterable[Lever], kind: type[L]) -> L | None:
-    """The lever of a type among some; None where there is none."""
+    """The first lever of a type; None if there is none."""
     return next((lever for lever in levers if isinstance(lever, kind)), None)

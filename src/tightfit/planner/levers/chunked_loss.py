@@ -1,4 +1,4 @@
-"""The lever `chunked_loss`: head and cross-entropy together, the logits of some tokens at a time."""
+"""The lever `chunked_loss`: head and cross-entropy run together, on the logits of some tokens at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class ChunkedLoss(Lever):
-    """`head` is the path of the linear layer that makes the logits; `chunk_size` the tokens whose logits exist at a
-    time, None: as many as the operator chooses.
+    """`head` is the path of the linear layer that computes the logits. `chunk_size` is the number of tokens in a chunk;
+    None: the operator chooses.
     """
 
     head: str

@@ -1,4 +1,4 @@
-"""The levers that concern the whole step, together."""
+"""A combination of levers that concern the whole step."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Combination:
 
     @classmethod
     def of(cls, micro_batches: int) -> "Combination":
-        """The step in so many micro-batches, with no lever besides."""
+        """The step in `micro_batches` parts, with no other lever."""
         return cls((MicroBatches(micro_batches),) if micro_batches > 1 else ())
 
     @property
@@ -23,11 +23,11 @@ class Combination:
         return 1 if found is None else found.count
 
     def get(self, kind: type[L]) -> L | None:
-        """The setting of a lever; None where it is not among them."""
+        """The setting of a lever; None if the combination does not use it."""
         return find(self.levers, kind)
 
     def with_lever(self, lever: Lever | None) -> "Combination":
-        """These levers and that setting, in the place of another one of the same lever; None changes nothing."""
+        """The combination with a lever added. It replaces another setting of the same lever. None changes nothing."""
         if lever is None:
             return self
         order = {kind: place for place, kind in enumerate(lever_types())}
@@ -35,7 +35,7 @@ class Combination:
         return Combination(tuple(sorted((*others, lever), key=lambda each: order[type(each)])))
 
     def without(self, *kinds: type[Lever]) -> "Combination":
-        """These levers without those of some types."""
+        """The combination without the levers of some types."""
         return Combination(tuple(lever for lever in self.levers if not isinstance(lever, kinds)))
 
     def __str__(self) -> str:

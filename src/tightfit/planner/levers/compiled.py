@@ -1,4 +1,4 @@
-"""The lever `compile`: blocks run as `torch.compile` makes them, with a share of what such code would like to keep."""
+"""The lever `compile`: `torch.compile` compiles the blocks, each with an `activation_memory_budget`."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from tightfit.levers.handle import Applied
     from tightfit.planner.records import BlockChoice
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what compiled blocks would like to keep, the fastest first
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # PyTorch's `activation_memory_budget` of a block, the fastest first
 
 
 @register
 @dataclass(frozen=True)
 class CompiledBlocks(Lever):
-    """Each block's path with the share that it keeps."""
+    """Each block's path with its share: the `activation_memory_budget` with which it is compiled."""
 
     shares: tuple[tuple[str, float], ...]
 
@@ -30,7 +30,7 @@ class CompiledBlocks(Lever):
     summary = "`torch.compile` compiles the blocks (CPU)"
     exactness = Exactness.ROUNDING
     role = Role.WHOLE_BLOCKS
-    spread = 1.05  # kernels that the compiler fused round elsewhere: -3.2% to +3.3% (docs/lab-notes.md, "Rounding")
+    spread = 1.05  # fused kernels round at other places: -3.2% to +3.3% (docs/lab-notes.md, "Rounding")
     on_request = True
     needs_blocks = True
     excludes = (BUDGET_AND_COMPILED_BLOCKS,)
@@ -49,12 +49,12 @@ class CompiledBlocks(Lever):
         if device.kind == "cpu":
             return None
         return (
-            f"compile is not available in a plan for {device.name}: what the compiler writes is known for a CPU only: "
+            f"compile is not available in a plan for {device.name}: tightfit predicts compiled code for a CPU only: "
             "leave it out of the levers, or call compile_blocks without a plan"
         )
 
     def mixed(self, higher: "CompiledBlocks", last: int) -> "CompiledBlocks":
-        """This setting, but for the `last` blocks, whose backward comes first: they do as in the `higher` one."""
+        """This setting, with the shares of the `higher` one in the `last` blocks, whose backward comes first."""
         first = len(self.shares) - last
         return CompiledBlocks((*self.shares[:first], *higher.shares[first:]))
 

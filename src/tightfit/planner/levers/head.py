@@ -1,4 +1,4 @@
-"""Finds the linear head whose logits a cross-entropy reads, from what the step really did."""
+"""Finds the linear head whose logits a cross-entropy reads, from the operators of the traced step."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
 
 _LOSS = ("aten._log_softmax.default",)
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
-_PASSES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")  # casts and copies between the two
+_PASSES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")  # casts and copies in between
 
 
 def find_head(trace: StepTrace, model: nn.Module) -> str | None:

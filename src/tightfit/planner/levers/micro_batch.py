@@ -1,4 +1,4 @@
-"""The lever `micro_batch`: the batch in several passes whose gradients add up, token for token."""
+"""The lever `micro_batch`: gradient accumulation over parts of the batch, weighted by valid tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
     from tightfit.planner.records import BlockChoice
 
-# Gradients of weights that are summed in parts, over micro-batches or tiles, move further than the order of one
-# product's sums: by -4% to +29% in what was measured (docs/lab-notes.md, "Rounding"). A wrong weight of a part would be
-# thousands of times that.
+# Gradients of weights that are summed in parts (micro-batches, tiles) differ more than by the order of one product's
+# sums: by -4% to +29% as measured (docs/lab-notes.md, "Rounding"). A wrong weight of a part would change them thousands
+# of times more.
 PARTS_SPREAD = 1.5
 
 
 @register
 @dataclass(frozen=True)
 class MicroBatches(Lever):
-    """`count` equal parts of the batch. `AppliedPlan.backward` runs them; nothing is put on the model."""
+    """`count` equal parts of the batch. `AppliedPlan.backward` runs them. The lever changes no module."""
 
     count: int
 
@@ -38,18 +38,18 @@ class MicroBatches(Lever):
 
     @classmethod
     def beyond(cls, micro_batches: int, size: int) -> list[Self]:
-        """The numbers of equal parts of `size` sequences that are more than those that there are, the fewest first."""
+        """Settings with more than `micro_batches` equal parts of `size` sequences, the fewest first."""
         return [cls(n) for n in range(micro_batches + 1, size + 1) if size % n == 0]
 
     def apply(self, model: "nn.Module") -> None:
-        """The batch is split, not the model."""
+        """Changes nothing: the batch is split, not the model."""
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return f"The batch runs in {self.count} micro-batches, weighted by their valid tokens."
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
-        """The two fewest."""
+        """The two smallest numbers of micro-batches."""
         line = f'tightfit.plan(model, batch, "BUDGET", levers=["{cls.name}"]).apply(model).backward(batch)'
         return [
             Offer(str(each), line, f"training: {{gradient_accumulation_steps: {each.count}}}", lever=each)

@@ -1,4 +1,4 @@
-"""The lever `offload`: what blocks would hold for backward goes to a file or to pinned host memory, bit for bit."""
+"""The lever `offload`: saved activations move to a file or to pinned host memory, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,12 @@ OPTIONS_PER_KIND = 6
 @register
 @dataclass(frozen=True)
 class Offload(Lever):
-    """Where offloaded values go: a file in `folder` (None: the system's for temporary files), or from a CUDA device the
-    `host`'s pinned memory; at most `budget_bytes` (None: half of what is free), storages of `smallest_bytes` and more;
-    and how many bytes are there at once. Which values, is decided in the plan's `choices`.
+    """Where a plan offloads to. The plan's `choices` say which values.
+
+    - `folder`: the folder of the file (None: the system's folder for temporary files).
+    - `host`: values go to pinned host memory instead, from a CUDA device.
+    - `budget_bytes`: the limit (None: half of what is free). `smallest_bytes`: smaller storages are not offloaded.
+    - `bytes`: how many bytes are offloaded at the same time.
     """
 
     folder: str | None
@@ -43,7 +46,7 @@ class Offload(Lever):
 
     @classmethod
     def settings(cls, step: PlainStep) -> Sequence[Self]:
-        """None beforehand: what goes away is known once the choices inside blocks are solved."""
+        """Empty: the bytes are known only once the choices inside blocks are solved."""
         return []
 
     @classmethod
@@ -59,12 +62,15 @@ class Offload(Lever):
 
     @classmethod
     def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
-        """Each set that a block may keep, offloaded with the block's inputs; where nothing is recomputed, all of it."""
+        """Each keep set of a block, offloaded together with the block's inputs.
+
+        Without the lever recompute, only the set that replays nothing.
+        """
         from tightfit.levers.recompute import Policy
 
         choices = []
         for each in block.keep_sets(OPTIONS_PER_KIND):
-            stays = block.pinned(each.kept)
+            stays = block.pinned(each.kept)  # the next block holds these outputs anyway, or routing needs them
             policy = Policy(block.keys(stays), offloaded=block.keys(each.kept - stays), offloads_inputs=True)
             choices.append(Choice(policy, each.replay_seconds))
         return choices if Recompute.name in allowed else choices[:1]
@@ -77,12 +83,12 @@ class Offload(Lever):
         return INPUTS_ONLY if Recompute.name in allowed else OFFLOAD_ALL
 
     def apply(self, model: "nn.Module") -> None:
-        """The choices inside blocks are put on together, with this lever's offload_store."""
+        """Changes nothing: `apply_levers` applies all choices inside blocks together, with this lever's store."""
 
     def offload_store(self) -> "HostStore":
-        """An offload store that has room for the plan.
+        """An offload store with enough room for the plan.
 
-        Raises `LeverError` where there is less room, `OutputError` where the folder cannot be used.
+        Raises `LeverError` if there is less room, and `OutputError` if the folder cannot be used.
         """
         from tightfit.levers.offload.store import OffloadSettings, store_with_room
 
@@ -97,7 +103,7 @@ class Offload(Lever):
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
-        """All that every block would hold."""
+        """Offload everything that every block would hold."""
         if not step.blocks:
             return []
         from tightfit.levers.recompute import OFFLOAD_ALL

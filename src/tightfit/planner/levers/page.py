@@ -34,7 +34,7 @@ where its levers are exact), or reports that its budget cannot be met.
 
 
 def exclusions() -> tuple[Exclusion, ...]:
-    """All of them: those of no lever, and those that levers state, each once."""
+    """All exclusions, each once: those that concern no lever, then those that levers state."""
     return tuple(dict.fromkeys((*OF_NO_LEVER, *(each for kind in lever_types() for each in kind.excludes))))
 
 

@@ -1,4 +1,4 @@
-"""The lever `recompute`: what blocks would hold for backward is computed again there, bit for bit the same."""
+"""The lever `recompute`: backward recomputes activations of blocks, bit for bit, instead of saving them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ OPTIONS_PER_KIND = 12
 @register
 @dataclass(frozen=True)
 class Recompute(Lever):
-    """Which operators of which block is decided in the plan's `choices`; by hand, all of the blocks `every` names."""
+    """Has no fields: the plan's `choices` say which operators of which blocks are recomputed."""
 
     name = "recompute"
     title = "recompute"
@@ -39,9 +39,10 @@ class Recompute(Lever):
 
     @classmethod
     def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
-        """Each set that a block may keep; the first one replays nothing, which is the block without the lever."""
+        """Each keep set of a block that replays something."""
         from tightfit.levers.recompute import Policy
 
+        # The first set replays nothing: that is the block without the lever.
         sets = block.keep_sets(OPTIONS_PER_KIND)[1:]
         return [Choice(Policy(block.keys(each.kept)), each.replay_seconds) for each in sets]
 
@@ -52,7 +53,7 @@ class Recompute(Lever):
         return RECOMPUTE_ALL
 
     def apply(self, model: "nn.Module") -> None:
-        """The choices inside blocks are put on together."""
+        """Changes nothing: `apply_levers` applies all choices inside blocks together."""
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         count = sum(choice.action in ("recompute", "operators") for choice in choices)
@@ -60,7 +61,7 @@ class Recompute(Lever):
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
-        """Every block as a whole."""
+        """Recompute every block as a whole."""
         if not step.blocks:
             return []
         from tightfit.levers.recompute import RECOMPUTE_ALL

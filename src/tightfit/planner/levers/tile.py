@@ -1,4 +1,4 @@
-"""The lever `tile`: modules that treat each token by itself, over some tokens of the sequence at a time."""
+"""The lever `tile`: tokenwise modules, such as feed-forwards, run over some tokens of the sequence at a time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tightfit.levers.handle import Applied
     from tightfit.planner.records import BlockChoice
 
-TILES = (2, 4, 8, 16)  # in how many parts feed-forwards may go through a sequence
+TILES = (2, 4, 8, 16)  # the numbers of tiles of a sequence that a search tries
 LEAST_TILE = 32  # tokens
 
 
 @register
 @dataclass(frozen=True)
 class TiledModules(Lever):
-    """The modules at `paths` run over `tokens` tokens of the sequence at a time, once more in backward."""
+    """The modules at `paths` run over `tokens` tokens of the sequence at a time, and run again in backward."""
 
     paths: tuple[str, ...]
     tokens: int
@@ -53,7 +53,7 @@ class TiledModules(Lever):
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
-        """The fewest tiles."""
+        """The smallest number of tiles."""
         from tightfit.runtime.module_paths import globs_of
 
         offers = []

@@ -1,4 +1,4 @@
-"""Finds the modules inside blocks that treat each token by itself, such as a feed-forward, from what the step did."""
+"""Finds modules inside blocks that treat each token by itself, such as a feed-forward, from the traced operators."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,15 @@ from tightfit.step import Batch
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace
 
 _ELEMENTWISE = (Family.FREE, Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION)
-_PRODUCTS = ("mm", "addmm")  # of rows, one for each token; batched ones may be those of tokens with each other
+_PRODUCTS = ("mm", "addmm")  # rows are tokens here; a batched product may multiply tokens with each other (attention)
 _CASTS = ("_to_copy", "clone")
 
 
 def find_tokenwise(trace: StepTrace, model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Paths of the outermost modules within the blocks whose operators are products with weights, at least two of
-    them, and element by element, of weights with one dimension at most: others may be there for each position. The
-    lever itself tries a module out on a few tokens before it is used.
+    """Paths of the outermost modules inside blocks that treat each token by itself.
+
+    Their operators are at least two products with weights, and elementwise operators on weights of at most one
+    dimension. This is a guess: the lever itself runs a module on a few tokens before it uses it.
     """
     first, last = trace.repeated
     tokenwise: dict[str, bool] = {}
@@ -40,7 +41,7 @@ def find_tokenwise(trace: StepTrace, model: nn.Module, blocks: Sequence[str]) ->
 
 
 def longest_sequence(batch: Batch) -> int:
-    """The largest second dimension of the batch's tensors: tokens of a sequence; 1 where there is none."""
+    """The largest second dimension of the batch's tensors, the tokens of a sequence; 1 if there is none."""
     return max((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), default=1)
 
 
@@ -50,9 +51,10 @@ def _with_parents(path: str) -> list[str]:
 
 
 def _is_elementwise(trace: StepTrace, operator: OperatorRecord) -> bool:
-    """Whether the operator casts, or computes each element from what is in its place and weights of one dimension."""
+    """Whether the operator casts, or computes each element from the same place of its inputs and from flat weights."""
     if base_name(operator.name) in _CASTS:
         return True
     read = (trace.storages[trace.values[value].storage] for value in operator.reads)
+    # A weight of two dimensions may have a row for each position, which a tile would read at the wrong offset.
     flat = all(storage.category is not Category.PARAMETER or len(storage.shape) <= 1 for storage in read)
     return flat and family_of(operator.name) in _ELEMENTWISE

@@ -1,21 +1,22 @@
-"""The largest whole number that fits, from few questions. No torch here.
+"""Finds the largest whole number that fits, with few evaluations. No torch here.
 
-There are two kinds of question: a measure that is cheap and only about right, and a test that is certain and dear. The
-measure is asked until it has the number, by the secant of its last two answers (what a step holds is near enough a
-straight line in its batch or its length), with a bisection wherever that closes in too slowly. The test is asked from
-there on: mostly twice, for the number and for the one above it.
+Two functions are available: a cheap, approximate measure and an expensive, exact test. `rough_bound` uses the measure.
+It follows the secant of the last two values, because the memory of a step is nearly linear in its batch and its
+length, and bisects where the secant converges too slowly. `certain_bound` starts from that number and uses the test,
+mostly twice: for the number and for the one above it.
 """
 
 from collections.abc import Callable
 
-GROWTH = 16  # the most that one guess is larger than what is known to fit
-UNBRACKETED = 3  # guesses that may all be too large before the secant gives way to a bisection
-UNBOUNDED = 2**30  # a number that nothing reaches whose memory grows with it
+GROWTH = 16  # a guess is at most this many times the largest number known to fit
+UNBRACKETED = 3  # guesses that may all be too large before bisection replaces the secant
+UNBOUNDED = 2**30  # a number that does not fit anything whose memory grows with it
 
 
 def rough_bound(measure: Callable[[int], int], limit: int, top: int, guess: int = 1) -> int:
-    """The largest number from 1 to `top` whose measure is at most `limit`, assuming that the measure never falls; 0
-    where there is none. The number is thought to lie near `guess`.
+    """The largest number from 1 to `top` whose measure is at most `limit`; 0 if there is none.
+
+    The measure is assumed never to fall. The search starts at `guess`.
     """
     answers: list[tuple[int, int]] = []
     low, high, span = 0, top + 1, top + 1
@@ -31,7 +32,7 @@ def rough_bound(measure: Callable[[int], int], limit: int, top: int, guess: int 
 
 
 def _secant(answers: list[tuple[int, int]], limit: int, most: int) -> int:
-    """Where the straight line through two answers meets the limit; `most` where it never does."""
+    """The number at which the straight line through two answers meets the limit; `most` if it never does."""
     if len(answers) < 2:
         return answers[0][0] + 1
     (x, y), (other_x, other_y) = answers
@@ -40,7 +41,7 @@ def _secant(answers: list[tuple[int, int]], limit: int, most: int) -> int:
 
 
 def certain_bound(fits: Callable[[int], bool], guess: int, top: int) -> int:
-    """The number near `guess`, from 1 to `top`, that fits while the one above it does not; 0 where 1 does not fit."""
+    """The number from 1 to `top` that fits while the next one does not; 0 if 1 does not fit. Starts at `guess`."""
     low, high, stride = 0, top + 1, 1  # low fits, if it is not 0; high does not, if it is not top + 1
     number = min(max(guess, 1), top)
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""What a search compares: candidates, traced as applied; baselines, priced; and their levers in words."""
+"""The records that a search compares: candidates (traced as applied) and baselines (priced); their levers in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from tightfit.planner.blocks.solve import Chain
 from tightfit.planner.levers import Combination
 from tightfit.tracing.record import Category, StepTrace
 
-# Numbers that Python wraps in a tensor, and the like, take a few bytes each that no dispatch mode sees (at most 4 were
-# seen over the models of docs/accuracy.md): so much is left free below the budget.
+# Python numbers that PyTorch wraps in tensors take a few bytes each, and no dispatch mode sees them (at most 4 bytes
+# over the models of docs/accuracy.md). A plan leaves this much of the budget free.
 UNSEEN_BYTES = 1024
 
 
@@ -24,7 +24,7 @@ class Candidate:
     trace: StepTrace
     priced: Priced | None = None
     choice: tuple[int, ...] = ()
-    worst_bytes: int | None = None  # the peak with all tokens at the fewest experts, if that makes a difference
+    worst_bytes: int | None = None  # the peak with all tokens routed to the fewest experts, if the peak depends on it
 
     @property
     def peak_bytes(self) -> int:
@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def needed_bytes(self) -> int:
-        """The smallest budget that this candidate may be given."""
+        """The smallest budget in bytes that this candidate fits."""
         return max(self.trace.peak_bytes, self.worst_bytes or 0) + UNSEEN_BYTES
 
     @property
@@ -42,11 +42,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A combination as it stands with nothing recomputed, and its blocks with their prices; None without blocks."""
+    """A combination with nothing recomputed, and the prices of its blocks (None if the model has none)."""
 
     combination: Combination
     peak_bytes: int
-    seconds: float  # of a step; no choice inside blocks is faster
+    seconds: float  # of a step: a lower bound for every choice inside blocks
     priced: Priced | None
 
     @property
@@ -56,7 +56,7 @@ class Baseline:
 
 
 def describe_levers(combination: Combination, policies: Mapping[str, Policy], blocks: int, joined: int = 0) -> str:
-    """The levers of a candidate in a few words: how many of `blocks` recompute or offload; `joined` hold no output."""
+    """The levers of a candidate in a few words: how many of `blocks` recompute, offload, or are joined to the next."""
     words = [str(combination)] if combination.levers else []
     offloading = sum(policy.offloads for policy in policies.values())
     recomputing = sum(policy != KEEP_ALL for policy in policies.values()) - offloading
@@ -70,7 +70,7 @@ def describe_levers(combination: Combination, policies: Mapping[str, Policy], bl
 
 
 def accumulation_seconds(part: StepTrace) -> float:
-    """Seconds of adding to gradients that were there, which the first of several micro-batches has no need to do."""
+    """Seconds in which one micro-batch adds to existing gradients. The first of several has none to add to."""
     if part.loop_repeats == 1:
         return 0.0
     gradients = {i for i, storage in enumerate(part.storages) if storage.category is Category.GRADIENT}

@@ -1,4 +1,4 @@
-"""The largest batch, sequence or model for which there is a plan: the bound of what a budget can train."""
+"""Finds the largest batch, sequence or model that has a plan within a budget."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,15 +26,17 @@ from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
-RECENT = 4  # searches that are kept: those around the bound are asked again, in more detail
+RECENT = 4  # searches kept with their traces: each stage asks again about numbers near the bound
 Notice = Callable[[str], None]
 Case = Callable[[int], tuple[nn.Module, Batch]]
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """The next value above the largest: the least that it needs is over the budget; or, where `taken_bytes` is given,
-    the device has no room for what the step takes of it as a whole, allocator and context included.
+    """The next value above the largest. Its least peak, `least_bytes`, exceeds the budget.
+
+    If `taken_bytes` is set, the device is the limit instead: `taken_bytes` is what the step would use of it, with
+    allocator and context.
     """
 
     value: int
@@ -46,8 +48,8 @@ class TooLarge:
 class Largest:
     """The largest value of `what`, a multiple of `multiple_of`, for which there is a plan.
 
-    `above` is the next one, for which there is none; None where the search was bounded at the value itself. `tried` are
-    the values that were looked at, in order: by single dry runs, and those in `planned` by a whole plan.
+    `above` is the next value, which has no plan; None if `at_most` ended the search at the value itself. `tried` lists
+    all values that were tried, in order. `planned` lists those that were planned in full.
     """
 
     what: str
@@ -93,18 +95,19 @@ def maximise(
     notice: Notice | None = None,
     **how: Any,
 ) -> Largest:
-    """The largest value for which there is a plan within the budget, and that plan.
+    """Find the largest value that has a plan within the budget, and return it with that plan.
 
-    `case(value)` gives the model and the batch for a value, for example `lambda n: (model, TokenBatch(4, n, 32000))`
-    for the longest sequence; a model that is built for each value is best built dry (`build_dry`). `what` names the
-    value. Multiples of `multiple_of` are looked at, up to `at_most`. `notice` is told in a line which value is looked
-    at. The other arguments are those of `plan`. For `what="batch_size"` the lever `"micro_batch"` is left out, since in
-    enough micro-batches every batch fits.
+    `case(value)` returns the model and the batch for a value, for example `lambda n: (model, TokenBatch(4, n, 32000))`
+    for the longest sequence. A `case` that builds a model for each value should build it dry (`build_dry`). `what`
+    names the value in messages. The search considers multiples of `multiple_of`, up to `at_most`. It calls `notice`
+    with one line for each value that it tries. The other arguments are those of `plan`. For `what="batch_size"` the
+    search leaves out the lever `"micro_batch"`, because any batch fits in enough micro-batches.
 
-    What a step holds is assumed not to fall when the value rises, so that few values need to be looked at; what is
-    certain is the plan for the value, and that there is none for the next one. Raises `CannotFit` where the smallest
-    value does not fit, `BudgetError` for a budget that moves with the value (`"0.5x"`), `InputError` where any value
-    would fit.
+    The search assumes that memory does not fall when the value rises, so it tries few values. Two results do not depend
+    on that assumption: the value has a plan, and the next value has none.
+
+    Raises `CannotFit` if the smallest value does not fit, `BudgetError` for a budget that depends on the value
+    (`"0.5x"`), and `InputError` if every value would fit.
 
     Example:
         >>> import tightfit, torch
@@ -121,7 +124,7 @@ def maximise(
         True
     """
     refuse_moving(budget, what)
-    how["device"] = device = lookup(how.get("device"))  # once: all values are planned by the same figures
+    how["device"] = device = lookup(how.get("device"))  # once, so that all values use the same figures of the device
     if what == "batch_size":
         how = without_micro_batches(how)
     top = _highest(multiple_of, at_most)
@@ -149,12 +152,15 @@ def maximise(
 
 @dataclass
 class _SizeSearch:
-    """Mutable: the questions asked so far, by the number of the multiple; from the cheap ones to the certain ones."""
+    """Mutable: the dry runs and plans made so far, by number (value / `multiple_of`).
+
+    The methods go from cheap, approximate measures to a full plan.
+    """
 
     case: Case
     budget: int | str
     limit_bytes: int  # the budget
-    room_bytes: int  # what allocator and context may take of a CUDA device
+    room_bytes: int  # bytes of a CUDA device that allocator and context may use
     multiple_of: int
     how: Mapping[str, Any]
     what: str
@@ -163,22 +169,23 @@ class _SizeSearch:
     plans: dict[int, Plan] = field(default_factory=dict)
     failures: dict[int, CannotFit] = field(default_factory=dict)
     recent: dict[int, Search] = field(default_factory=dict)
-    plain: dict[str, StepTrace] = field(default_factory=dict)  # a plain step of each model, by its fingerprint
+    plain: dict[str, StepTrace] = field(default_factory=dict)  # one plain step of each model, by fingerprint
 
     def guess(self, top: int) -> int:
-        """The number about which plans are to be asked: by single parts of a step first, by whole steps near there."""
+        """The number near which to plan in full: from traces of forward and backward, then of whole steps nearby."""
+        # A full plan of a 7B takes half a minute, so a search that climbs by plans takes minutes (docs/lab-notes.md).
         guess = rough_bound(self.rough_excess, 0, top)
         number = max(guess, 1)
         search = self.search(number)
         way, _ = least_way(search, self.plain_of(search))
-        if way.joined:  # segments reach further
+        if way.joined:  # segments need less memory, so larger numbers fit than the first bound says
             guess = rough_bound(lambda n: self.excess_of_part(n, way), 0, top, guess=number)
         if guess == top:
             return top
         return rough_bound(lambda n: self.excess_as_it_will_run(n, way), 0, top, guess=max(guess, 1))
 
     def search(self, number: int) -> Search:
-        """A search for a number; the latest few are kept, with what they have traced."""
+        """The search for a number. The latest few are kept with their traces."""
         value = number * self.multiple_of
         if value not in self.tried:
             self.tried.append(value)
@@ -191,8 +198,9 @@ class _SizeSearch:
         return self.recent[number]
 
     def plain_of(self, search: Search) -> StepTrace:
-        """A plain step of the search's model, with whichever batch it was traced first: states and gradients are the
-        same for all.
+        """A plain step of the search's model, traced with the first batch that came.
+
+        Only its optimizer states and gradients are used, which do not depend on the batch.
         """
         model = fingerprint(search.request.model)
         if model not in self.plain:
@@ -200,7 +208,7 @@ class _SizeSearch:
         return self.plain[model]
 
     def rough_excess(self, number: int) -> int:
-        """By a way without segments: which are best, is asked once."""
+        """Bytes over the budget with the least peak without segments. The best segments are searched only once."""
         search = self.search(number)
         plain = self.plain_of(search)
         return self._excess(number, least_way(search, plain, joining=False)[1])
@@ -212,6 +220,7 @@ class _SizeSearch:
     def excess_as_it_will_run(self, number: int, way: Way) -> int:
         trace = as_it_will_run(self.search(number), way)
         over = self._excess(number, trace.peak_bytes)
+        # On CUDA the tensors may fit the budget while the allocator's segments do not fit on the device.
         return over if over > 0 or trace.reserved_bytes is None else max(over, lacking(trace, self.room_bytes))
 
     def _excess(self, number: int, peak_bytes: int) -> int:
@@ -229,11 +238,11 @@ class _SizeSearch:
 
 
 def _say_nothing(line: str) -> None:
-    """Nobody asked to be told."""
+    """The default `notice`."""
 
 
 def refuse_moving(budget: int | str, what: str) -> None:
-    """Raises `BudgetError` for a share of the plain peak."""
+    """Raise `BudgetError` for a budget that is a share of the plain peak."""
     if is_share_of(budget, "x"):
         raise BudgetError(
             f"budget {budget!r} is a share of the plain peak, which rises with the {what}: give bytes, for example "
@@ -242,7 +251,7 @@ def refuse_moving(budget: int | str, what: str) -> None:
 
 
 def without_micro_batches(how: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a plan, the lever `"micro_batch"` left out. Raises `InputError` where it is asked for."""
+    """The arguments of a plan without the lever `"micro_batch"`. Raises `InputError` for `micro_batches="auto"`."""
     if how.get("micro_batches") == "auto":
         raise InputError(LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES.refusal())
     check_levers(how.get("levers"))
@@ -250,7 +259,7 @@ def without_micro_batches(how: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _highest(multiple_of: int, at_most: int | None) -> int:
-    """The number of multiples to look at."""
+    """The largest number of multiples that the search may try."""
     if multiple_of < 1:
         raise InputError(f"multiple_of is {multiple_of}, wanted at least 1")
     if at_most is not None and at_most < multiple_of:

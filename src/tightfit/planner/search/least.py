@@ -1,4 +1,4 @@
-"""About the least that a step takes, from single traces: what a search for the largest value asks before it plans."""
+"""Estimates the least peak of a step from single traces. The search for a largest value uses it before it plans."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,12 +12,12 @@ from tightfit.planner.request import optimizer_peak
 from tightfit.planner.search.search import Search, segment_counts
 from tightfit.tracing.record import StepTrace
 
-WORSE_IN_A_ROW = 2  # counts of segments after which no other is looked at: the peak falls and rises again with them
+WORSE_IN_A_ROW = 2  # worse numbers of segments after which the search stops: the peak falls and then rises with them
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a step at about its least, without the parts that depend on the batch's size."""
+    """Levers for about the least peak of a step, without the number of micro-batches, which depends on the batch."""
 
     combination: Combination
     policies: Mapping[str, Policy]
@@ -25,8 +25,9 @@ class Way:
 
 
 def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tuple[Way, int]:
-    """The way of least peak among those that a plan may take, with its peak. `plain` is the search's own plain step, or
-    that of the same model with another batch. Only where they are `joining`, blocks in segments are among the ways.
+    """The way of least peak among those that a plan may use, and its peak in bytes.
+
+    `plain` is a plain step of the same model, with any batch. With `joining`, blocks joined to segments are tried too.
     """
     ways = [_frugal(search, plain)]
     flat = ways[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
@@ -34,29 +35,30 @@ def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tupl
         ways += [replace(ways[0], combination=flat.with_lever(each)) for each in kind.settings(search.step(plain))[-1:]]
     peaks: dict[int, int] = {}
     for index, way in enumerate(ways):
-        with suppress(LeverError):  # a module that cannot be tiled
+        with suppress(LeverError):  # a module that cannot be tiled: the other ways remain
             peaks[index] = peak_of(search, plain, way)
     best = min(peaks, key=peaks.__getitem__)
     may = search.request.may
     way, peak = ways[best], peaks[best]
+    # With offload the inputs of blocks have left the device already, so joining blocks would save nothing.
     if joining and may(Recompute) and not may(Offload) and peak > optimizer_peak(plain):
         return _joined(search, plain, way, peak)
     return way, peak
 
 
 def peak_of(search: Search, plain: StepTrace, way: Way) -> int:
-    """About the peak of a way, from one dry run of forward and backward."""
+    """The approximate peak of a way in bytes, from one dry run of forward and backward."""
     part = search.tracer.part(_sized(search, way), way.policies, plain, way.joined)
     return max(part.peak_bytes, optimizer_peak(plain))
 
 
 def as_it_will_run(search: Search, way: Way) -> StepTrace:
-    """The whole step that way, optimizer and all."""
+    """The whole step with these levers, optimizer included."""
     return search.whole(_sized(search, way), dict(way.policies), way.joined)
 
 
 def _sized(search: Search, way: Way) -> Combination:
-    """The way in the most micro-batches that the search's batch may have."""
+    """The way's combination with the largest number of micro-batches that the search's batch allows."""
     request = search.request
     counts = MicroBatches.beyond(request.micro_batches, request.size) if request.may(MicroBatches) else []
     sized = counts[-1:] or request.plain.levers
@@ -72,7 +74,7 @@ def _frugal(search: Search, plain: StepTrace) -> Way:
 
 
 def _joined(search: Search, plain: StepTrace, way: Way, peak: int) -> tuple[Way, int]:
-    """The way, with its blocks joined to as many segments as lower its peak most."""
+    """The way with its blocks joined to the number of segments that lowers its peak most, and that peak."""
     best, worse, paths = (way, peak), 0, search.paths
     for segments in segment_counts(len(paths)):
         joined = replace(way, joined=every_block(paths, segments=segments).joined)

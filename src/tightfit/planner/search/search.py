@@ -1,9 +1,9 @@
 """Finds the fastest combination of levers whose true peak is within the budget.
 
-The choices inside blocks are solved exactly for each combination of the choices that concern the whole step (micro-
-batches, chunked loss). Combinations are tried cheapest first, and those whose step without any recomputation is
-already slower than the best plan are not solved. What is found is traced as applied before it is returned; where
-that is over the budget, the bound is tightened by the excess and solved again.
+Some levers concern the whole step (micro-batches, chunked loss). For each combination of these, the search solves the
+choices inside blocks exactly. It tries the combinations with the fewest micro-batches first. It does not solve a
+combination whose step is slower than the best plan even without recomputation. Each solution is traced as applied. If
+that trace exceeds the budget, the search lowers the bound by the excess and solves again.
 """
 
 import itertools
@@ -39,7 +39,7 @@ TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved aga
 
 @dataclass
 class Search:
-    """Mutable: the best candidate so far, the least one, what was rejected, and what is priced."""
+    """Mutable: the fastest candidate so far, the one of least peak, rejected combinations, and priced combinations."""
 
     request: Request
     budget: int | str
@@ -49,12 +49,12 @@ class Search:
     priced: dict[Combination, Baseline] = field(default_factory=dict)
     routing_matters: bool = False
     wholes: dict[Applied, StepTrace] = field(default_factory=dict)
-    lower_bound: float = math.inf  # seconds: of the choices that were not proved, none can make a faster step
+    lower_bound: float = math.inf  # seconds of a step that no choice without a proof of optimality can undercut
 
     def __post_init__(self) -> None:
         self.tracer = Tracer(self.request)
         if self.request.blocks is not None:
-            find_blocks(self.request.model, self.request.blocks)  # a glob that matches nothing costs no trace
+            find_blocks(self.request.model, self.request.blocks)  # raises for a wrong glob before the first trace
 
     @cached_property
     def kinds(self) -> tuple[type[Lever], ...]:
@@ -66,14 +66,15 @@ class Search:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Where the blocks are that levers may be put on."""
+        """Module paths of the blocks, in the order in which they run. Empty if no allowed lever needs blocks."""
+        # Finding the blocks reads the plain trace, so a search without such levers does not pay for it.
         if not any(kind.needs_blocks for kind in self.kinds):
             return []
         return find_blocks(self.request.model, self.request.blocks, self.plain)
 
     def step(self, plain: StepTrace | None = None) -> PlainStep:
-        """The plain step as levers see it. `plain` is a step of the same model, where the search's own is not to be
-        traced for that.
+        """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
+        which saves a trace.
         """
         request = self.request
         trace = self.plain if plain is None else plain
@@ -86,18 +87,19 @@ class Search:
 
     @cached_property
     def budget_bytes(self) -> int:
-        """The budget in bytes. One that is stated as the plain step's own peak, by our figure or as `1x` and more,
-        means that step: it includes the bytes that every plan leaves free for what no dispatch mode sees.
-        """
+        """The budget in bytes."""
         plain = self.plain.peak_bytes
         budget = parse_budget(self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=plain)
+        # Every plan leaves `UNSEEN_BYTES` free. Without them on top, a budget of `1x`, or of the peak that `estimate`
+        # printed, would reject the plain step itself.
         is_plain = budget == plain or (is_share_of(self.budget, "x") and budget > plain)
         return max(budget, plain + UNSEEN_BYTES) if is_plain else budget
 
     def run(self) -> Candidate:
-        """The best candidate. Raises `CannotFit` with the least peak found."""
+        """The fastest candidate within the budget. Raises `CannotFit` with the least peak found."""
         plain = self.request.plain
         routed = self.tracer.routed_peaks(self.plain, plain, {})
+        # One peak means that routing changed no level of the plain step. Candidates then need no traces per routing.
         self.routing_matters = len(routed) > 1
         self.consider(Candidate(plain, {}, (), self.plain, worst_bytes=max(routed, default=None)), "no lever")
         if self.best is None:
@@ -114,8 +116,8 @@ class Search:
     # Combinations
 
     def combinations(self, plain: StepTrace | None = None) -> list[Combination]:
-        """Every setting of each lever with those of the others, the fewest micro-batches first. `plain` is as for
-        `step`.
+        """The product of all settings of the combined levers, each of which may also be off. The fewest micro-batches
+        come first. `plain` is as for `step`.
         """
         step = self.step(plain)
         found = [self.request.plain]
@@ -125,19 +127,22 @@ class Search:
         return found
 
     def solve_combinations(self) -> None:
-        """All of them; or none with more micro-batches than the first that fits, where the fewest are asked for."""
+        """Solve every combination. With `fewest_micro_batches`, stop at the first number of micro-batches that fits."""
         for _, alike in itertools.groupby(self.combinations(), key=lambda combination: combination.micro_batches):
             for combination in alike:
                 self.solve_blocks(combination)
                 for kind in self.of_role(Role.WHOLE_BLOCKS):
                     self.try_whole_blocks(combination, kind)
+            # `micro_batches="auto"` promises the largest micro-batch that fits, even if smaller ones run faster.
             if self.request.fewest_micro_batches and self.best is not None:
                 return
 
     def try_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
-        """The fastest setting that fits of a lever that takes blocks as they are, in as many blocks as it does; each is
-        traced as applied, for the peak need not fall from one setting to the next.
+        """Try a lever that changes whole blocks, its fastest setting first, until one fits. Then use the faster
+        settings before it in as many blocks as the budget allows.
         """
+        # No bisection over the settings: with PyTorch's `activation_memory_budget` the peak need not fall from one
+        # share to the next, so each setting is traced as applied.
         over: list[Lever] = []
         for setting in kind.settings(self.step()):
             alike = combination.with_lever(setting)
@@ -148,15 +153,17 @@ class Search:
                 return
             self.consider(candidate, str(alike))
             if self.excess(candidate) <= 0:
+                # One share for all blocks is coarse: one step up may be far too much. Blocks that keep more use the
+                # memory that is left, which made CPU26 5% faster at the same peak (docs/lab-notes.md).
                 for higher in dict.fromkeys(over[-1:] + over[:1]):
                     self.mix(combination, setting, higher)
                 return
             if self.best is not None and candidate.seconds >= self.best.seconds:
-                return  # and the next settings take longer
+                return  # settings come fastest first, so the next ones are slower still
             over.append(setting)
 
     def mix(self, combination: Combination, setting: Lever, higher: Lever) -> None:
-        """As many blocks as fit take the faster setting, which in all of them is too much."""
+        """Use the faster setting `higher`, which exceeds the budget in all blocks, in as many blocks as fit."""
         found: Candidate | None = None
         fits, over = 0, len(self.paths)
         while over - fits > 1:
@@ -170,15 +177,16 @@ class Search:
             self.consider(found, str(found.combination))
 
     def try_last_resorts(self) -> None:
-        """What takes least, with each setting of the levers for which that is the time."""
+        """Add the last-resort levers to the combination of least peak, one setting at a time, until one fits."""
         assert self.least is not None, "the plain step was traced"
+        # Solving puts recompute on blocks, which compiled blocks refuse (RECOMPUTE_AND_COMPILED_BLOCKS).
         least = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS))
         for kind in self.of_role(Role.LAST):
             for setting in kind.settings(self.step()):
                 combination = least.with_lever(setting)
                 try:
                     self.solve_blocks(combination)
-                except LeverError as error:  # a module that is given something else than one tensor (B, T, n)
+                except LeverError as error:  # a module whose input is not one tensor (B, T, n) cannot be tiled
                     self.rejected.append(Rejected(str(combination), str(error)))
                     break
                 if self.best is not None:
@@ -189,13 +197,13 @@ class Search:
         return [self.baseline(combination) for combination in self.combinations()]
 
     def baseline(self, combination: Combination, part: StepTrace | None = None) -> Baseline:
-        """A combination, priced; once. `part` is its trace with nothing recomputed, where that is there."""
+        """A combination with its prices, computed once. `part`: its trace with nothing recomputed, if already made."""
         if combination not in self.priced:
             self.priced[combination] = self.price(combination, part or self.part(combination))
         return self.priced[combination]
 
     def price(self, combination: Combination, part: StepTrace) -> Baseline:
-        first = [part]
+        first = [part]  # `price` asks first for the trace that keeps everything, which the caller has made already
 
         def trace(policies: Mapping[str, Policy]) -> StepTrace:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain, compared=True)
@@ -212,16 +220,22 @@ class Search:
         return Baseline(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
 
     def part(self, combination: Combination) -> StepTrace:
-        """A combination with nothing recomputed, its blocks watched."""
+        """Trace of a combination with nothing recomputed, in which the recorder observes the blocks."""
+        # KEEP_ALL, not an empty mapping: only operators of observed blocks have a region and an occurrence.
         return self.tracer.part(combination, dict.fromkeys(self.paths, KEEP_ALL), self.plain)
 
     def with_optimizer(self, part: StepTrace) -> float:
-        """Seconds of a whole step of which forward and backward of the last micro-batch were traced."""
+        """Seconds of a whole step, from a trace of forward and backward of its last micro-batch.
+
+        The optimizer's seconds are those of the plain step. The first micro-batch adds to no gradients.
+        """
         return loop_seconds(part) - accumulation_seconds(part) + self.plain.step_seconds - loop_seconds(self.plain)
 
     def solve_blocks(self, combination: Combination) -> None:
-        """The best choice inside blocks for one combination."""
+        """Solve the choices inside blocks for one combination, and consider the solution."""
         part = self.part(combination)
+        # Recompute and offload only add seconds to a step that keeps everything, so this bounds all choices. It costs
+        # one trace, where prices cost several.
         lower_bound = self.with_optimizer(part)
         if self.best is not None and lower_bound >= self.best.seconds:
             peak = max(part.peak_bytes, optimizer_peak(self.plain))
@@ -247,24 +261,29 @@ class Search:
                 )
                 return
             candidate = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
+            # Prices are those of single blocks. Only the trace as applied counts against the budget: it also covers the
+            # device's room and the worst routing.
             excess = self.excess(candidate)
             if excess <= 0:
                 if solution.gap_seconds is not None:
+                    # The sweep stopped at its widest: the plan reports how much faster another choice could be.
                     self.lower_bound = min(self.lower_bound, candidate.seconds - solution.gap_seconds)
                 self.consider(candidate, f"{combination}, blocks solved")
                 return
+            # From the solution's own peak: a bound between that and the old bound would give the same solution again.
             bound = min(bound, solution.peak_bytes) - excess
 
     def take_solution_in_memory(self, combination: Combination, priced: Priced) -> None:
-        """On CUDA copies of neighbouring blocks wait for each other, which blocks by themselves do not show: the best
-        choice without offload may be faster after all.
-        """
+        """On CUDA, also try the best choice without offload."""
+        # The copies of neighbouring blocks wait for each other, and prices of single blocks do not show that. A decoder
+        # on an H200 came out at 271 ms with offload where recompute alone took 146 ms (docs/lab-notes.md).
         if self.request.device.kind != "cuda" or not self.request.may(Recompute) or self.best is None:
             return
         if any(policy.offloads for policy in self.best.policies.values()):
             self.take_solution(combination, priced.in_memory())
 
     def take_least(self, combination: Combination, priced: Priced) -> None:
+        # Only while nothing fits: `CannotFit` reports the least peak, and last resorts and segments start from it.
         if self.best is None:
             solution = least_peak(priced.chain)
             self.consider(
@@ -273,19 +292,19 @@ class Search:
             )
 
     def join_segments(self) -> None:
-        """Blocks joined to segments, whose outputs are recomputed too: slower, and less memory where there are
-        many. The optimizer's own peak stays where it is.
+        """Join blocks to segments, which also recompute the blocks' outputs. That is slower, and needs less memory in
+        models of many blocks.
         """
         if not self.request.may(Recompute) or not self.paths or self.least is None:
             return
         if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
-            return
+            return  # segments lower only forward and backward
         combination = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS))
         for segments in segment_counts(len(self.paths)):
             rule = every_block(self.paths, segments=segments)
             part = self.tracer.part(combination, rule.policies, self.plain, rule.joined)
             if part.peak_bytes >= self.least.peak_bytes:
-                continue
+                continue  # the trace of a part suffices to see that this is no gain, and costs less than a whole step
             self.consider(
                 self.trace_applied(combination, rule.policies, joined=rule.joined),
                 f"{combination}, {segments} segments",
@@ -315,7 +334,7 @@ class Search:
         return self.wholes[key]
 
     def consider(self, candidate: Candidate, name: str) -> None:
-        """Keep the candidate if it is the fastest that fits, and note why the other one is not taken."""
+        """Keep the candidate if it is the fastest that fits, and record why the slower one is rejected."""
         if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
             self.least = candidate
         if (excess := self.excess(candidate)) > 0:
@@ -332,10 +351,10 @@ class Search:
             self.reject_slower(name, candidate)
 
     def excess(self, candidate: Candidate) -> int:
-        """Bytes by which a candidate is over the budget, or, on CUDA, over what the device has room for.
+        """Bytes by which a candidate exceeds the budget or, on CUDA, the memory of the device.
 
-        The budget means what tensors take (`max_memory_allocated`). The device also holds the allocator's segments and
-        the context: together they may take all of it, or the share that a budget in per cent gives them.
+        The budget limits allocated bytes (`max_memory_allocated`). The allocator's segments and the context must also
+        fit on the device, or in the share of it that a budget in per cent names.
         """
         over = candidate.needed_bytes - self.budget_bytes
         if over > 0 or candidate.trace.reserved_bytes is None:
@@ -344,19 +363,19 @@ class Search:
 
     @property
     def device_bytes(self) -> int:
-        """What allocator and context may take of the device."""
+        """Bytes of the device that allocator and context may use together."""
         return self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
 
     def room(self, trace: StepTrace) -> DeviceRoom | None:
-        """What a step takes of a CUDA device as a whole; None on a CPU."""
+        """Memory that a step uses of a CUDA device, with allocator and context; None on a CPU."""
         if trace.reserved_bytes is None:
             return None
         held = self.request.device.memory_bytes
         return DeviceRoom(held, trace.reserved_bytes, CONTEXT_BYTES, is_share_of(self.budget, "%"))
 
     def gap_seconds(self, candidate: Candidate) -> float:
-        """How much faster than the best candidate another choice inside blocks may be. None is where all were proved; a
-        candidate that is not the best is not taken for being the fastest, so that nothing is to be proved of it.
+        """Seconds by which another choice inside blocks may be faster than the best candidate. Zero if every choice was
+        proved optimal, and for candidates other than the best, which claim nothing.
         """
         return max(0.0, candidate.seconds - self.lower_bound) if candidate is self.best else 0.0
 
@@ -367,7 +386,7 @@ class Search:
         return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
 
     def forbidden(self) -> None:
-        """Note which levers were not allowed, and which have nothing to work on."""
+        """Record which levers were not allowed, and which have nothing to work on in this model."""
         for kind in lever_types():
             if not self.request.may(kind):
                 why = None if kind.on_request else "not among the levers that were allowed"
@@ -382,7 +401,7 @@ class Search:
         holds = max(trace.by_category().items(), key=lambda item: item[1])
         device = self.request.device
         limit, taken = f"{format_bytes(self.budget_bytes)} cannot fit", None
-        if least.needed_bytes <= self.budget_bytes:  # then it is the device that has no room
+        if least.needed_bytes <= self.budget_bytes:  # tensors fit the budget, so the device's memory is the limit
             taken = (trace.reserved_bytes or 0) + CONTEXT_BYTES
             limit = (
                 f"the step cannot fit {device.name}: with what the allocator reserves and the context it takes "
@@ -398,7 +417,7 @@ class Search:
         )
 
     def offload_bound(self) -> str:
-        """That offload may take no more than the user allowed, where that was said."""
+        """The user's own limit for offload, for the message; empty if there is none."""
         allowed = self.request.offload.budget_bytes
         if not self.request.may(Offload) or allowed is None:
             return ""
@@ -406,8 +425,9 @@ class Search:
 
 
 def segment_counts(blocks: int) -> list[int]:
-    """For each length that the longest segment can have, the fewest segments; most segments first.
+    """The numbers of segments worth a trace, largest first.
 
-    More segments of the same greatest length would keep more outputs and lower no segment's own peak.
+    For each possible length of the longest segment, that is the smallest number of segments. More segments of the same
+    greatest length would keep more outputs and lower no segment's own peak.
     """
     return sorted({math.ceil(blocks / length) for length in range(2, blocks + 1)}, reverse=True)

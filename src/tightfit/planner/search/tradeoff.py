@@ -1,8 +1,9 @@
 """Traces the trade-off curve: peak against step time, from the plain step down to the least that can be reached.
 
-What was priced for a budget serves all others: the blocks' options do not depend on it. For each budget on the way
-down the choice is solved anew, and what comes out is traced as applied, forward and backward of one micro-batch; the
-optimizer's phase, which no choice moves, is that of the plain step. The curve is what no other traced point beats.
+The blocks' prices do not depend on the budget, so those of the search serve all budgets. For each budget on the way
+down, the choice is solved again and traced as applied: forward and backward of one micro-batch. No choice changes the
+optimizer's phase, so its peak and seconds are those of the plain step. The curve consists of the traced points that no
+other point beats in both peak and seconds.
 """
 
 import math
@@ -21,7 +22,7 @@ from tightfit.planner.request import optimizer_peak
 from tightfit.planner.search.candidates import Baseline, describe_levers
 from tightfit.planner.search.search import Search
 
-POINTS = 8  # budgets between the plain peak and the least, for each of which a choice is solved and traced
+POINTS = 8  # budgets between the plain peak and the least; each needs one solve and one trace
 Choice = tuple[Baseline, Solution]
 
 
@@ -56,7 +57,7 @@ class Tradeoff:
             for combination in self.search.combinations():
                 self.take_whole_blocks(combination, kind)
         if not solvable:
-            return
+            return  # no blocks, or no lever inside them: the baselines above are all there is
         lowest = min(((p, least_peak(p.chain)) for p in solvable), key=lambda choice: choice[1].peak_bytes)
         top, bottom = self.search.plain.peak_bytes, lowest[1].peak_bytes
         for step in range(1, count + 1):
@@ -67,9 +68,10 @@ class Tradeoff:
         self.join(lowest[0])
 
     def best(self, baselines: Sequence[Baseline], budget: int) -> Choice | None:
-        """The fastest choice within a budget over all combinations, by the prices."""
+        """The fastest choice within a budget over all combinations, as priced."""
         found: Choice | None = None
         for baseline in sorted(baselines, key=lambda p: p.seconds):
+            # A choice inside blocks only adds seconds to its baseline, so no later baseline can win.
             if found is not None and baseline.seconds >= _seconds(found):
                 break
             solution = solve(baseline.chain, budget)
@@ -78,28 +80,28 @@ class Tradeoff:
         return found
 
     def trace(self, baseline: Baseline, solution: Solution) -> None:
-        """Put a choice on the model and run it dry, unless that was done."""
+        """Run a choice dry as applied, and record its point. Does nothing if the choice has a point already."""
         key = (baseline.combination, solution.choice)
         if key in self.traced:
-            return
+            return  # neighbouring budgets often have one solution, and a point of 1B takes 0.2-0.4 s to trace
         self.traced.add(key)
         assert baseline.priced is not None, "a solution is that of a priced baseline"
         self.apply(baseline.combination, baseline.priced.policies(solution.choice))
 
     def join(self, baseline: Baseline) -> None:
-        """Blocks joined to a few segments, whose outputs are recomputed too."""
+        """Trace blocks joined to a few segments, which also recompute the blocks' outputs."""
         paths = self.search.paths
         for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
             rule = every_block(paths, segments=segments)
             self.apply(baseline.combination, rule.policies, rule.joined)
 
     def take_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
-        """Each setting of a lever that takes whole blocks; nothing where that is not possible."""
+        """Trace each setting of a lever on whole blocks. A model that does not compile gets no points."""
         try:
             for setting in kind.settings(self.search.step()):
                 self.apply(combination.with_lever(setting), {})
         except CompileError:
-            return  # the plan says why
+            return  # the search has recorded the reason among the rejected combinations
 
     def apply(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> None:
         levers = describe_levers(combination, policies, len(self.search.paths), len(joined))
@@ -108,7 +110,7 @@ class Tradeoff:
     # Recipes
 
     def recipes(self) -> list[CurvePoint]:
-        """What is done without a plan, each traced as applied."""
+        """The fixed recipes that people use without a plan, each traced as applied."""
         plain, paths = self.search.request.plain, self.search.paths
         every, second = every_block(paths).policies, every_second_block(paths).policies
         found = []
@@ -123,8 +125,8 @@ class Tradeoff:
         return found
 
     def try_forbidden(self) -> None:
-        """Give the levers that were not allowed, which the search only names, the figures that their fastest setting
-        would have had.
+        """Trace each lever that was not allowed, at its fastest setting, and put the figures into its row of the
+        rejected combinations. The search itself only names these levers.
         """
         titles = {kind.title: kind for kind in lever_types() if not self.search.request.may(kind)}
         for index, rejected in enumerate(self.search.rejected):
@@ -137,17 +139,17 @@ class Tradeoff:
                     )
 
     def point_of(self, kind: type[Lever]) -> CurvePoint | None:
-        """The plain step with a lever at its fastest; None where there is no such setting, or it cannot be applied."""
+        """The plain step with the fastest setting of a lever; None if the lever has no setting or cannot be applied."""
         plain = self.search.request.plain
         for setting in kind.settings(self.search.step())[:1]:
             if kind.role is Role.INSIDE_BLOCKS:
-                return None  # what it gives is the plan's own question
-            with suppress(LeverError):  # a module that cannot be tiled
+                return None  # such a lever has no single setting: its figures would need a solve of their own
+            with suppress(LeverError):  # a module that cannot be tiled leaves the row without figures
                 return self.point(str(setting), plain.with_lever(setting), {})
         return None
 
     def allowed(self, recipe: CurvePoint) -> bool:
-        """Whether a plan might do the same."""
+        """Whether a plan may use the recipe's levers, so that the recipe may be a point of the curve."""
         return "chunked loss" not in recipe.levers or self.search.request.may(ChunkedLoss)
 
     # Both
@@ -155,7 +157,7 @@ class Tradeoff:
     def point(
         self, levers: str, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
     ) -> CurvePoint:
-        """The peak and the seconds of the step with these levers, run dry."""
+        """Predict peak and seconds of the step with these levers, by a dry run."""
         search = self.search
         trace = search.tracer.part(combination, policies, search.plain, joined)
         peak = max(trace.peak_bytes, optimizer_peak(search.plain))

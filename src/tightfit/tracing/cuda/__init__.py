@@ -1,4 +1,4 @@
-"""A CUDA device played by CPU tensors: what PyTorch would call there, keep there and allocate there."""
+"""Simulates a CUDA device with CPU tensors: the operators that PyTorch calls there, and the memory they allocate."""
 
 from tightfit.tracing.cuda.role import CudaRole
 

@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator for CUDA, played: what it hands out and what it holds of the device.
+"""Simulates PyTorch's caching allocator for CUDA: allocated blocks and reserved segments.
 
 Source: c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_pool`, `get_allocation_size`, `get_free_block`,
 `should_split`, `try_merge_blocks`, `release_cached_blocks`, `get_expandable_segment_block`) and
@@ -18,29 +18,29 @@ ROUND_LARGE = 2 * MIB  # kRoundLarge: what segments of their own size are rounde
 
 
 def round_size(size: int) -> int:
-    """The bytes that a request of `size` bytes becomes."""
+    """The rounded size of a request of `size` bytes."""
     return max(MIN_BLOCK, round_up(size, MIN_BLOCK))
 
 
 def segment_size(size: int) -> int:
-    """The bytes that are asked of the device where no block of the pool can serve a (rounded) request."""
+    """The size of the new segment for a (rounded) request that no free block can serve."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     return LARGE_BUFFER if size < MIN_LARGE_ALLOC else round_up(size, ROUND_LARGE)
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below `size`."""
+    """The smallest multiple that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 class DeviceFull(Exception):
-    """The device has no room for a segment, even after all free ones were given back."""
+    """The device has no room for a segment, even after the allocator returned all free segments."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A piece of a segment, free or handed out; its neighbours in the segment are linked."""
+    """A part of a segment, free or allocated, linked to its neighbours in the segment."""
 
     address: int
     size: int
@@ -52,7 +52,7 @@ class Block:
 
 @dataclass
 class _Pool:
-    """Free blocks, by size and then address."""
+    """Free blocks, sorted by size and then by address."""
 
     keys: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
@@ -78,9 +78,9 @@ class _Pool:
 class CachingAllocator:
     """Mutable: the segments of one device and the blocks in them.
 
-    `allocated` are the bytes handed out (`torch.cuda.memory_allocated`: whole blocks, what a request did not need of
-    its block included), `reserved` those of all segments (`memory_reserved`), each with its peak. `capacity` is what
-    the device has for segments; None is without end. With `expandable`, each pool is one segment that grows
+    `allocated` are the bytes of allocated blocks, whole blocks even if the request was smaller
+    (`torch.cuda.memory_allocated`). `reserved` are the bytes of all segments (`memory_reserved`). Each has its peak.
+    `capacity` limits the bytes of segments; None: no limit. With `expandable`, each pool is one segment that grows
     (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
     """
 
@@ -94,7 +94,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, size: int) -> Block:
-        """A block for a request of `size` bytes, which must be more than none. Raises `DeviceFull`."""
+        """A block for a request of `size` > 0 bytes. Raises `DeviceFull`."""
         rounded = round_size(size)
         is_small = rounded <= SMALL_SIZE
         pool = self._pools[is_small]
@@ -111,8 +111,8 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Take a block back and join it with its free neighbours."""
-        assert not block.is_free, "a block is given back once"
+        """Free a block, and join it with its free neighbours."""
+        assert not block.is_free, "a block is freed once"
         self.allocated -= block.size
         block.is_free = True
         pool = self._pools[block.is_small]
@@ -124,6 +124,7 @@ class CachingAllocator:
 
     def _should_split(self, block: Block, size: int) -> bool:
         rest = block.size - size
+        # A rest of at most 1 MiB remains part of a large block, and counts as allocated (`should_split`).
         return rest >= MIN_BLOCK if block.is_small or self.expandable else rest > SMALL_SIZE
 
     def _split(self, block: Block, size: int) -> None:
@@ -156,7 +157,7 @@ class CachingAllocator:
         return block
 
     def _grow(self, size: int, is_small: bool) -> Block:
-        # Pages of the size of a segment are mapped behind the last block, which takes part where it is free.
+        # Pages of the size of a segment are mapped after the last block. If that block is free, it grows.
         end = self._ends[is_small]
         usable = end.size if end is not None and end.is_free else 0
         mapped = round_up(size - usable, SMALL_BUFFER if is_small else LARGE_BUFFER)
@@ -180,7 +181,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _release_cached(self) -> None:
-        """Give segments back in which nothing is in use; growing segments give back their free end."""
+        """Return free segments to the device. Of growing segments, only a free end can be returned."""
         for is_small, pool in self._pools.items():
             end = self._ends[is_small]
             whole = [end] if end is not None and end.is_free else [] if self.expandable else pool.whole_segments()

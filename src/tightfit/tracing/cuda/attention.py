@@ -1,4 +1,4 @@
-"""Which attention kernel CUDA chooses, and the call it makes of it.
+"""Chooses the attention kernel that CUDA would choose, and calls its operator.
 
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (`select_sdp_backend` and the constraints of each
 backend), sdp_utils_cpp.h, and attention.cpp (`scaled_dot_product_attention`), torch 2.11 to 2.13 as built for CUDA 13,
@@ -37,7 +37,7 @@ _NEWEST = (12, 1)  # the highest capability that the fused kernels are built for
 
 @dataclass(frozen=True)
 class Call:
-    """What the choice depends on: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), and how they are asked about."""
+    """The call on which the choice depends: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), and the options."""
 
     query: Tensor
     key: Tensor
@@ -53,7 +53,9 @@ class Call:
 
     @property
     def may_be_known(self) -> bool:
-        """Small and without a gradient: its numbers may be known, and only the plain kernel computes with them."""
+        """Whether the inputs are small and need no gradient. Their numbers may then be known, so that the model may
+        branch on the result, and only the math kernel can compute it on a CPU.
+        """
         return not self.needs_gradient and max(t.numel() for t in self.tensors) <= KNOWN_LIMIT
 
     @property
@@ -62,8 +64,9 @@ class Call:
 
 
 def choose_backend(call: Call, capability: Capability) -> Backend:
-    """The first backend that takes the call, in the order of the settings in force: `torch.nn.attention.sdpa_kernel`
-    changes it, `torch.backends.cuda` switches single backends off.
+    """The first backend that supports the call, in the present order of preference.
+
+    `torch.nn.attention.sdpa_kernel` changes that order, and `torch.backends.cuda` disables single backends.
     """
     takes = {
         Backend.CUDNN: _cudnn_takes,
@@ -84,7 +87,7 @@ def _preferred(capability: Capability) -> list[str]:
     return list(dict.fromkeys(ordered))
 
 
-# Constraints, each backend's own
+# The constraints of each backend
 
 
 def _cudnn_takes(call: Call, capability: Capability) -> bool:
@@ -143,7 +146,7 @@ def _efficient_takes(call: Call, capability: Capability) -> bool:
 
 
 def gemm_alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Elements to which CUTLASS wants the head width aligned (`minimum_gemm_alignment`)."""
+    """The number of elements to which CUTLASS requires the head width to be aligned (`minimum_gemm_alignment`)."""
     is_half = dtype in _HALF
     uses_tensor_cores = capability[0] >= 8 or (capability[0] == 7 and is_half)
     least = 4 if capability[0] >= 8 else 1
@@ -189,7 +192,7 @@ def _last_stride_is_one(call: Call, *, ignore_single: bool) -> bool:
 
 
 def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
-    """Attention as CUDA would compute it: the operator of the chosen kernel, its inputs padded as that one asks for."""
+    """Attention as CUDA would compute it: the operator of the chosen kernel, with inputs padded as it requires."""
     backend = choose_backend(call, capability)
     if backend is Backend.MATH or call.may_be_known:
         result = aten._scaled_dot_product_attention_math.default(

@@ -1,10 +1,10 @@
-"""What `torch.autocast("cuda")` casts, done to CPU tensors: CUDA's lists in the place of the CPU's.
+"""Casts CPU tensors as `torch.autocast("cuda")` casts CUDA tensors: CUDA's lists instead of the CPU's.
 
 The lists are those of ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
 `AT_FORALL_FP32_SET_OPT_DTYPE`, `AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE`, `AT_FORALL_PROMOTE`) and autocast_mode.cpp.
-They hold every name of torch 2.11, 2.12, 2.13 and 2.15 but those of named tensors, which 2.13 dropped and no kernel
-written in Python takes. Which of them the present release casts, it says itself (it registers kernels for AutocastCUDA
-even where there is no CUDA), and so the lists follow it: 2.11 does not cast rms_norm, 2.13 has no linalg_matrix_sqrth.
+They contain every name of torch 2.11, 2.12, 2.13 and 2.15, except those of named tensors, which 2.13 dropped and which
+kernels written in Python do not support. The installed release decides which of them are cast: it registers kernels for
+AutocastCUDA even in a build without CUDA. So 2.11 does not cast rms_norm, and 2.13 has no linalg_matrix_sqrth.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ CUDA_LISTS: dict[str, frozenset[str]] = {
 
 
 class AutocastKernels:
-    """Mutable: the weights that were cast while the outermost autocast region lasts.
+    """Mutable: the cache of weights cast within the outermost autocast region.
 
     Source of the cache's rule: `cached_cast` in ATen/autocast_mode.cpp.
     """
@@ -66,7 +66,7 @@ class AutocastKernels:
         self.cache.clear()
 
     def kernels(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Operator names and what replaces the CPU's autocast kernel of each."""
+        """Operator names, and the kernels that replace the CPU's autocast kernels."""
         makers: dict[str, Callable[[Any], Callable[..., Any]]] = {
             "lower precision": self._lower_precision,
             "fp32": self._fp32,
@@ -80,6 +80,7 @@ class AutocastKernels:
                 if has_kernel(f"aten::{name}", "AutocastCUDA"):
                     replaced.add(f"aten::{name}")
                     yield name, make(_overload(name))
+        # The CPU's autocast casts operators that CUDA's does not. Those must do nothing.
         for qualified in operators_with_kernel("AutocastCPU"):
             if qualified not in replaced:
                 yield qualified.removeprefix("aten::"), fallthrough
@@ -142,11 +143,13 @@ class AutocastKernels:
     def _cached(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not _eligible(tensor) or tensor.dtype == dtype:
             return tensor
+        # Only casts of fp32 leaves that require a gradient are cached, as in `cached_cast`.
         is_weight = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         if not is_weight or not torch.is_autocast_cache_enabled() or dtype == torch.float32:
             return tensor.to(dtype)
         known = self.cache.get(id(tensor))
         if known is None or known[1].dtype != dtype:
+            # With the weight itself, which keeps its id from being reused.
             known = self.cache[id(tensor)] = (tensor, tensor.to(dtype))
         return known[1]
 

@@ -1,4 +1,4 @@
-"""Scratch memory that hangs on how many multiprocessors a card has, from PyTorch's sources."""
+"""Scratch memory that depends on the number of multiprocessors of a card, from PyTorch's sources."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from tightfit.tracing.shapes import TensorShape
 
 Shapes = Sequence[TensorShape]
 
-MANY_ROWS = 64 * 1024
-MOST_BLOCKS = 64 * 1024 // 2
-MOST_SPLITS = 128
+MANY_ROWS = 64 * 1024  # in `LaunchGammaBetaBackwardCUDAKernel`
+MOST_BLOCKS = 64 * 1024 // 2  # same function
+MOST_SPLITS = 128  # in `num_splits_heuristic`
 
 _NORMS = {"aten.native_layer_norm_backward.default": 2, "aten._fused_rms_norm_backward.default": 1}
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
@@ -27,9 +27,9 @@ def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple
 
 
 def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: Card) -> list[int]:
-    # `LaunchGammaBetaBackwardCUDAKernel` in native/cuda/layer_norm_kernel.cu: where rows are many and short, the
-    # gradients of weight and bias are summed in blocks of rows, which a reduction adds up. The results come first the
-    # gradient of the input, then those of the weights, which have one dimension where the norm is over one.
+    # `LaunchGammaBetaBackwardCUDAKernel` in native/cuda/layer_norm_kernel.cu: if there are many short rows, the
+    # gradients of weight and bias are summed in blocks of rows, and a reduction adds these sums. The outputs are the
+    # gradient of the input, then those of the weights, which have one dimension if the norm is over one dimension.
     gradients = outputs[1 : 1 + weights]
     if not gradients:
         return []
@@ -44,8 +44,8 @@ def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: Card) ->
 
 
 def _flash_forward(inputs: Shapes, arguments: tuple, card: Card) -> list[int]:
-    # `set_params_splitkv` and `num_splits_heuristic` in flash_attn/flash_api.cpp: where heads are too few for the card
-    # and nothing is dropped, keys are split, and each part has sums and an output in fp32
+    # `set_params_splitkv` and `num_splits_heuristic` in flash_attn/flash_api.cpp: if the heads do not fill the card and
+    # there is no dropout, the keys are split, and each part has its sums and its output in fp32
     query, key = inputs[:2]
     dropout = next((a for a in arguments if isinstance(a, float)), 0.0)
     if dropout or not query.numel or not key.numel:

@@ -1,7 +1,7 @@
-"""The composite operators that ask whether their tensors lie on CUDA, answered as there.
+"""Composite operators that branch on whether their tensors are on CUDA, with CUDA's branch.
 
-Their kernels are called with autograd's key, above everything that a dry run sees, so the operators that they call are
-those of CUDA, with CUDA's saved tensors.
+These kernels replace those of autograd's key, above everything that a dry run sees. So the dry run sees CUDA's
+operators and CUDA's saved tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,15 +39,15 @@ def composites(capability: Capability) -> Iterator[tuple[str, str, Callable[...,
     yield "log_softmax.int", "AutogradCPU", _log_softmax
     yield "softmax.int", "AutogradCPU", _softmax
     if hasattr(aten, "_fused_rms_norm"):
-        # With a kernel of its own for the CPU the operator has autograd's formula, else it is taken apart.
+        # With a CPU kernel the operator uses autograd's formula. Without one, PyTorch decomposes it.
         yield "_fused_rms_norm", "CPU", _never_computed
 
 
 def _rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    # `rms_norm_symint` in layer_norm.cpp: fused, unless the weight has another dtype than the input
-    # (and unless it is small and without a gradient: its numbers may be known, and no CPU can run the fused one)
+    # `rms_norm_symint` in layer_norm.cpp: fused, unless the weight has another dtype than the input. Small inputs
+    # without a gradient are an exception of ours: their numbers may be known, and no CPU can run the fused operator.
     has_gradient = torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad))
     is_fused = hasattr(aten, "_fused_rms_norm") and (weight is None or weight.dtype == input.dtype)
     if is_fused and (has_gradient or input.numel() > KNOWN_LIMIT):
@@ -60,7 +60,7 @@ def _rms_norm(
 
 
 def _never_computed(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a dry run imagines this operator, it has no kernel here")
+    raise AssertionError("a dry run never computes this operator")
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -86,5 +86,5 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
 
 def _widens_half(input: Tensor, dtype: torch.dtype | None) -> bool:
     # `softmax` and `log_softmax` in SoftMax.cpp: CUDA's kernel reads fp16 (not bf16) and writes fp32, without a copy.
-    # The CPU has no such kernel, so inputs without a gradient, which may be known, are not given to it.
+    # The CPU has no such kernel. Inputs without a gradient may be known, so they use the CPU's path.
     return input.dtype == torch.float16 and dtype == torch.float32 and input.requires_grad

@@ -10,7 +10,7 @@ Shapes = Sequence[TensorShape]
 
 
 def copies(*shapes: TensorShape) -> list[int]:
-    """Bytes of the copies that `Tensor.contiguous` makes of these."""
+    """Bytes of the copies that `Tensor.contiguous` makes of these tensors."""
     return [shape.bytes for shape in shapes if not shape.is_contiguous]
 
 
@@ -28,7 +28,7 @@ def _softmax(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
 
 
 def _softmax_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `softmax_backward_cuda_out` makes `grad * output`; `host_softmax_backward` wants it and the output contiguous
+    # `softmax_backward_cuda_out` computes `grad * output`; `host_softmax_backward` makes it and the output contiguous
     gradient, output = inputs
     weighted = product(gradient, output)
     return [weighted.bytes, *copies(weighted, output)]
@@ -55,8 +55,8 @@ def _layer_norm_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> l
 
 
 def _group_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `GroupNormKernelImplInternal`: the statistics of 16-bit inputs in fp32, and a scale and a shift of every channel
-    # where there are weights or biases
+    # `GroupNormKernelImplInternal`: the statistics of 16-bit inputs in fp32; with weights or biases also a scale and a
+    # shift of every channel
     batch, channels, pixels, groups = arguments[-5:-1]
     source = inputs[0]
     accumulated = _accumulated(source)
@@ -66,9 +66,8 @@ def _group_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
 
 
 def _group_norm_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `GroupNormBackwardKernelImplInternal`: the sums ds and db of every channel, c2 and c3 of every group where the
-    # input has a gradient, and c1 of every channel where there is a weight too; `GroupNorm1dBackward` for one pixel
-    # needs c2 and c3 only
+    # `GroupNormBackwardKernelImplInternal`: the sums ds and db of every channel. If the input has a gradient, c2 and c3
+    # of every group; with a weight also c1 of every channel. `GroupNorm1dBackward` (one pixel) needs only c2 and c3.
     batch, channels, pixels, groups, (into_source, *_) = arguments[-5:]
     width = _accumulated(inputs[0])
     channel, group = width * batch * channels, width * batch * groups
@@ -79,7 +78,7 @@ def _group_norm_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> l
 
 
 def _accumulated(shape: TensorShape) -> int:
-    """Bytes of a number of the dtype that sums are made in: fp32 for 16 bits."""
+    """Bytes of a number of the dtype in which sums are computed: fp32 for 16-bit inputs."""
     return max(4, shape.dtype.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""What cuBLAS takes of the allocator's memory: workspaces, by PyTorch's release, and copies of operands."""
+"""The memory that products allocate on CUDA: cuBLAS's workspaces, by PyTorch's release, and copies of operands."""
 
 import os
 import re
@@ -14,28 +14,28 @@ Release = tuple[int, int]
 THREADS_WITH_PRODUCTS = 2  # forward's and backward's: each has its own cuBLAS handle, and with it a workspace
 SMALL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 LARGE_WORKSPACE = 4096 * 8 * 1024
-# Since which release a generation of cards (the first number of its capability) has the large workspace; Hopper has had
-# it in every release that is supported. `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp: pull requests
-# 175344 (10, 12) and 189312 (11); in which releases they are was read from the machine code of that function in the
-# wheels 2.11.0, 2.12.0, 2.12.1, 2.13.0, 2.14.0, 2.14.1 and 2.15.0.
+# The first release in which a generation of cards (the first number of its capability) has the large workspace. Hopper
+# has it in every supported release. `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp: pull requests 175344
+# (10, 12) and 189312 (11). Their releases were read from the machine code of that function in the wheels 2.11.0,
+# 2.12.0, 2.12.1, 2.13.0, 2.14.0, 2.14.1 and 2.15.0.
 _LARGE_SINCE: dict[int, Release] = {9: (2, 0), 10: (2, 12), 11: (2, 14), 12: (2, 12)}
-# From here on a product takes its workspace for itself alone and gives it back: pull request 194311,
+# From this release on, each product allocates its workspace and frees it again: pull request 194311,
 # `getCurrentCUDABlasHandleWithWorkspace` in the same file; in the wheel 2.15.0, not in 2.14.1.
 _TAKEN_BY_EACH_PRODUCT: Release = (2, 15)
-_LT_WORKSPACE = MIB  # then; `parseCUDABlasLtWorkspaceSize` in the same file, where workspaces are not cached
+_LT_WORKSPACE = MIB  # cuBLASLt's, from that release on: `parseCUDABlasLtWorkspaceSize` in the same file
 
-# Where the matrices stand among an operator's tensors; the first may be a bias.
+# The position of the first matrix among an operator's tensors. A bias may come before it.
 _MATRICES = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "_addmm_activation": 1}
 
 
 def installed_release() -> Release:
-    """The release of PyTorch that runs, which is the one whose memory is predicted."""
+    """The installed release of PyTorch, whose memory is predicted."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def blas_workspace(capability: Capability, release: Release) -> int:
-    """Bytes of one workspace of cuBLAS: as `CUBLAS_WORKSPACE_CONFIG` says, else by the card and the release.
+    """Bytes of one workspace of cuBLAS: from `CUBLAS_WORKSPACE_CONFIG` if set, else by card and release.
 
     Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
     """
@@ -47,16 +47,16 @@ def blas_workspace(capability: Capability, release: Release) -> int:
 
 
 def held_workspaces(capability: Capability, release: Release) -> int:
-    """Bytes of workspaces that stay taken: one for each thread with products, which cuBLASLt shares.
+    """Bytes of workspaces that remain allocated: one for each thread with products. cuBLASLt shares them.
 
-    Source: `setWorkspaceForHandle` and `getCUDABlasLtWorkspace` in ATen/cuda/CublasHandlePool.cpp. In 2.11 cuBLASLt,
-    which adds biases, has one of 1 MiB of its own (pull request 175879), which is not counted.
+    Source: `setWorkspaceForHandle` and `getCUDABlasLtWorkspace` in ATen/cuda/CublasHandlePool.cpp. Not counted: the
+    separate workspace of 1 MiB of cuBLASLt (products with a bias) in 2.11 (pull request 175879).
     """
     return THREADS_WITH_PRODUCTS * blas_workspace(capability, release) if _are_cached(release) else 0
 
 
 def product_scratch(name: str, inputs: tuple[TensorShape, ...], capability: Capability, release: Release) -> list[int]:
-    """Bytes that one product takes while it runs: operands copied, and from 2.15 on its workspace."""
+    """Bytes that one product allocates while it runs: copies of operands, and from 2.15 on its workspace."""
     operator = name.partition(".")[2].partition(".")[0]
     if operator == "_grouped_mm":
         return _one_by_one(inputs, capability, release)
@@ -72,8 +72,8 @@ def product_scratch(name: str, inputs: tuple[TensorShape, ...], capability: Capa
 
 
 def _one_by_one(inputs: tuple[TensorShape, ...], capability: Capability, release: Release) -> list[int]:
-    # `_grouped_mm_cuda` in native/cuda/GroupedBlas.cpp: CUTLASS multiplies bf16 on capability 9 and 10, in some tens of
-    # KiB that are left out; cuBLAS everything else, a group at a time
+    # `_grouped_mm_cuda` in native/cuda/GroupedBlas.cpp: CUTLASS multiplies bf16 on capability 9 and 10. Its tens of KiB
+    # are not counted. cuBLAS multiplies everything else, one group at a time.
     is_cutlass = capability[0] in (9, 10) and all(shape.dtype == torch.bfloat16 for shape in inputs[:2])
     return [] if is_cutlass or _are_cached(release) else [blas_workspace(capability, release)]
 
@@ -84,7 +84,7 @@ def _are_cached(release: Release) -> bool:
 
 def _can_be_read(matrix: TensorShape) -> bool:
     # `prepare_matrix_for_cublas` in native/cuda/cuBlasCommonArgs.h, `prepare_batch_matrix_for_cublas` in Blas.cpp: rows
-    # or columns one after the other, which may overlap nowhere. The gradient of a sum has strides of 0.
+    # or columns must be contiguous and must not overlap. The gradient of a sum has strides of 0, so it is copied.
     (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride[-2:]
     return (
         (row == 1 and column >= max(1, rows))
@@ -104,5 +104,5 @@ def _is_dense(matrix: TensorShape) -> bool:
 
 
 def _adds_a_bias(bias: TensorShape, left: TensorShape, right: TensorShape) -> bool:
-    # `isInputCompliesAddmmCudaLt` in native/cuda/Blas.cpp: a contiguous row, and no side of length one
+    # `isInputCompliesAddmmCudaLt` in native/cuda/Blas.cpp: the bias is a contiguous row, and no side has length one
     return bias.numel == bias.shape[-1] == right.shape[1] and min(*left.shape, *right.shape) > 1

@@ -1,4 +1,4 @@
-"""Scratch memory of CUDA's reductions: a sum over many numbers is split between blocks, which meet in global memory.
+"""Scratch memory of CUDA's reductions: blocks that share a sum over many numbers combine it in global memory.
 
 Source: ATen/native/cuda/Reduce.cuh, as torch 2.15 ships it among its headers.
 """
@@ -13,7 +13,7 @@ from tightfit.tracing.shapes import TensorShape
 WARP = 32
 MAX_THREADS = 512  # `mnt_wrapper`
 MIN_VALUES, MAX_VALUES = 16, 256  # `min_values_per_thread`, `max_values_per_thread`
-LARGEST_INDEX = 2**31  # bytes that a kernel with 32-bit indices reaches
+LARGEST_INDEX = 2**31  # bytes that a kernel with 32-bit indices can address
 
 # `maxThreadsPerMultiProcessor`: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
@@ -27,14 +27,14 @@ REDUCTIONS = frozenset(f"aten.{name}" for name in _REDUCTIONS.split())
 
 @dataclass(frozen=True)
 class Card:
-    """What of a CUDA device decides how kernels split their work."""
+    """The properties of a CUDA device that decide how kernels split their work."""
 
     capability: tuple[int, int]
     multiprocessors: int
 
     @property
     def threads(self) -> int:
-        """Threads that a multiprocessor holds at once."""
+        """The number of threads that a multiprocessor holds at the same time."""
         return _THREADS.get(self.capability, 2048)
 
 
@@ -54,8 +54,8 @@ def reduction_scratch(
 
 
 def _converted(name: str, source: TensorShape, outputs: Sequence[TensorShape]) -> list[int]:
-    # `make_reduction` in native/ReduceOpsUtils.h: the input in the dtype of the result, but for 16 bits summed in fp32,
-    # which the kernel does. Counts of a mask take it in 64 bits.
+    # `make_reduction` in native/ReduceOpsUtils.h: the input is converted to the dtype of the result, except for 16-bit
+    # inputs with an fp32 result, which the kernel converts. Counts of a mask convert it to 64 bits.
     result = outputs[0].dtype if outputs else source.dtype
     is_widened = source.dtype.itemsize == 2 and source.dtype.is_floating_point and result == torch.float32
     return [] if result == source.dtype or is_widened else [source.numel * result.itemsize]
@@ -99,7 +99,7 @@ def _blocks(source: TensorShape, dims: set[int], card: Card) -> list[int]:
 
 
 def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(stride, size) of dimensions, fastest first, neighbours in memory as one (`coalesce_dimensions`)."""
+    """(stride, size) of dimensions, fastest first. Neighbours in memory are merged (`coalesce_dimensions`)."""
     found: list[tuple[int, int]] = []
     for stride, size in sorted((d for d in dims if d[1] > 1), key=lambda d: d[0]):
         if found and found[-1][0] * found[-1][1] == stride:
@@ -110,8 +110,10 @@ def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _within_reach(reduced: list[tuple[int, int]], kept: list[tuple[int, int]], width: int) -> list[tuple[int, int]]:
-    """The reduced dimensions of the first part of a tensor that 32-bit indices do not reach: halved, the longest way
-    through memory first (`with_32bit_indexing`). A tensor that is split along what is kept is taken as a whole here.
+    """The reduced dimensions of the first part of a tensor, if 32-bit indices cannot address the whole.
+
+    PyTorch halves the dimension with the longest way through memory (`with_32bit_indexing`). Simplified here: a tensor
+    that it would split along a kept dimension is not split.
     """
     parts = list(reduced)
     while parts and width * sum(stride * (size - 1) for stride, size in [*parts, *kept]) >= LARGEST_INDEX:
@@ -124,7 +126,7 @@ def _within_reach(reduced: list[tuple[int, int]], kept: list[tuple[int, int]], w
 
 
 def _output_vector(kept: list[tuple[int, int]], reduced: list[tuple[int, int]]) -> int:
-    # `get_output_vec_size`; memory of its own begins at a multiple of 512 bytes
+    # `get_output_vec_size`; the check of the address is left out, since blocks begin at multiples of 512 bytes
     vector = 4
     for number in (kept[0][1], *(stride for stride, _ in [*reduced, *kept[1:]])):
         while number % vector:

@@ -1,4 +1,4 @@
-"""What a dry run has to be told in order to play a CUDA device with CPU tensors."""
+"""The CUDA device that a dry run simulates with CPU tensors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +19,9 @@ from tightfit.tracing.shapes import TensorShape
 
 @dataclass(frozen=True)
 class CudaRole:
-    """A CUDA device to be played: its compute capability, its number of multiprocessors, and the release of PyTorch
-    that runs on it, since releases take memory for products in different ways.
+    """A CUDA device to simulate: its compute capability, its number of multiprocessors, and the release of PyTorch.
 
-    A model that asks a tensor for its device is told "cpu", since that is where the tensor lies.
+    Releases allocate memory for products in different ways. A model that reads a tensor's device still reads "cpu".
     """
 
     capability: Capability
@@ -31,23 +30,26 @@ class CudaRole:
 
     @property
     def held_bytes(self) -> int:
-        """What libraries keep for good of the allocator's memory: the workspaces of cuBLAS."""
+        """Bytes that libraries hold of the allocator's memory during the whole step: the workspaces of cuBLAS."""
         return held_workspaces(self.capability, self.release)
 
     def workspace(
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
     ) -> int:
-        """Bytes of scratch memory of one operator call, as the allocator hands them out."""
+        """Bytes of scratch memory of one operator call, rounded as the allocator rounds them."""
         sizes = product_scratch(name, tuple(inputs), self.capability, self.release)
         sizes += scratch_by_card(name, inputs, outputs, arguments, Card(self.capability, self.multiprocessors))
         return cuda_workspace(name, inputs, outputs, arguments) + sum(map(round_size, sizes))
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """Inside, CPU tensors are treated as CUDA treats its own, in every thread: attention, norms and dropout by
-        CUDA's kernels, autocast by CUDA's lists, optimizers in their foreach form. What is called is not computed: a
-        dry run has to be active.
+        """A context in which PyTorch treats CPU tensors like CUDA tensors, in every thread.
+
+        Attention, norms and dropout call CUDA's operators. Autocast uses CUDA's lists. Optimizers use their foreach
+        form. A dry run must be active, because a CPU cannot compute these operators.
         """
+        # Kernels of the dispatcher, not a function mode: that would miss what C++ calls from C++ (`cross_entropy`'s
+        # softmax, attention inside `MultiheadAttention`).
         autocast = AutocastKernels()
         kernels = [(name, "AutocastCPU", kernel) for name, kernel in autocast.kernels()]
         kernels += composites(self.capability)

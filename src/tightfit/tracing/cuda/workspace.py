@@ -1,4 +1,4 @@
-"""Scratch memory of CUDA's kernels and libraries, from PyTorch's sources; what it is for stands beside each."""
+"""Scratch memory of CUDA's kernels and libraries, each with its purpose and its place in PyTorch's sources."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from tightfit.tracing.shapes import TensorShape
 
 Shapes = Sequence[TensorShape]
 
-# What a process takes of the device before the first tensor: the driver's context and the kernels loaded. Not measured:
-# an assumption, until a device was calibrated.
+# The memory of a process on the device before its first tensor: the driver's context and the loaded kernels. This is an
+# assumption, not a measurement.
 CONTEXT_BYTES = 512 * MIB
 
 
 def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> int:
-    """Bytes of scratch memory of one operator call, as the allocator hands them out; products' are in `products.py`."""
+    """Bytes of scratch memory of one operator call, rounded as the allocator does. For products see `products.py`."""
     formula = _FORMULAS.get(name)
     if formula is None or math.prod(inputs[0].shape) == 0:
         return 0
@@ -28,9 +28,9 @@ def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple)
 
 
 def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `mha_bwd` in flash_attn/flash_api.cpp: sums of out times its gradient, the gradient of the query in fp32, and
-    # where heads share keys, the gradients of keys and values for every head; `_flash_attention_backward` in
-    # attention_backward.cu: gradient and output, copied where they do not lie as (batch, length, heads, width).
+    # `mha_bwd` in flash_attn/flash_api.cpp: sums of out times its gradient, and the gradient of the query in fp32. If
+    # heads share keys, also the gradients of keys and values for every head. `_flash_attention_backward` in
+    # attention_backward.cu: copies of gradient and output unless they are laid out as (batch, length, heads, width).
     gradient, query, key, _, out = inputs[:5]
     batch, heads, length, width = query.shape
     rows = round_up(length, 128)
@@ -43,19 +43,19 @@ def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[i
 
 def _cudnn_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # One buffer. `get_fe_workspace_size_node` of the backward node in cudnn-frontend's
-    # scaled_dot_product_flash_attention.h; what the engine takes beside it is not public.
+    # scaled_dot_product_flash_attention.h. The engine's own memory is not public, and not counted.
     query, key, value = inputs[1:4]
     batch, heads, length, width = query.shape
     sums, gradient = 4 * batch * heads * length, 4 * batch * heads * length * width
     if heads == key.shape[1]:
         return [sums + gradient]
-    # Gradients of keys and values for every head, which the frontend leaves to the engine: assumed in its dtype.
+    # Gradients of keys and values for every head, which the frontend leaves to the engine: assumed in 16 bits.
     return [sums + gradient + 2 * batch * heads * key.shape[2] * (key.shape[3] + value.shape[3])]
 
 
 def _efficient_forward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: values that are wider than a block of keys
-    # (at most 128), summed in fp32 for a result in 16 bits
+    # `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: if values are wider than a block of keys
+    # (at most 128), a 16-bit result is summed in an fp32 buffer
     query, value = inputs[0], inputs[2]
     batch, heads, length, _ = query.shape
     is_needed = query.dtype.itemsize == 2 and value.shape[3] > 128
@@ -64,7 +64,7 @@ def _efficient_forward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> lis
 
 def _efficient_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
-    # of 16 bytes each; for wide heads in 16 bits those of keys and values too. And delta, one number a row.
+    # of 16 bytes each. For wide heads in 16 bits, the gradients of keys and values too. And delta, one number per row.
     query, key, value = inputs[1:4]
     batch, heads, length, width = query.shape
     is_half, widest = query.dtype.itemsize == 2, max(width, value.shape[3])
@@ -85,8 +85,8 @@ def _efficient_tile(width: int, is_half: bool) -> tuple[int, int]:
 
 
 def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # FlexAttention's forward once more, with the log-sum-exp and the maximum of each row, and in its backward delta,
-    # the sums of out times its gradient (torch/_inductor/kernel/flex/flex_attention.py)
+    # FlexAttention runs its forward again, with the log-sum-exp and the maximum of each row. Its backward adds delta,
+    # the sums of out times its gradient (torch/_inductor/kernel/flex/flex_attention.py).
     query, value = inputs[1], inputs[3]
     rows = math.prod(query.shape[:3])
     return [rows * value.shape[3] * query.dtype.itemsize, 4 * rows, 4 * rows, 4 * rows]
@@ -101,9 +101,9 @@ def _lies_by_length(shape: TensorShape) -> bool:
 
 
 def _embedding_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: the gradient where it is not
-    # contiguous; indices sorted, and sums of runs of up to ten rows in fp32, with two counts. Few indices without a
-    # padding index go another way that needs no more than the first.
+    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: a copy of the gradient if it is not
+    # contiguous; sorted indices; sums over runs of up to ten rows in fp32; two counts. Few indices without a padding
+    # index use another kernel, which needs only the copy.
     gradient, count, (weights, width) = inputs[0], inputs[1].numel, outputs[0].shape
     copied = [] if gradient.is_contiguous else [gradient.bytes]
     padding = arguments[1] if len(arguments) > 1 else -1
@@ -116,8 +116,8 @@ def _embedding_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> li
 
 
 def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `index_put_with_sort_kernel` in Indexing.cu, where values accumulate: the values where they are not contiguous;
-    # linear, sorted and original indices, the numbers that are sorted with them, and the sort's second buffers of both
+    # `index_put_with_sort_kernel` in Indexing.cu, only if values accumulate: a copy of the values if they are not
+    # contiguous; linear, sorted and original indices; the numbers sorted with them; the sort's second buffers of both
     accumulates = next((a for a in arguments if isinstance(a, bool)), False)
     places = [shape.numel for shape in inputs[1:] if not shape.dtype.is_floating_point]
     if not accumulates or not places:
@@ -128,7 +128,7 @@ def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
 
 def _sort(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `do_launch_stable_sort_kernel` in SortStable.cu; up to 4096 numbers (`should_use_small_sort` in Sort.h) are sorted
-    # where the results lie. cub's radix sort has second buffers of keys and values; its small ones are left out.
+    # in the memory of the results. cub's radix sort has second buffers of keys and values; small buffers are left out.
     source = inputs[0]
     length = source.shape[next((a for a in arguments if type(a) is int), -1)]
     key, number, rows = source.dtype.itemsize, source.numel, source.numel // length
@@ -159,20 +159,20 @@ def _composite(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> 
 
 
 def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `foreach_tensor_norm_cuda` in ForeachReduceOp.cu: a number for every chunk of 65,536 elements that the longest
-    # tensor has, for every tensor
+    # `foreach_tensor_norm_cuda` in ForeachReduceOp.cu: for every tensor, as many numbers as the longest tensor has
+    # chunks of 65,536 elements
     return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536)]
 
 
 def _ctc(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `ctc_loss_gpu_template` in cuda/LossCTC.cu: both lengths and where each target begins, on the device. (Not played:
-    # cuDNN's loss, which takes the place of this one for fp32 with joined targets and lengths given as numbers.)
+    # `ctc_loss_gpu_template` in cuda/LossCTC.cu: both lengths, and the offset of each target, on the device. cuDNN's
+    # loss is not simulated; PyTorch uses it for fp32 with joined targets and lengths given as numbers.
     batch = inputs[0].shape[1]
     return [8 * batch] * 3
 
 
 def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `ctc_loss_backward_gpu_template`, same file: these, and the sums from the other end (`log_beta`)
+    # `ctc_loss_backward_gpu_template`, same file: the same three, and the sums from the other end (`log_beta`)
     return [inputs[-1].bytes, *_ctc(inputs[1:], outputs, arguments)]
 
 

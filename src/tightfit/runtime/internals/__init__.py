@@ -1,0 +1,101 @@
+"""PyTorch's private interface, all uses of it in one place, by subject. Check these files when PyTorch changes.
+
+Every name exists in torch 2.11, 2.12 and 2.13. If a release lacks one, its replacement here says so.
+"""
+
+from tightfit.runtime.internals.allocator import allocator_settings, set_allocator_settings
+from tightfit.runtime.internals.autograd import (
+    ENGINE_CODE,
+    at_end_of_backward,
+    counting_alias,
+    current_node,
+    graph_is_kept,
+    ignore_hooks_around_selective_checkpoints,
+    is_profiling,
+    is_shared,
+    newest_sequence_number,
+    set_version_counters,
+    transforms_are_active,
+)
+from tightfit.runtime.internals.compiler import (
+    compiled_code_off,
+    inductor_with_budget,
+    many_compilations,
+    without_dynamo,
+)
+from tightfit.runtime.internals.cuda import (
+    attention_priority,
+    autocast_cache_cleared_by,
+    clear_cublas_workspaces,
+    cudnn_attention_is_preferred,
+    foreach_on_cpu,
+    forget_unscaled,
+    fused_kernel_devices,
+    register_pages,
+    unregister_pages,
+)
+from tightfit.runtime.internals.dispatcher import (
+    NoAutocast,
+    as_outside_of_kernels,
+    dispatch_is_watched,
+    fallthrough,
+    has_kernel,
+    is_innermost,
+    kernels_replaced,
+    no_modes,
+    operators_with_kernel,
+)
+from tightfit.runtime.internals.tensors import (
+    fake_mode_is_active,
+    is_dense,
+    is_fake,
+    no_torch_dispatch,
+    no_torch_function,
+    tensor_without_memory,
+    text_of_tensors_by,
+)
+
+__all__ = [
+    "ENGINE_CODE",
+    "NoAutocast",
+    "allocator_settings",
+    "as_outside_of_kernels",
+    "at_end_of_backward",
+    "attention_priority",
+    "autocast_cache_cleared_by",
+    "clear_cublas_workspaces",
+    "compiled_code_off",
+    "counting_alias",
+    "cudnn_attention_is_preferred",
+    "current_node",
+    "dispatch_is_watched",
+    "fake_mode_is_active",
+    "fallthrough",
+    "foreach_on_cpu",
+    "forget_unscaled",
+    "fused_kernel_devices",
+    "graph_is_kept",
+    "has_kernel",
+    "ignore_hooks_around_selective_checkpoints",
+    "inductor_with_budget",
+    "is_dense",
+    "is_fake",
+    "is_innermost",
+    "is_profiling",
+    "is_shared",
+    "kernels_replaced",
+    "many_compilations",
+    "newest_sequence_number",
+    "no_modes",
+    "no_torch_dispatch",
+    "no_torch_function",
+    "operators_with_kernel",
+    "register_pages",
+    "set_allocator_settings",
+    "set_version_counters",
+    "tensor_without_memory",
+    "text_of_tensors_by",
+    "transforms_are_active",
+    "unregister_pages",
+    "without_dynamo",
+]

@@ -1,0 +1,74 @@
+"""Autograd's engine and graph: running nodes, version counters, storages and saved-tensor hooks."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
+
+ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls its own operators
+_COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # the key that gives aliases their shared version counter
+
+
+def current_node() -> Any:
+    """The autograd node whose backward is running, or None."""
+    return torch._C._current_autograd_node()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call `call` when the running backward has ended. Only inside a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) runs in this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch runs. Only one can run at a time."""
+    return _autograd._profiler_enabled()
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything except this tensor holds its storage: another tensor, a graph, a view."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor itself, and the storage's Python object
+
+
+def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, but with the same count of in-place writes."""
+    # Inside a dispatch handler, autograd's keys are excluded, and `detach` would give the alias a counter of its own.
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_WRITES)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, excluded)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward keeps saved tensors for another one (`retain_graph=True`)."""
+    # If a release drops this function, answer True: a gradient is then copied once more than necessary.
+    asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else asked()
+
+
+def newest_sequence_number() -> int:
+    """The sequence number of this thread's newest node."""
+    return _autograd._get_sequence_nr() - 1
+
+
+def set_version_counters(tensors: Iterable[torch.Tensor], versions: Iterable[int]) -> None:
+    """Set the in-place counters of tensors."""
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def ignore_hooks_around_selective_checkpoints() -> None:
+    """Suppress PyTorch 2.15's warning about saved-tensor hooks around the model's own selective checkpoints."""
+    # The hooks are our executor's. It depends neither on the present behaviour nor on the announced one.
+    message = r"A saved_tensors_hooks context \(e\.g\. save_on_cpu\) is active"
+    warnings.filterwarnings("ignore", message=message, category=FutureWarning)

@@ -1,0 +1,85 @@
+"""The dispatcher: modes on its stack, and kernels of operators."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+NoAutocast = torch._C._DisableAutocast
+# Keys that are excluded in operators called by a dispatch mode: autograd's, and those on which `torch.vmap` depends.
+_ABOVE_KERNELS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "AutogradFunctionality",
+        "ADInplaceOrView",
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+        "FuncTorchBatched",
+        "FuncTorchVmapMode",
+    )
+]
+fallthrough = torch.library.fallthrough_kernel  # as a kernel of a key: continue with the next key
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """A context without active dispatch modes."""
+    with _disable_current_modes():
+        yield
+
+
+def dispatch_is_watched() -> bool:
+    """Whether a dispatch mode is active in this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is the one entered last in this thread."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+@contextmanager
+def as_outside_of_kernels() -> Iterator[None]:
+    """A context for an operator's own kernel in which autograd and `torch.vmap` work, even under a dispatch mode."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _ABOVE_KERNELS:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether this release has an operator (`"aten::mm"`) with its own kernel for a dispatch key."""
+    known = torch._C._dispatch_has_kernel(operator)  # for an unknown operator, the question about a key raises
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def operators_with_kernel(key: str) -> list[str]:
+    """The names of the operators with their own kernel for a dispatch key."""
+    names = torch._C._dispatch_get_all_op_names()
+    return _with_kernel(key, len(names))
+
+
+@functools.cache
+def _with_kernel(key: str, known: int) -> list[str]:
+    """The names, cached by the number of `known` operators, which rises when a library is loaded."""
+    return [name for name in torch._C._dispatch_get_all_op_names() if has_kernel(name, key)]
+
+
+@contextmanager
+def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Iterator[None]:
+    """A context in which ATen operators have these kernels: name (`"mm"`, `"pow.Scalar"`), dispatch key, function."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # replacing is intended
+            for name, key, kernel in kernels:
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,49 @@
+"""Special tensors: fake ones, classes that dispatch themselves, ones without memory, and the text of tensors."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl  # the `__torch_dispatch__` of plain tensors
+no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes of tensors that dispatch themselves
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made under PyTorch's `FakeTensorMode`: it reports a device, and has no memory."""
+    fake_tensors: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake_tensors is not None and isinstance(tensor, fake_tensors.FakeTensor)
+
+
+def fake_mode_is_active() -> bool:
+    """Whether a `FakeTensorMode` is active."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the memory that they span, each exactly once."""
+    return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def tensor_without_memory(kind: type, like: torch.Tensor, strides: Sequence[int] | None = None) -> Any:
+    """A tensor of a class that dispatches itself, with the shape, dtype and device of another one, and no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, like.size(), strides=strides, dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def text_of_tensors_by(contents: Callable[[torch.Tensor], str | None]) -> Iterator[None]:
+    """A context in which `repr` of a tensor shows the result of `contents` instead of numbers, unless that is None."""
+    from torch import _tensor_str
+
+    write = _tensor_str._str
+
+    def text(self: torch.Tensor, *, tensor_contents: str | None = None) -> str:
+        return write(self, tensor_contents=contents(self) if tensor_contents is None else tensor_contents)
+
+    _tensor_str._str = text  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        _tensor_str._str = write
