@@ -32,6 +32,7 @@ def no_network(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "TRACKIO_PROJECT", "TRACKIO_SPACE_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked for input"))
 
 
