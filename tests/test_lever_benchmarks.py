@@ -88,3 +88,12 @@ def test_a_device_that_is_not_here_is_a_usage_error(monkeypatch, capsys):
         importlib.import_module("loss_head").main(["--device", "cuda"])
     assert caught.value.code == 2
     assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_packed_and_padded_rows_are_compared_by_their_tokens(run):
+    found = run("packing")
+    for case in found["cases"].values():
+        assert case["fill"]["padded"] < case["fill"]["packed"] <= 1
+        speed = case["tokens_per_second"]
+        assert case["of_ideal"] == pytest.approx(speed["packed"] / speed["padded"] * case["fill"]["padded"])
+    assert found["best_fit"]["fill"] > 0.999
