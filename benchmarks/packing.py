@@ -97,7 +97,7 @@ def a_million_lengths() -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_of(__doc__, arguments, rounds=12)
+    options = options_of(__doc__ or "", arguments, rounds=12)
     torch.set_num_threads(1)
     shape, rounds = (TINY, min(options.rounds, 2)) if options.small else (SHAPE, options.rounds)
     found = {}
