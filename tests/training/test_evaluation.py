@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from tightfit.config import TrainingConfig
 from tightfit.data.packing import PackedSamples
+from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.planner.api import plan
@@ -16,9 +17,9 @@ from tightfit.training.optimizer import OptimizerRecipe
 VOCABULARY = 300
 
 
-def decoder(dropout: float = 0.0) -> Decoder:
+def decoder(dropout: float = 0.0, vocabulary: int = VOCABULARY) -> Decoder:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": vocabulary}
     return Decoder(DecoderConfig(**shape, max_position_embeddings=32, dropout=dropout))
 
 
@@ -67,3 +68,24 @@ def test_an_evaluation_needs_no_more_memory_than_a_training_step(levers: str):
 
     states = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     assert peak + states <= planned.peak_bytes
+
+
+def test_under_a_chunked_loss_an_evaluation_computes_its_logits_in_chunks_too():
+    """Whole, the logits of 8 samples and what a cross-entropy makes of them are most of the plain step."""
+    model, batch = decoder(vocabulary=20_000), counted(samples(8).batch(range(8)))
+    recipe = OptimizerRecipe(TrainingConfig())
+    resident = resident_tensors(model, recipe(model.parameters()), batch)
+    whole, chunked = [], []
+
+    def evaluation(found: list[float | None]) -> None:
+        found.append(evaluation_loss(model, samples(8), CausalLMLoss(), micro_batch_size=8))
+
+    plain_peak = measured_peak(lambda: evaluation(whole), resident)
+    with apply_chunked_loss(model, "head", 16):
+        peak = measured_peak(lambda: evaluation(chunked), resident)
+        with torch.no_grad():
+            assert type(model(batch["input_ids"]).logits) is torch.Tensor
+
+    held = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in resident}.values())
+    assert peak - held < 0.2 * (plain_peak - held)
+    assert chunked == pytest.approx(whole, rel=1e-6)

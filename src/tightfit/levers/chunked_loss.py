@@ -2,6 +2,8 @@
 time.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,15 +22,38 @@ class DeferringForward(FrugalForward):
     def __init__(self, module: nn.Module, path: str, chunk_size: int | None):
         super().__init__(module, path)
         self.chunk_size = chunk_size
+        self.also_without_gradients = False
 
     def __call__(self, input: torch.Tensor) -> Any:
         head = self.module
         assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
         # `torch.compile` sees the plain head: it cannot trace the deferred tensor, and fuses the loss itself.
-        if torch.compiler.is_compiling() or self.steps_aside or not can_defer(head, input):
+        if torch.compiler.is_compiling() or not self._defers(head, input):
             return self.original(input)
         made = Head(input, head.weight, head.bias, self.chunk_size)
         return DeferredLogits.of(made, input, made.dtype)
+
+    def _defers(self, head: nn.Linear, input: torch.Tensor) -> bool:
+        if self.also_without_gradients and not torch.is_grad_enabled():
+            return not self.removed and is_plain_product(head, input)
+        return not self.steps_aside and can_defer(head, input)
+
+
+@contextmanager
+def chunks_without_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, a head under the lever also defers its logits where no gradients are recorded.
+
+    An evaluation that computes a cross-entropy then needs no more memory than a training step. Heads without the lever
+    stay as they are.
+    """
+    heads = [f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), DeferringForward)]
+    for head in heads:
+        head.also_without_gradients = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.also_without_gradients = False
 
 
 class NeededLogits(DeferringForward):

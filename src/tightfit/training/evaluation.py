@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.data.samples import Samples
+from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.models.mode import evaluating
 from tightfit.step import Precision, autocast
@@ -39,7 +40,7 @@ def evaluation_loss(
     device = next(model.parameters()).device
     order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
     total, tokens, first, size = 0.0, 0, 0, max(micro_batch_size // samples.rows, 1)
-    with evaluating(model):
+    with evaluating(model), chunks_without_gradients(model):
         while first < len(samples):
             if stop():
                 return None

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.data.samples import Samples
+from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.models.mode import evaluating
 from tightfit.step import Precision, autocast
@@ -82,13 +83,14 @@ def reference_log_probs(
 ) -> np.ndarray | None:
     """The log-probabilities of all answers under the model as it is now, (rows of all samples,) fp32.
 
-    The model runs in evaluation mode on `micro_batch_size` rows at a time. None where `stop`, which is asked before
+    The model runs in evaluation mode on `micro_batch_size` rows at a time. Under the levers of a training, that needs
+    no more memory than a training step. None where `stop`, which is asked before
     each micro-batch, says so.
     """
     device = next(model.parameters()).device
     at_once = max(micro_batch_size // ROWS, 1)
     found: list[Tensor] = []
-    with evaluating(model):
+    with evaluating(model), chunks_without_gradients(model):
         for first in range(0, len(samples), at_once):
             if stop():
                 return None
