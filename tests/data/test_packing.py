@@ -8,12 +8,10 @@ from tightfit.data.packing import (
     BatchStream,
     PackedSamples,
     StreamPosition,
-    encode_documents,
     hold_out,
     pack,
     permutation,
 )
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import DataError
 
 
@@ -24,15 +22,6 @@ def numbered(count, length=2):
 
 def first_tokens(batch):
     return batch["input_ids"][:, 0].tolist()
-
-
-def test_every_document_ends_with_the_end_of_text():
-    tokenizer = train_tokenizer(["some text"], 260)
-    texts = [f"document {number}" for number in range(100)]
-    encoded = encode_documents(iter(texts), tokenizer)
-    assert [tokenizer.decode(ids[:-1].tolist()) for ids in encoded] == texts
-    assert all(ids[-1] == tokenizer.end_of_text for ids in encoded)
-    assert encoded[0].dtype == np.uint16
 
 
 def test_packing_keeps_the_stream_in_order_and_drops_only_the_unfilled_rest():

@@ -1,8 +1,7 @@
 """Documents packed into samples of one length: a stream of tokens, an end of text after each document, cut evenly."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -10,11 +9,7 @@ from torch import Tensor
 
 from tightfit.data.order import Buckets, Epochs, permutation
 from tightfit.data.samples import Samples
-from tightfit.data.tokenizer import TextTokenizer
 from tightfit.errors import ConfigError, DataError
-
-# Documents handed to the tokenizer at once: enough for its threads, few enough that their ids take little memory.
-ENCODED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -59,15 +54,6 @@ class PackedSamples:
         return f"{len(self)} samples of {self.tokens.shape[1]} tokens"
 
 
-def encode_documents(documents: Iterable[str], tokenizer: TextTokenizer) -> list[np.ndarray]:
-    """Each document's ids with the end of text after them."""
-    remaining = iter(documents)
-    encoded: list[np.ndarray] = []
-    while texts := list(islice(remaining, ENCODED_AT_ONCE)):
-        encoded.extend(_ended(ids, tokenizer.end_of_text) for ids in tokenizer.encode_batch(texts))
-    return encoded
-
-
 def pack(documents: Sequence[np.ndarray], sequence_length: int, *, shuffle: bool, seed: int) -> PackedSamples:
     """All documents behind one another, in an order drawn by `seed` or their own, cut into samples.
 
@@ -92,10 +78,6 @@ def hold_out(samples: PackedSamples, fraction: float) -> tuple[PackedSamples, Pa
     held = int(len(samples) * fraction)
     kept = len(samples) - held
     return PackedSamples(samples.tokens[:kept]), PackedSamples(samples.tokens[kept:])
-
-
-def _ended(ids: np.ndarray, end_of_text: int) -> np.ndarray:
-    return np.append(ids, ids.dtype.type(end_of_text))
 
 
 @dataclass(frozen=True)
