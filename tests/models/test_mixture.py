@@ -40,7 +40,7 @@ def batch(rows=4, length=24):
 
 def batch_of(part):
     """What of a micro-batch goes to the model."""
-    return {name: value for name, value in part.items() if name != "valid_tokens"}
+    return {name: value for name, value in part.items() if name not in ("valid_tokens", "whole_rows")}
 
 
 def one_sided(model):
