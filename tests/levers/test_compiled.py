@@ -222,6 +222,7 @@ def test_random_numbers_that_would_be_drawn_anew_are_refused():
             model_loss(model, batch).backward()
 
 
+@pytest.mark.slow  # builds kernels for a quarter of a minute
 @by_the_compiler
 def test_dropout_in_compiled_blocks_drops_what_the_plain_run_drops():
     model, batch = decoder(num_layers=2, dropout=0.1), token_batch(2)

@@ -50,6 +50,7 @@ def test_recompute_leaves_everything_bit_equal(name, lever):
     assert_bit_equal(plain_step(name), step(name, LEVERS[lever]))
 
 
+@pytest.mark.slow  # shows others wrong, not us right: twenty seconds
 @pytest.mark.parametrize("lever", TORCH_LEVERS)
 def test_the_traps_are_traps_pytorchs_own_checkpoint_gets_some_of_them_wrong(lever, record_property):
     """Which ones may change from release to release: the verdicts are recorded with the test."""

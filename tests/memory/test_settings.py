@@ -158,6 +158,7 @@ def test_brackets_hold_one_value_together():
     )
 
 
+@pytest.mark.slow  # a benchmark, in a process that imports torch anew
 def test_the_benchmark_of_settings_runs_a_setting_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))

@@ -86,6 +86,7 @@ def test_in_pieces_logits_and_activations_of_one_piece_exist_at_a_time():
     assert in_pieces - peak(512, 32) <= 512 * (4 * 2 * 2 * 16 * 3 + 2 * 8 + 3 * 4)
 
 
+@pytest.mark.slow  # ten seconds of long texts; the test before it holds the same for a cache of all
 def test_within_a_window_what_is_held_of_the_text_does_not_grow_with_it():
     grown = peak(1024, 32, attention_window=64) - peak(512, 32, attention_window=64)
     assert grown <= 512 * (2 * 8 + 3 * 4)  # ids, targets and scores
