@@ -10,7 +10,6 @@ from tightfit.models.saving import load_model
 from tightfit.training import train
 from tiny_adapters import saved_llama
 
-
 EIGHT_BITS = pytest.param("int8", marks=pytest.mark.slow)  # as long as nf4 again; test_adapters.py predicts both
 
 
