@@ -94,6 +94,12 @@ def test_no_room_and_no_module_has_the_name_of_a_public_function():
     assert not {module_of(path).split(".")[0] for path in FILES} & public_names()
 
 
+def test_no_two_files_of_tests_share_a_name():
+    """A process that imports both refuses the second; which processes do depends on how the tests are shared out."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
+    assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_only_the_command_line_prints_and_exits():
     for path in FILES:
         if place_of(module_of(path)) == "cli":

@@ -51,6 +51,17 @@ def test_the_list_has_a_row_for_each_run_and_is_json_where_asked(runs):
     assert (long["checkpoints"], short["checkpoints"]) == (2, 0)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_a_narrow_terminal_keeps_names_and_states_and_says_what_it_leaves_out(runs, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    head, _, long, short, *rest = tightfit("runs", runs).out.splitlines()
+    assert long.split()[:2] == ["long", "finished"]
+    assert short.split()[:2] == ["short", "finished"]
+    for name in ("loss", "predicted", "tok/s", "size"):
+        assert (name in head) != (name in " ".join(rest))
+    assert max(map(len, (head, long, short, *rest))) <= max(width, 60)
+
+
 def test_every_state_has_its_word(runs, damaged):
     (damaged / "result.json").unlink()
     assert "killed" in tightfit("runs", damaged.parent).out
@@ -73,7 +84,7 @@ def test_a_run_is_shown_with_its_checkpoints_and_what_is_wrong_with_them(runs, d
     assert [c["problem"] is None for c in thorough["checkpoints"]] == [False, False]
     text = tightfit("runs", "show", damaged, "--verify").out
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("step ")] == ["damaged", "damaged"]
-    assert f"{newer.parent}: " in text
+    assert f"{newer.parent}:" in text
     assert "Traceback" not in text
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LIST = "list"  # what `tightfit runs FOLDER` does
 LEAST_COMPARED = 2
 ABSENT = "–"
+FIRST_LEFT_OUT = ("ckpts", "size", "tok/s", "budget", "held out", "predicted", "measured", "loss")
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 
@@ -64,7 +65,11 @@ def listed(
     elif not found:
         show(f"{folder} holds no runs.")
     else:
-        show(as_lines(table_of_runs(found), *(f"{run.name}: {line}" for run in found for line in run.problems)))
+        table, left_out = table_of_runs(found, columns())
+        lines = [f"{run.name}: {line}" for run in found for line in run.problems]
+        if left_out:
+            lines.append(f"Left out, as the terminal is narrow: {', '.join(left_out)}. With --json all are written.")
+        show(as_lines(table, *lines))
 
 
 @app.command("show")
@@ -147,20 +152,32 @@ def as_lines(*parts: "Table | str") -> str:
     return rendered(*parts, width=columns())
 
 
-def table_of_runs(found: "Sequence[RunRecord]") -> "Table":
-    """One row a run, in as few columns of the terminal as its figures need."""
-    from tightfit.report.terminal import table_of
+def table_of_runs(found: "Sequence[RunRecord]", width: int) -> "tuple[Table, list[str]]":
+    """One row a run, and the names of the figures for which `width` columns have no room."""
+    from tightfit.report.terminal import table_of, width_of
 
-    names = ("", "state", "steps", "loss", "held out", "predicted", "measured", "budget", "tok/s", "ckpts", "size")
-    table = table_of(*names, texts=("state",))
-    for run in found:
-        table.add_row(
-            run.name, run.state, _steps(run), _loss(run.loss), _loss(run.validation_loss),
-            _size(run.predicted_peak_bytes), _size(run.measured_peak_bytes), _size(run.budget_bytes),
-            ABSENT if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
-            str(run.checkpoints), _size(run.bytes),
-        )  # fmt: skip
-    return table
+    figures = {
+        "steps": _steps,
+        "loss": lambda run: _loss(run.loss),
+        "held out": lambda run: _loss(run.validation_loss),
+        "predicted": lambda run: _size(run.predicted_peak_bytes),
+        "measured": lambda run: _size(run.measured_peak_bytes),
+        "budget": lambda run: _size(run.budget_bytes),
+        "tok/s": lambda run: ABSENT if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        "ckpts": lambda run: str(run.checkpoints),
+        "size": lambda run: _size(run.bytes),
+    }
+    left_out: list[str] = []
+    while True:
+        table = table_of("", "state", *figures, texts=("state",))
+        for run in found:
+            table.add_row(run.name, run.state, *(figure(run) for figure in figures.values()))
+        # The name folds where it is long. Without this, names and states would be squeezed out by the figures.
+        if width_of(table) <= width or len(figures) == 1:
+            return table, left_out
+        dropped = next(name for name in FIRST_LEFT_OUT if name in figures)
+        del figures[dropped]
+        left_out.append(dropped)
 
 
 def table_of_results(found: "Sequence[RunRecord]") -> "Table":

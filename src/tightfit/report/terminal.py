@@ -24,6 +24,11 @@ def rendered(*items: Table | str, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
+def width_of(table: Table) -> int:
+    """The columns that a table takes where none of its words are folded."""
+    return Console(width=10_000).measure(table).maximum
+
+
 def table_of(*columns: str, texts: Sequence[str] = ()) -> Table:
     """A table. The first column and those in `texts` hold words and may wrap. The others hold figures."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
