@@ -9,6 +9,7 @@ from tightfit.models.published import published
 from tightfit.tracing.build import build_dry
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", published())
 def test_a_published_model_has_its_published_number_of_parameters(name):
     model = build_dry(lambda: build_model(PretrainedModel(path=name, random_init=True)))
