@@ -89,6 +89,7 @@ def test_one_compilation_serves_all_blocks_and_the_peak_falls_below_the_eager_on
         assert peak < 1.25 * recomputed_peak
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize(
     "keep",
     [
