@@ -62,8 +62,9 @@ class PreferenceLoss:
 
 
 class AnswerLogProbs(NamedTuple):
-    """The log-probability of each row's labelled tokens, (B,) fp32: a sum over the labels that are not ignored. And what
-    a mixture of experts adds to the mean loss in training, a scalar; None where it adds nothing.
+    """The log-probability of each row's labelled tokens, (B,) fp32: a sum over the labels that are not ignored.
+
+    `auxiliary` is what a mixture of experts adds to the mean loss in training, a scalar; None where it adds nothing.
     """
 
     of_rows: Tensor

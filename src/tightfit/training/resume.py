@@ -55,9 +55,10 @@ def look_back(config: Config, folder: RunFolder, reporter: Reporter) -> Earlier:
         )
     if checkpoint is None and finished is not None:  # to begin again would replace the weights that it has made
         raise CheckpointError(
-            f"{folder.path}: the run is finished, after {finished.steps} steps, and left no checkpoint to go on from for "
-            f"{config.training.max_steps}: a finished run leaves one where checkpoint.every_steps is set; begin anew "
-            "with output.overwrite=true and without --resume, or in another output.folder"
+            f"{folder.path}: the run is finished, after {finished.steps} steps, and left no checkpoint from which "
+            f"training.max_steps {config.training.max_steps} is reached: a finished run leaves one where "
+            "checkpoint.every_steps is set; begin anew in another output.folder, or with output.overwrite=true and "
+            "without --resume"
         )
     if checkpoint is None:
         reporter.on_note(f"{folder.path}: no checkpoint to resume from: the training begins at step 1")
