@@ -27,7 +27,7 @@ import torch
 from environment import ROOT, environment
 from tightfit.config import parse_config
 from tightfit.devices.present import cache_path
-from tightfit.report.picture import BUDGET_COLOUR, HEIGHT, PALETTE, new_figure, png
+from tightfit.report.picture import BUDGET_COLOUR, HEADROOM, HEIGHT, PALETTE, new_figure, png
 from tightfit.training import train
 from tightfit.units import format_bytes
 
@@ -96,7 +96,6 @@ def trained(side: str, folder: Path, small: bool, steps: int) -> dict[str, Any]:
         "predicted_peak_bytes": result.predicted_peak_bytes,
         "measured_peak_bytes": result.measured_peak_bytes,
         "budget_bytes": result.budget_bytes,
-        "step_seconds": result.measured_step_seconds,
         "parameters": result.parameters,
         "levers": json.loads(plan.read_text())["choices"] if plan.exists() else [],
     }
@@ -134,6 +133,7 @@ def draw(sides: Mapping[str, Mapping[str, Any]]) -> bytes:
     peaks.bar_label(bars, [format_bytes(side["measured_peak_bytes"]) for side in (plain, planned)], padding=3)
     budget = planned["budget_bytes"]
     peaks.axhline(budget / 2**20, color=BUDGET_COLOUR, linestyle="--", label=f"budget {format_bytes(budget)}")
+    peaks.set_ylim(0, HEADROOM * max(measured))
     peaks.set_ylabel("measured peak of a step (MiB)")
     peaks.set_title("Peak memory")
     peaks.legend(frameon=False)
