@@ -148,7 +148,9 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_for_more_steps(tm
     train(config)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
-    with pytest.raises(CheckpointError, match=r"finished, after 1 steps, .* where checkpoint\.every_steps is set; ") as no:
+    with pytest.raises(
+        CheckpointError, match=r"finished, after 1 steps, .* where checkpoint\.every_steps is set; "
+    ) as no:
         train(config, ["training.max_steps=2"], resume=True)
 
     assert no.value.exit_code == 2
