@@ -339,7 +339,8 @@ class CheckpointConfig(Section):
     """The state that a training leaves in `output.folder`/checkpoints, from which `tightfit train --resume` goes on."""
 
     every_steps: Count | None = None
-    """Optimizer steps between two checkpoints; null: one is written only when a signal ends the training."""
+    """Optimizer steps between two checkpoints; the last step has one too. null: one is written only when a signal ends
+    the training, and a finished run cannot go on to more steps."""
     keep_last: Count = 2
     """Checkpoints that are kept, the newest ones."""
     keep_best: CountOrZero = 0
