@@ -11,6 +11,7 @@ from tightfit.runtime.internals.autograd import (
     current_node,
     graph_is_kept,
     ignore_hooks_around_selective_checkpoints,
+    inference_mode_as_no_grad,
     is_profiling,
     is_shared,
     newest_sequence_number,
@@ -46,6 +47,7 @@ from tightfit.runtime.internals.dispatcher import (
     operators_with_kernel,
 )
 from tightfit.runtime.internals.tensors import (
+    exchange,
     fake_mode_is_active,
     is_dense,
     is_fake,
@@ -69,6 +71,7 @@ __all__ = [
     "cudnn_attention_is_preferred",
     "current_node",
     "dispatch_is_watched",
+    "exchange",
     "fake_mode_is_active",
     "fallthrough",
     "foreach_on_cpu",
@@ -78,6 +81,7 @@ __all__ = [
     "has_kernel",
     "ignore_hooks_around_selective_checkpoints",
     "inductor_with_budget",
+    "inference_mode_as_no_grad",
     "is_dense",
     "is_fake",
     "is_innermost",
