@@ -16,7 +16,6 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import InputError
 from tightfit.planner.arguments import refuse_compiled
 from tightfit.planner.estimates import assumption_sentences
-from tightfit.planner.records import StepFigures
 from tightfit.planner.request import role_of
 from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_distributed
@@ -46,10 +45,11 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
     method, variables of the function, of the functions around it and of its module. Modules' parameters and buffers
     count as parameters. What the code itself allocates is forward, backward or optimizer, as it runs.
 
-    Large results have shapes and no numbers. Those of a block are on the meta device after it. A number that is read from one (`.item()`, `if
-    tensor.any()`) gets the answer of a dry run, and `found.assumptions` names it. Afterwards weights, buffers,
-    gradients, optimizers' states, random states, and the containers and attributes that the code can reach are as
-    before. Variables that a block assigns keep what it assigned, and iterators that it has advanced stay there.
+    Large results have shapes and no numbers, and those of a block are on the meta device after it. A number that is
+    read from one (`.item()`, `if tensor.any()`) gets the answer of a dry run, and `found.assumptions` names it.
+    Afterwards weights, buffers, gradients, optimizers' states, random states, and the containers and attributes that
+    the code can reach are as before. Variables that a block assigns keep what it assigned, and iterators that it has
+    advanced stay there.
 
     An exception of the code comes through. Raises `InputError` for code that runs no operator, and `TraceError` for an
     operator that cannot run dry.
@@ -99,7 +99,9 @@ class Traced:
 
     def __enter__(self) -> Self:
         if self._record is not None or self._stack is not None:
-            raise InputError("this trace has run already: a block needs one of its own, `with tightfit.trace() as found`")
+            raise InputError(
+                "this trace has run already: a block needs one of its own, `with tightfit.trace() as found`"
+            )
         frame = sys._getframe(1)
         self._before, stack = Reached.of_frame(frame), ExitStack()
         stack.enter_context(self.running(self._before, "the block"))
@@ -110,7 +112,9 @@ class Traced:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         stack, frame, before = self._stack, self._frame, self._before
-        assert stack is not None and frame is not None and before is not None, "the block was entered"
+        assert stack, "the block was entered"
+        assert frame, "the block was entered"
+        assert before, "the block was entered"
         self._stack = self._frame = self._before = None
         try:
             stack.__exit__(kind, error, traceback)

@@ -25,10 +25,12 @@ from tightfit.runtime.internals import (
     set_version_counters,
 )
 from tightfit.runtime.module_paths import plain_tensors_of
+from tightfit.runtime.operators import Traits
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
+from tightfit.tracing.cuda.products import takes_workspace
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.host import on_host
@@ -60,6 +62,7 @@ class CodeRun(DryRun):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.existing: list[int] = []  # storages that the code found, in the order in which it first used them
         self._in_backward = False
+        self._handles: dict[bool, Tensor] = {}  # workspaces of cuBLAS: of forward's thread, and of backward's
 
     def begin(self, inputs: Sequence[Tensor]) -> int:
         """Find the phase of the operator that begins."""
@@ -86,6 +89,17 @@ class CodeRun(DryRun):
         if is_new:
             self.existing.append(cell.index)
         return cell
+
+    def finish(self, traits: Traits, *rest: Any) -> None:
+        thread = current_node() is not None
+        if self.role is not None and thread not in self._handles and takes_workspace(traits.name):
+            # No operator shows it. A training step's dry run counts both from the beginning: a process that trains has
+            # had products in both threads. Other code may have none in one of them.
+            memory = TensorShape((self.role.held_by_a_thread,), (1,), torch.uint8).unbacked()
+            self.ledger.track(memory, known=False, operator=self.ledger.now)
+            self.ledger.label(memory, Category.WORKSPACE)
+            self._handles[thread] = memory
+        super().finish(traits, *rest)
 
     def backward_ends(self) -> None:
         """Label the gradients, before the code sets them to None."""
@@ -138,8 +152,6 @@ def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole 
     if now.dry:
         raise InputError("trace runs inside of another dry run, which records already: trace one of them")
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
-    if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
-        ledger.reserve(role.held_bytes, Category.WORKSPACE)
     modules = dict(reached.module_tensors())
     parameters, buffers, plain = _module_tensors(modules)
     states = [state for optimizer in reached.optimizers for _, _, state in named_states(optimizer)]
@@ -157,7 +169,7 @@ def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole 
         tracker.paths = {id(module): path for path, module in modules.items()}
         dry = CodeRun(ledger, tracker, cost, role)
         tracker.clock = lambda: len(dry.operators)
-        dry.parameters = {**{p: "" for p in owned}, **parameters}
+        dry.parameters = {**dict.fromkeys(owned, ""), **parameters}
         dry.optimizers = reached.optimizers
         now.dry = True
         try:

@@ -48,7 +48,7 @@ class Reached:
         found = cls()
         found.values += [function, inputs]
         found._look("", function, 0)
-        call = getattr(type(function), "__call__", None)
+        call = vars(type(function)).get("__call__")
         if isinstance(call, FunctionType):
             found._look_in_function(call, 0)
         found._look("inputs", inputs, 0)
