@@ -208,6 +208,24 @@ MultipleOf = Annotated[
     ),
 ]
 
+Inference = Annotated[
+    bool,
+    typer.Option(
+        "--inference",
+        help="Read prompts and generate text instead of training: weights, keys and values, activations.",
+        rich_help_panel=THE_STEP,
+    ),
+]
+NewTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Tokens that --inference generates for each prompt (else 128).",
+        rich_help_panel=THE_STEP,
+    ),
+]
+
 # By the names that they have in a `Question`.
 OF_A_STEP: dict[str, Any] = {
     "config": Config,

@@ -86,12 +86,7 @@ class Request:
     @cached_property
     def role(self) -> CudaRole | None:
         """The CUDA device that dry runs simulate; None for a CPU."""
-        device = self.device
-        if device.kind == "cpu":
-            return None
-        if device.compute_capability is None or device.sm_count is None:
-            raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
-        return CudaRole(device.compute_capability, device.sm_count)
+        return role_of(self.device)
 
     @cached_property
     def size(self) -> int:
@@ -113,6 +108,15 @@ class Request:
     def optimizer_name(self) -> str:
         name = self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__
         return optimizer_in_words(name, self.settings.step_in_backward)
+
+
+def role_of(device: DeviceSpec) -> CudaRole | None:
+    """The CUDA device that dry runs for a device simulate; None for a CPU."""
+    if device.kind == "cpu":
+        return None
+    if device.compute_capability is None or device.sm_count is None:
+        raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
+    return CudaRole(device.compute_capability, device.sm_count)
 
 
 @dataclass(frozen=True)

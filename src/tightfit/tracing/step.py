@@ -204,7 +204,7 @@ def _dry(
             with (
                 playing,
                 dry,
-                _filling_off(),
+                filling_off(),
                 _watching_saves(ledger),
                 reads_answered(dry),
                 random_states_counted(dry),
@@ -322,7 +322,7 @@ def _watching_saves(ledger: Ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _filling_off() -> Iterator[None]:
+def filling_off() -> Iterator[None]:
     """A context without PyTorch's filling of new memory in deterministic mode."""
     # Filling would write into tensors without memory, and end the process.
     setting: Any = torch.utils.deterministic  # its module object defines the attribute; the stub does not know it

@@ -11,6 +11,7 @@ from tightfit.runtime.internals.autograd import (
     current_node,
     graph_is_kept,
     ignore_hooks_around_selective_checkpoints,
+    inference_mode_as_no_grad,
     is_profiling,
     is_shared,
     newest_sequence_number,
@@ -47,6 +48,7 @@ from tightfit.runtime.internals.dispatcher import (
     operators_with_kernel,
 )
 from tightfit.runtime.internals.tensors import (
+    exchange,
     fake_mode_is_active,
     is_dense,
     is_fake,
@@ -70,6 +72,7 @@ __all__ = [
     "cudnn_attention_is_preferred",
     "current_node",
     "dispatch_is_watched",
+    "exchange",
     "fake_mode_is_active",
     "fallthrough",
     "foreach_on_cpu",
@@ -79,6 +82,7 @@ __all__ = [
     "has_kernel",
     "ignore_hooks_around_selective_checkpoints",
     "inductor_with_budget",
+    "inference_mode_as_no_grad",
     "is_active",
     "is_dense",
     "is_fake",
