@@ -90,7 +90,7 @@ class Request:
             return None
         if device.compute_capability is None or device.sm_count is None:
             raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
-        return CudaRole(device.compute_capability, device.sm_count)
+        return CudaRole(device.compute_capability, device.sm_count, name=device.name, memory_bytes=device.memory_bytes)
 
     @cached_property
     def size(self) -> int:

@@ -200,7 +200,7 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
         )
         return result[0]
     if backend is Backend.FLASH:
-        return _flash(call, scale)
+        return flash(call, scale)
     mask = _as_bias(call)
     if backend is Backend.CUDNN:
         return aten._scaled_dot_product_cudnn_attention.default(
@@ -213,7 +213,8 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     )[0]
 
 
-def _flash(call: Call, scale: float | None) -> Tensor:
+def flash(call: Call, scale: float | None) -> Tensor:
+    """The operator of the flash kernel."""
     # Head widths are padded to a multiple of 8 (`pad_last_dim<8, false>`, attention.cpp)
     width = call.query.shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else scale
