@@ -252,12 +252,7 @@ class Asks(nn.Module):
             made = torch.zeros(2, device=device) + torch.arange(2, device=device.type)
         answers = {
             "is_cuda": x.is_cuda,
-            "type": [
-                device.type == "cuda",
-                device.type != "cpu",
-                device.type in ("cuda", "xpu"),
-                "cuda" in device.type,
-            ],
+            "type": [kind == "cuda", kind != "cpu", kind in ("cuda", "xpu"), "cuda" in kind],
             "table": {"cuda": "fused", "cpu": "plain"}.get(device.type),
             "index": (device.index, x.get_device(), torch.cuda.current_device(), torch.cuda.device_count()),
             "there": (torch.cuda.is_available(), torch.cuda.is_bf16_supported(), torch.cuda.get_device_name(device)),
@@ -375,7 +370,7 @@ def test_a_model_for_flash_attn_runs_dry_with_the_flash_kernel_of_pytorch_and_sa
     names = [operator.name for operator in joined.operators]
     assert names.count("aten._flash_attention_forward.default") == 2  # over the 52 tokens that are not padding
     assert names.count("aten._flash_attention_backward.default") == 2
-    with pytest.raises(TraceError, match="takes float16 and bfloat16, and got float32 in model.layers"):
+    with pytest.raises(TraceError, match="takes float16 and bfloat16, and got float32 in model"):
         tightfit.estimate(language_model("flash_attention_2").float(), batch, device="a100-80gb")
     with pytest.raises(TraceError, match="flash_attention_2 needs a CUDA device"):
         tightfit.estimate(flash, batch, device="cpu")

@@ -103,7 +103,7 @@ class PlayedDevice(str):
     """
 
     __slots__ = ()
-    index = 0
+    index = 0  # pyright: ignore[reportAssignmentType] - in place of the method of texts
 
     @property
     def type(self) -> str:
