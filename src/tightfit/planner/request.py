@@ -116,7 +116,7 @@ def role_of(device: DeviceSpec) -> CudaRole | None:
         return None
     if device.compute_capability is None or device.sm_count is None:
         raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
-    return CudaRole(device.compute_capability, device.sm_count)
+    return CudaRole(device.compute_capability, device.sm_count, name=device.name, memory_bytes=device.memory_bytes)
 
 
 @dataclass(frozen=True)

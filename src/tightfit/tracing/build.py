@@ -6,6 +6,7 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from tightfit.tracing.cuda.flash_package import flash_models_allowed
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -36,7 +37,7 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     token = _building.set(True)
     try:
         dry = DryRun(ledger, ModuleTracker(nn.Module()))
-        with dry, reads_answered(dry):
+        with flash_models_allowed(), dry, reads_answered(dry):
             model = factory()
     finally:
         _building.reset(token)

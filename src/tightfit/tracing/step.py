@@ -19,6 +19,7 @@ from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
+from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.host import on_host
@@ -203,6 +204,7 @@ def _dry(
             playing = nullcontext() if role is None else role.playing()
             with (
                 playing,
+                FLASH_LOOKUP.active(),
                 dry,
                 filling_off(),
                 _watching_saves(ledger),

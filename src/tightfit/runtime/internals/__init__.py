@@ -37,15 +37,18 @@ from tightfit.runtime.internals.cuda import (
 )
 from tightfit.runtime.internals.dispatcher import (
     NoAutocast,
+    active_modes,
     as_outside_of_kernels,
     dispatch_is_watched,
     fallthrough,
     has_kernel,
     is_active,
+    is_custom_operator,
     is_innermost,
     kernels_replaced,
     no_modes,
     operators_with_kernel,
+    runs_with,
 )
 from tightfit.runtime.internals.tensors import (
     exchange,
@@ -61,6 +64,7 @@ from tightfit.runtime.internals.tensors import (
 __all__ = [
     "ENGINE_CODE",
     "NoAutocast",
+    "active_modes",
     "allocator_settings",
     "as_outside_of_kernels",
     "at_end_of_backward",
@@ -84,6 +88,7 @@ __all__ = [
     "inductor_with_budget",
     "inference_mode_as_no_grad",
     "is_active",
+    "is_custom_operator",
     "is_dense",
     "is_fake",
     "is_innermost",
@@ -97,6 +102,7 @@ __all__ = [
     "no_torch_function",
     "operators_with_kernel",
     "register_pages",
+    "runs_with",
     "set_allocator_settings",
     "set_version_counters",
     "tensor_without_memory",
