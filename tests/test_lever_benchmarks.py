@@ -40,6 +40,7 @@ def test_offloaded_blocks_hold_less(run):
     assert sides["one block"]["copied_bytes"] * 4 < sides["all blocks"]["copied_bytes"]
 
 
+@pytest.mark.slow  # every optimizer
 def test_optimizers_are_compared_by_bytes_and_by_time(run):
     found = run("optimizer_step")
     sides = found["sides"]
@@ -76,6 +77,7 @@ def test_the_trainer_is_timed_against_a_loop_by_hand(run, monkeypatch):
     assert (found["trainer_seconds"], found["by_hand_seconds"], found["ratio"]) == (3, 2, 1.5)
 
 
+@pytest.mark.slow  # searches, and trains at what was found
 def test_the_longest_sequence_is_run_and_stays_within_its_budget(run):
     found = run("longest_sequence")
     assert found["within_budget"]
