@@ -3,7 +3,8 @@
 import difflib
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,24 +30,43 @@ def build_pretrained(config: PretrainedModel, dtype: torch.dtype = torch.float32
     if config.gguf_file is None and not config.random_init and not place.has_weights:
         raise ModelError(f"model.path {config.path!r} is a config without weights: set model.random_init to true")
     transformers = _transformers()
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
+    with _one_line(config.path):
         if config.random_init:
             model = _new(transformers, place, dtype)
         else:
             model = _loaded(transformers, place, config.gguf_file, dtype)
-    except ImportError as error:
-        raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
-    except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
-        raise ModelError(f"model.path {config.path!r} cannot be built: {_line(error)}") from error
-    except StrictDataclassError as error:
-        raise ModelError(f"model.path {config.path!r}: its config holds what cannot be: {_line(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path {config.path!r} is not a language model: {_line(error)}") from error
     # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
     model.config.use_cache = False
     return model
+
+
+def build_described(name: str, fields: Mapping[str, Any]) -> nn.Module:
+    """A language model of `transformers` with new fp32 weights, from the fields of a config.json that errors call
+    `name`. No file and no hub is asked. Raises `ModelError`.
+    """
+    transformers = _transformers()
+    with _one_line(name):
+        place = Place(name, Published(source=name, parameters=0, config=dict(fields)), has_weights=False)
+        model = _new(transformers, place, torch.float32)
+    model.config.use_cache = False
+    return model
+
+
+@contextmanager
+def _one_line(path: str) -> Iterator[None]:
+    """What `transformers` raises about a model, as a `ModelError` that names it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(f"model.path {path!r} needs a package that is not installed: {_line(error)}") from error
+    except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
+        raise ModelError(f"model.path {path!r} cannot be built: {_line(error)}") from error
+    except StrictDataclassError as error:
+        raise ModelError(f"model.path {path!r}: its config holds what cannot be: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path {path!r} is not a language model: {_line(error)}") from error
 
 
 @dataclass(frozen=True)
