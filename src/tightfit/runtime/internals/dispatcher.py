@@ -37,6 +37,12 @@ def dispatch_is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_active(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is active in this thread, innermost or not."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return any(torch._C._get_dispatch_stack_at(place) is mode for place in range(depth))
+
+
 def is_innermost(mode: TorchDispatchMode) -> bool:
     """Whether a dispatch mode is the one entered last in this thread."""
     depth = torch._C._len_torch_dispatch_stack()

@@ -11,7 +11,13 @@ from tightfit.tracing.cuda.attention import Capability
 from tightfit.tracing.cuda.autocast import AutocastKernels
 from tightfit.tracing.cuda.by_card import scratch_by_card
 from tightfit.tracing.cuda.composites import composites
-from tightfit.tracing.cuda.products import Release, held_workspaces, installed_release, product_scratch
+from tightfit.tracing.cuda.products import (
+    THREADS_WITH_PRODUCTS,
+    Release,
+    held_workspaces,
+    installed_release,
+    product_scratch,
+)
 from tightfit.tracing.cuda.reductions import Card
 from tightfit.tracing.cuda.workspace import cuda_workspace
 from tightfit.tracing.shapes import TensorShape
@@ -32,6 +38,11 @@ class CudaRole:
     def held_bytes(self) -> int:
         """Bytes that libraries hold of the allocator's memory during the whole step: the workspaces of cuBLAS."""
         return held_workspaces(self.capability, self.release)
+
+    @property
+    def held_by_a_thread(self) -> int:
+        """Bytes of `held_bytes` that one thread's handle of cuBLAS holds, from its first product on."""
+        return self.held_bytes // THREADS_WITH_PRODUCTS
 
     def workspace(
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
