@@ -72,9 +72,8 @@ def _parts(question: PageQuestion, model: nn.Module) -> Iterator[Part]:
             yield plain_data(PlanRecord, as_plan(search, search.run()))
         except CannotFit as error:
             yield Refusal(str(error), error.least_bytes, ways_out(error))
-    yield from recipes(question, model)
-    with aside(), real_tensors():
         yield plain_data(CurveRecord, Tradeoff(search).curve())
+    yield from recipes(question, model)  # last: they take the longest
 
 
 def asked_of(question: PageQuestion, model: nn.Module) -> Asked:
@@ -93,6 +92,7 @@ def asked_of(question: PageQuestion, model: nn.Module) -> Asked:
         optimizer=question.optimizer,
         precision=question.precision,  # pyright: ignore[reportArgumentType] - checked by the question
         device=question.device,
+        step_in_backward=question.step_in_backward,
         levers=question.allowed,
     )
 
@@ -110,7 +110,9 @@ def recipes(question: PageQuestion, model: nn.Module) -> Iterator[RecipesRecord]
     vocabulary = vocabulary_size(model)
     assert vocabulary is not None, "the plan has asked"
     batch = TokenBatch(question.batch_size, question.sequence_length, vocabulary)
-    yield plain_data(RecipesRecord, search(model, batch, device=question.device, budget=question.budget))
+    yield plain_data(
+        RecipesRecord, search(model, batch, device=question.device, budget=question.budget, levers=question.allowed)
+    )
 
 
 def plain_data(kind: type[Any], found: Any) -> Any:

@@ -34,8 +34,8 @@ FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "san
 MONO_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace")
 WAITING = 64  # questions that may wait for a worker, over all readers
 FIELDS = (
-    "model", "device", "sequence_length", "batch_size", "precision", "dtype", "optimizer", "rank", "targets", "base",
-    "budget", "levers",
+    "model", "device", "sequence_length", "batch_size", "precision", "dtype", "optimizer", "step_in_backward", "rank",
+    "targets", "base", "budget", "levers",
 )  # fmt: skip
 
 
@@ -171,6 +171,9 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
     choice("dtype", "Weights", DTYPES, min_width=120)
     choice("precision", "Arithmetic", PRECISIONS, min_width=120)
     choice("optimizer", "Optimizer", choosable_optimizers())
+    fields["step_in_backward"] = gr.Checkbox(
+        default.step_in_backward, label="Update each weight in backward", elem_id="field-step_in_backward"
+    )
     with gr.Accordion("Adapters (LoRA, QLoRA)", open=False):
         number("rank", "Rank; 0 trains all weights", minimum=0)
         choice("base", "Frozen weights", BASES)

@@ -1,5 +1,6 @@
 """What the page asks: the values of its fields, checked. No torch here."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,7 +9,7 @@ from tightfit.config.schema import AdapterConfig
 from tightfit.devices.known import find, known_devices
 from tightfit.errors import DeviceError, InputError, ModelError
 from tightfit.explorer.limits import check_tokens
-from tightfit.explorer.uploads import Described, Upload, published_place, read_upload
+from tightfit.explorer.uploads import Described, Upload, published_place, read_upload, reads_text
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.published import published
 from tightfit.names.optimizers import OPTIMIZERS, parse_optimizer
@@ -37,6 +38,7 @@ class PageQuestion:
     precision: str = "bf16"
     dtype: str = "fp32"
     optimizer: str = "adamw_fused"
+    step_in_backward: bool = False
     rank: int = 0
     targets: str = ""
     base: str = "nf4"
@@ -77,6 +79,8 @@ class PageQuestion:
         for name in ("model", "device", "precision", "dtype", "optimizer", "targets", "base", "budget", "levers"):
             if name in clean:
                 clean[name] = text(name, clean[name])
+        if "step_in_backward" in clean:
+            clean["step_in_backward"] = clean["step_in_backward"] is True
         return cls(**clean)
 
     @property
@@ -106,7 +110,7 @@ class PageQuestion:
 
 def choosable_models() -> dict[str, str]:
     """The models of the list, by name, each with a line about its size."""
-    sizes = {name: f"{name} ({billions(entry.parameters)})" for name, entry in published().items()}
+    sizes = {name: f"{name} ({billions(entry.parameters)})" for name, entry in published().items() if reads_text(entry)}
     return dict(sorted(sizes.items())) | {name: f"{name} (preset)" for name in PRESETS}
 
 
@@ -127,7 +131,7 @@ def billions(parameters: int) -> str:
 
 def whole(name: str, value: Any) -> int:
     """A whole number of a field. Raises `InputError`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or int(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or int(value) != value:
         raise InputError(f"{name} is {'empty' if value is None else repr(value)}: give a whole number")
     return int(value)
 

@@ -13,7 +13,7 @@ from tightfit.config.yaml_text import parse_yaml
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.explorer.limits import DEPTH, UPLOAD_BYTES, check_number
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.models.published import Published, published
+from tightfit.models.published import Published, find_published, published
 
 OWN_TYPE = "tightfit_decoder"  # `model_type` of a run of ours
 # Fields of a config.json that make `transformers` load something: code, kernels of the hub, packages of quantisation.
@@ -38,6 +38,7 @@ LEFT_OUT = {
     "id2label",
     "label2id",
 }
+OF_IMAGES_OR_SPEECH = ("vit", "whisper")  # `model_type` of published models that need more than token ids
 NO_SIZES = ("seed", "steps", "documents", "lines", "budget", "theta", "bytes")  # endings of keys of other numbers
 PATH_MARKS = ("/", "\\", "--", "..", ":")  # a text with one of them may name a file, a repository or a module
 
@@ -102,14 +103,18 @@ def read_upload(upload: Upload) -> Reading:
 
 def published_place(path: str) -> tuple[str, Published]:
     """The published model that a name or a repository means. No file and no hub is asked. Raises `ModelError`."""
-    table = published()
-    for name, entry in table.items():
-        if path.lower() in (name, entry.source.lower()):
-            return name, entry
-    raise ModelError(
-        f"model.path {path!r} is no published model that this page knows, and it reads no folders and no hub: upload "
-        "the model's config.json"
-    )
+    known = find_published(path)
+    if known is None or not reads_text(known):
+        raise ModelError(
+            f"model.path {shown_value(path)} is no published model that this page knows, and it reads no folders and "
+            "no hub: upload the model's config.json"
+        )
+    return next(name for name, entry in published().items() if entry is known), known
+
+
+def reads_text(entry: Published) -> bool:
+    """Whether a published model is trained on token ids alone."""
+    return entry.config["model_type"] not in OF_IMAGES_OR_SPEECH
 
 
 # config.json
@@ -183,6 +188,7 @@ def _from_yaml(upload: Upload) -> Reading:
         "batch_size": training.batch_size,
         "precision": training.precision,
         "optimizer": training.optimizer,
+        "step_in_backward": training.step_in_backward,
     }
     if config.memory.budget is not None:
         values["budget"] = str(config.memory.budget)

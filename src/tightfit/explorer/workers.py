@@ -3,6 +3,7 @@
 A worker is asked one question at a time. One that is too slow is killed, and another one takes its place.
 """
 
+import math
 import multiprocessing
 import os
 import queue
@@ -23,7 +24,7 @@ LOOK_SECONDS = 0.2  # how often a wait looks whether the page is closing
 REMEMBERED = 64  # answers
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request")
-END = "the answer is complete"
+READY, END = "the worker is ready", "the answer is complete"
 
 
 class WorkerError(TightfitError):
@@ -39,27 +40,29 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, answer), daemon=True)
         self.process.start()
         theirs.close()
+        self.is_ready = False
 
     def ask(self, question: Any, is_closing: Callable[[], bool], seconds: float) -> Iterator[Any]:
         """The parts of an answer, as they come. Raises `WorkerError`."""
-        deadline = time.monotonic() + seconds
         try:
+            while not self.is_ready:  # the imports are not the question's
+                self.is_ready = self._next(is_closing, math.inf, seconds) == READY
+            deadline = time.monotonic() + seconds
             self.pipe.send(question)
-            while True:
-                while not self.pipe.poll(LOOK_SECONDS):
-                    if is_closing():
-                        raise WorkerError("the page is closing")
-                    if time.monotonic() > deadline:
-                        raise WorkerError(
-                            f"no answer within {seconds:.0f} seconds: ask for a smaller model or batch, or use the "
-                            "command line"
-                        )
-                part = self.pipe.recv()
-                if part == END:
-                    return
+            while (part := self._next(is_closing, deadline, seconds)) != END:
                 yield part
         except (EOFError, OSError) as error:
             raise WorkerError("the process that computed this answer ended: ask for less, or ask again") from error
+
+    def _next(self, is_closing: Callable[[], bool], deadline: float, seconds: float) -> Any:
+        while not self.pipe.poll(LOOK_SECONDS):
+            if is_closing():
+                raise WorkerError("the page is closing")
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"no answer within {seconds:.0f} seconds: ask for a smaller model or batch, or use the command line"
+                )
+        return self.pipe.recv()
 
     def end(self) -> None:
         """End the process, whatever it does."""
@@ -151,6 +154,7 @@ def serve(pipe: Connection, answer: str) -> None:
     sys.addaudithook(refuse_network)
     _limit_memory()
     answers = _loaded(answer)
+    pipe.send(READY)
     while True:
         try:
             question = pipe.recv()

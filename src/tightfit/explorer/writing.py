@@ -19,6 +19,8 @@ def yaml_text(question: PageQuestion, described: Described) -> str:
         "precision": question.precision,
         "grad_clip": None,
     }
+    if question.step_in_backward:
+        training["step_in_backward"] = True
     sections = {
         "model": _model(question, described),
         "data": {
@@ -49,6 +51,8 @@ def _model(question: PageQuestion, described: Described) -> dict[str, Any]:
     kept = {"r": adapter.r, "alpha": adapter.alpha, "base": adapter.base}
     if targets is not None:
         kept["target_modules"] = list(targets) if isinstance(targets, tuple) else targets
+    if adapter.base in ("int8", "nf4") and question.dtype != "fp32":
+        section["dtype"] = question.dtype  # of the weights that are not in few bits
     return {**section, "adapter": kept}
 
 
@@ -82,6 +86,7 @@ def python_text(question: PageQuestion, described: Described) -> str:
         "plan = tightfit.plan(",
         f"    model, batch, {question.budget!r}, optimizer={question.optimizer!r}, precision={question.precision!r},",
         f"    device={question.device!r}, levers={levers},",
+        *(["    step_in_backward=True,"] if question.step_in_backward else []),
         ")",
         "print(plan)",
         "",
@@ -125,14 +130,3 @@ def _adapting(question: PageQuestion) -> list[str]:
         "",
         f"model = add_adapter(model, AdapterConfig({keys}))  # LoRA, through peft",
     ]
-
-
-def command_text(question: PageQuestion) -> str:
-    """The same question on the command line, where it has one."""
-    parts = [
-        f"tightfit plan --model {question.model} --device {question.device} --budget {question.budget}",
-        f"--seq-len {question.sequence_length} --batch-size {question.batch_size}",
-        f"--precision {question.precision} --optimizer {question.optimizer}",
-        f"--levers {question.levers.replace('+', ',')}",
-    ]
-    return " \\\n    ".join(parts) + "\n"
