@@ -12,6 +12,7 @@ COMMANDS = (
     "plan",
     "estimate",
     "verify",
+    "explore",
     "generate",
     "score",
     "runs",

@@ -1,0 +1,214 @@
+"""Recipes and what becomes of them on a device, as plain data. No torch here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from tightfit.config.schema import AdapterConfig
+from tightfit.names.optimizers import parse_optimizer
+from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.planner.outcome import PlanRecord
+
+Dtype = Literal["fp32", "bf16"]
+Autocast = Literal["fp32", "bf16", "fp16"]
+
+OPTIMIZERS_IN_WORDS = {
+    "adamw": "AdamW",
+    "adamw_fused": "fused AdamW",
+    "adamw8bit": "8-bit AdamW",
+    "adamw4bit": "4-bit AdamW",
+    "adamw_bf16": "AdamW with an fp32 master",
+    "adamw_bf16_stochastic": "AdamW, stochastic rounding",
+    "offloaded_adamw": "AdamW, states on the host",
+    "adam": "Adam",
+    "muon": "Muon",
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+}
+
+# What a recipe changes in the result, from the least to the most. AdamW in fp32 is what it is compared with.
+NOTHING = "nothing"
+ROUNDING = "rounding"
+PRODUCTS = "products in 16 bits"
+WEIGHTS = "weights in 16 bits"
+STATES = {"adamw8bit": "8-bit states", "adamw4bit": "4-bit states"}
+OTHER = "another optimizer"
+LOW_RANK = "low rank"
+ADAMWS = ("adamw", "adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", "offloaded_adamw", *STATES)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train a model: what is trained, in which dtype, by which optimizer.
+
+    `dtype` is the dtype of the weights that are trained, or that are kept beside weights in few bits. With `adapter`
+    only low-rank adapters are trained, on the frozen base that it names.
+    """
+
+    dtype: Dtype = "fp32"
+    adapter: AdapterConfig | None = None
+    optimizer: str = "adamw"
+    step_in_backward: bool = False
+    precision: Autocast = "fp32"
+
+    @property
+    def trains(self) -> str:
+        """What is trained, in words: `all`, or `LoRA r 16`."""
+        return "all" if self.adapter is None else f"LoRA r {self.adapter.r}"
+
+    @property
+    def weights(self) -> str:
+        """The weights in words: their dtype, or what an adapter is on."""
+        return f"{self.dtype} weights" if self.adapter is None else f"{self.trains} on {self.adapter.base}"
+
+    @property
+    def name(self) -> str:
+        """The recipe as a person says it: `bf16 weights, 8-bit AdamW`, `LoRA r 16 on nf4, AdamW`."""
+        words = [self.weights]
+        if self.dtype == "fp32" and self.precision != "fp32" and self.adapter is None:
+            words.append(f"{self.precision} autocast")
+        if self.adapter is not None and self.precision == "fp32":
+            words.append("no autocast")
+        kind, fraction = parse_optimizer(self.optimizer)
+        words.append(OPTIMIZERS_IN_WORDS[kind] if fraction is None else f"AdamW, {fraction:.0%} of states on the host")
+        if self.step_in_backward:
+            words.append("step in backward")
+        return ", ".join(words)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """What the recipe changes in the result, compared with AdamW on fp32 weights; empty if nothing."""
+        found = []
+        kind = parse_optimizer(self.optimizer).kind
+        base = None if self.adapter is None else self.adapter.base
+        if self.dtype == "fp32" and self.precision != "fp32" and base in (None, "fp32"):
+            found.append(PRODUCTS)
+        if base in ("int8", "nf4"):
+            found.append(f"frozen weights in {8 if base == 'int8' else 4} bits")
+        elif "bf16" in (base, self.dtype):
+            found.append(WEIGHTS)
+        if kind in STATES:
+            found.append(STATES[kind])
+        elif kind not in ADAMWS:
+            found.append(OTHER)
+        return (*found, *((LOW_RANK,) if self.adapter is not None else ()))
+
+    @property
+    def changes(self) -> str:
+        """What the recipe changes in the result, in words; `nothing` if it is AdamW on fp32 weights."""
+        return ", ".join(self.changed) or NOTHING
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A largest sequence or batch that fits. It is confirmed if a dry run of that size fits the budget."""
+
+    value: int
+    confirmed: bool = False
+
+    def __str__(self) -> str:
+        return f"{'' if self.confirmed else '~'}{self.value:,}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of one recipe on a device, within a budget. Bytes are ints.
+
+    `needed_bytes` is the smallest budget for the recipe with these levers, or, where it does not fit, with any. The
+    figures of time are None where it does not fit. `plan` is the plan, where the recipe was planned in full.
+    """
+
+    recipe: Recipe
+    fits: bool
+    peak_bytes: int
+    needed_bytes: int
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    longest_sequence: Largest | None = None
+    largest_batch: Largest | None = None
+    levers: tuple[str, ...] = ()
+    rounds: bool = False  # whether a lever is exact only to rounding
+    plan: "PlanRecord | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def changes(self) -> str:
+        """What recipe and levers change in the result, in words."""
+        found = self.recipe.changed
+        return ", ".join((*found, ROUNDING) if self.rounds and not found else found) or NOTHING
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the JSON of `tightfit fit`."""
+        recipe = self.recipe
+        return {
+            "name": self.name,
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "longest_sequence": None if self.longest_sequence is None else self.longest_sequence.value,
+            "largest_batch": None if self.largest_batch is None else self.largest_batch.value,
+            "confirmed": self.longest_sequence is not None and self.longest_sequence.confirmed,
+            "changes": self.changes,
+            "dtype": recipe.dtype,
+            "trains": recipe.trains,
+            "optimizer": recipe.optimizer,
+            "precision": recipe.precision,
+            "step_in_backward": recipe.step_in_backward,
+            "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(),
+            "levers": list(self.levers),
+        }
+
+
+@dataclass(frozen=True)
+class RecipesRecord(Sequence[Outcome]):
+    """The outcomes of all recipes for one model on one device, best first."""
+
+    outcomes: tuple[Outcome, ...]
+    device: str
+    budget_bytes: int
+    batch: str = ""
+    model: str = ""
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.outcomes[index]
+
+    def __iter__(self) -> Iterator[Outcome]:
+        return iter(self.outcomes)
+
+    @property
+    def fitting(self) -> tuple[Outcome, ...]:
+        """Those that fit, best first."""
+        return tuple(outcome for outcome in self.outcomes if outcome.fits)
+
+    @property
+    def best(self) -> Outcome | None:
+        """The first one, if it fits."""
+        return self.fitting[0] if self.fitting else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "recipes": [outcome.to_dict() for outcome in self.outcomes],
+            "device": self.device,
+            "budget_bytes": self.budget_bytes,
+            "batch": self.batch,
+            "model": self.model,
+        }
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one line."""
+        count, within = len(self.fitting), f"{format_bytes(self.budget_bytes)} on {self.device}"
+        if count:
+            return f"{count} of {len(self)} recipes fit {within}."
+        least = min(outcome.needed_bytes for outcome in self.outcomes)
+        return f"None of {len(self)} recipes fits {within}: the least needs {format_bytes(least)}."
