@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 NEW_TOKENS = 128  # where a question gives no number
 
 # Options of `estimate` that say how a model is trained.
-OF_TRAINING = {"optimizer": "--optimizer", "micro_batches": "--micro-batches", "grad_clip": "--grad-clip"}
+OF_TRAINING = {
+    "optimizer": "--optimizer",
+    "step_in_backward": "--step-in-backward",
+    "micro_batches": "--micro-batches",
+    "grad_clip": "--grad-clip",
+}
 
 
 def check_inference(question: Question, is_inference: bool, new_tokens: int | None, others: Mapping[str, Any]) -> None:

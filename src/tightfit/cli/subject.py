@@ -21,7 +21,7 @@ from tightfit.data.samples import two_documents
 from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
-from tightfit.models.attention import FLASH, OLDEST, PLAYED_LINE
+from tightfit.models.attention import FLASH, OLDEST
 from tightfit.models.batches import batch_of, tokens
 from tightfit.models.loading import build_model, without_weights
 from tightfit.names.optimizers import optimizer_in_words
@@ -111,16 +111,10 @@ def came_from(model: nn.Module, error: BaseException) -> bool:
 def subject_of(question: Question, *, dry: bool) -> Subject:
     """The subject of a question; a dry one has no weights. Raises `InputError` and its like for what is wrong."""
     subject = built(question, dry=dry)
-    device = lookup(subject.asked.device, notice=_say)  # measured now, if ever
+    device = lookup(subject.asked.device, notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
     if subject.attention == FLASH:
         _demand_flash(device)
-        if dry:
-            _say(PLAYED_LINE)
     return subject
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _demand_flash(device: DeviceSpec) -> None:

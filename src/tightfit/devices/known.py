@@ -83,10 +83,14 @@ def _by_plain_name() -> Mapping[str, KnownDevice]:
     return shared | {plain(name): d for d in known_devices().values() for name in (d.key, d.spec.name, *d.aliases)}
 
 
+def common_names() -> Mapping[str, tuple[str, ...]]:
+    """The keys of the cards that share a name, by that name; the most usual card first."""
+    return {name: tuple(keys) for name, keys in _table("known.toml")["common"].items()}
+
+
 @cache
 def _common() -> Mapping[str, tuple[str, ...]]:
-    """The keys of the cards that share a name, by that name; the most usual card first."""
-    return {plain(name): tuple(keys) for name, keys in _table("known.toml")["common"].items()}
+    return {plain(name): keys for name, keys in common_names().items()}
 
 
 def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:

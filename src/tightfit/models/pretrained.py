@@ -15,9 +15,8 @@ from torch import nn
 
 from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError
-from tightfit.models.attention import FLASH, implementation, play_flash
+from tightfit.models.attention import demand_support
 from tightfit.models.published import Published, find_published, is_source, published
-from tightfit.tracing.build import is_building
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 TASKS = ("SpeechSeq2Seq", "ImageClassification")  # of models that are no language models, as transformers calls them
@@ -50,8 +49,6 @@ def build_pretrained(
             model = _new(transformers, place, config, dtype, any_task)
         else:
             model = _loaded(transformers, place, config, dtype, any_task)
-    if config.attention == FLASH and is_building():
-        play_flash(model)
     # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
     model.config.use_cache = False
     return model
@@ -191,8 +188,10 @@ def _loaded(transformers: Any, place: Place, section: PretrainedModel, dtype: to
 
 
 def _attention(section: PretrainedModel, kind: Any) -> dict[str, str]:
-    name = implementation(section.attention, kind)
-    return {} if name is None else {"attn_implementation": name}
+    if section.attention == "auto":
+        return {}
+    demand_support(section.attention, kind)
+    return {"attn_implementation": section.attention}
 
 
 def _auto_class(transformers: Any, config: Any, any_task: bool = False) -> tuple[Any, Any]:

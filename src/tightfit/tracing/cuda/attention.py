@@ -195,7 +195,10 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     """Attention as CUDA would compute it: the operator of the chosen kernel, with inputs padded as it requires."""
     backend = choose_backend(call, capability)
     if backend is Backend.MATH or call.may_be_known:
-        return _math(call, scale)
+        result = aten._scaled_dot_product_attention_math.default(
+            *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
+        )
+        return result[0]
     if backend is Backend.FLASH:
         return flash(call, scale)
     mask = _as_bias(call)
@@ -207,19 +210,6 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
         mask = _aligned(mask).expand(*call.query.shape[:3], call.key.shape[-2])
     return aten._scaled_dot_product_efficient_attention.default(
         *call.tensors, mask, call.needs_gradient, call.dropout, call.causal, scale=scale
-    )[0]
-
-
-def attend_by_flash(call: Call, scale: float | None) -> Tensor:
-    """Attention by PyTorch's own flash attention, whatever kernel PyTorch would choose."""
-    if call.may_be_known:
-        return _math(call, scale)
-    return flash(call, scale)
-
-
-def _math(call: Call, scale: float | None) -> Tensor:
-    return aten._scaled_dot_product_attention_math.default(
-        *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
     )[0]
 
 
