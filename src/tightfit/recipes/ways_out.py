@@ -26,7 +26,7 @@ from tightfit.recipes import neighbours
 from tightfit.recipes.choices import least_bytes
 from tightfit.recipes.lines import change_in_words, in_short, lines_for, remakes_optimizer, yaml_of
 from tightfit.recipes.records import NOTHING, ROUNDING, Recipe
-from tightfit.recipes.sizes import length_of, shortened, with_rows
+from tightfit.recipes.smaller import length_of, shortened, with_rows
 from tightfit.recipes.variants import Models, held_bytes, with_recipe
 from tightfit.recipes.ways import Kind, WayOut, WaysOut, ranked
 from tightfit.runtime.activity import aside
