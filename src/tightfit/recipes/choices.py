@@ -11,7 +11,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.names.optimizers import parse_optimizer
 from tightfit.recipes.records import Autocast, Dtype, Recipe
 
-ADAPTER = AdapterConfig(r=16, alpha=32.0, target_modules="all-linear")
+ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
 BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16
 
 # Of AdamW and its kin. Adam, SGD and plain AdamW are left out: the others need less, or learn as well with as much.

@@ -175,6 +175,7 @@ class RecipesRecord(Sequence[Outcome]):
     budget_bytes: int
     batch: str = ""
     model: str = ""
+    notes: tuple[str, ...] = ()  # why recipes were left out
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -202,6 +203,7 @@ class RecipesRecord(Sequence[Outcome]):
             "budget_bytes": self.budget_bytes,
             "batch": self.batch,
             "model": self.model,
+            "notes": list(self.notes),
         }
 
     @property

@@ -23,6 +23,7 @@ from tightfit.recipes.variants import Models, OptimizerOf, Variant, held_bytes, 
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import joined
+from tightfit.tracing.record import StepTrace
 from tightfit.units import is_share_of
 
 Notice = Callable[[str], None]
@@ -54,6 +55,7 @@ class RecipeSearch:
     notice: Notice = lambda line: None
     searches: dict[Variant, VariantSearch] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    updates: dict[tuple, StepTrace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if is_share_of(self.budget, "x"):
@@ -68,8 +70,12 @@ class RecipeSearch:
         """What becomes of each recipe. Those of the same variant come together, in the order of `recipes`."""
         found: list[Found] = []
         done: set[Recipe] = set()
-        for variant in sorted(dict.fromkeys(map(Variant.of, recipes)), key=lambda variant: variant.step_in_backward):
-            alike = [r for r in recipes if Variant.of(r) == variant]
+        last = [r for r in recipes if parse_optimizer(r.optimizer).kind == OFFLOADED]  # each is traced whole
+        groups: dict[tuple[Variant, bool], list[Recipe]] = {}
+        for recipe in recipes:
+            groups.setdefault((Variant.of(recipe), recipe in last), []).append(recipe)
+        order = sorted(groups, key=lambda group: (group[1], group[0].step_in_backward))
+        for variant, alike in ((group[0], groups[group]) for group in order):
             if variant.step_in_backward:
                 # The step in backward frees gradients and changes nothing else, so it is for what does not fit plainly.
                 alike = [r for r in alike if replace(r, step_in_backward=False) not in done]
@@ -91,8 +97,9 @@ class RecipeSearch:
         model = self.models.of(first)
         held = held_bytes(model)
         asked = replace(with_recipe(self.asked, first, model), optimizer="sgd")
-        search = VariantSearch(asked.request(may_choose=True), self.budget, frees=variant.step_in_backward)
-        self.searches.setdefault(variant, search)
+        if variant not in self.searches:
+            request, frees = asked.request(may_choose=True), variant.step_in_backward
+            self.searches[variant] = VariantSearch(request, self.budget, frees=frees, updates=self.updates)
         search = self.searches[variant]
         limit = search.budget_bytes - UNSEEN_BYTES
         waiting = [r for r in recipes if least_bytes(r, model, held) <= limit]

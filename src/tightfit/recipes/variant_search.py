@@ -1,24 +1,26 @@
 """Traces and prices one variant of a model without an optimizer, for all optimizers that train it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tightfit.errors import LeverError
 from tightfit.levers.recompute import Policy
 from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import Solution, least_peak, solve
-from tightfit.planner.levers import Combination, MicroBatches
+from tightfit.planner.levers import Combination, MicroBatches, Role
 from tightfit.planner.request import Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Baseline, Candidate
 from tightfit.planner.search.least import Way, least_way
 from tightfit.planner.search.search import Search
+from tightfit.step import Batch
 from tightfit.tracing.joined import joined, state_bytes
-from tightfit.tracing.record import Phase, StepTrace
+from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.step import trace_part, trace_update
 
 Choice = tuple[int, ...]
 SOLVED_AGAIN = 4  # how often a choice whose trace is over the budget is solved again
+LOGITS = 4  # tensors of the logits' size that a plain loss holds at once
 COUNTS = 4  # numbers of micro-batches that are tried, the fewest first
 
 
@@ -63,7 +65,8 @@ class VariantSearch(Search):
 
     frees: bool = False
     parts: dict[tuple, StepTrace] = field(default_factory=dict)
-    updates: dict[str, StepTrace] = field(default_factory=dict)
+    plains: dict[int, Candidate] = field(default_factory=dict)  # by the trace of the optimizer, which stays alive
+    updates: dict[tuple, StepTrace] = field(default_factory=dict)  # variants that train the same share them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,9 +92,14 @@ class VariantSearch(Search):
 
     def update(self, name: str) -> StepTrace:
         """The phase of the optimizer of this name. Raises the errors of `build_optimizer`."""
-        if name not in self.updates:
-            request = self.request
-            self.updates[name] = trace_update(
+        request = self.request
+        key = (
+            name,
+            self.frees,
+            tuple((n, p.shape, p.dtype) for n, p in request.model.named_parameters() if p.requires_grad),
+        )
+        if key not in self.updates:
+            self.updates[key] = trace_update(
                 request.model,
                 name,
                 settings=request.settings,
@@ -100,7 +108,7 @@ class VariantSearch(Search):
                 role=request.role,
                 one_by_one=self.frees,
             )
-        return self.updates[name]
+        return self.updates[key]
 
     # Candidates for one optimizer
 
@@ -118,7 +126,9 @@ class VariantSearch(Search):
         return Candidate(combination, policies, joined_paths, trace, None if base is None else base.priced, choice)
 
     def plain_candidate(self, update: StepTrace) -> Candidate:
-        return self.candidate(update, self.request.plain, {})
+        if id(update) not in self.plains:
+            self.plains[id(update)] = self.candidate(update, self.request.plain, {})
+        return self.plains[id(update)]
 
     def rungs(self) -> list[Combination]:
         """The combinations to solve, from the fastest to the one of least memory: with all levers that keep the step's
@@ -134,10 +144,14 @@ class VariantSearch(Search):
 
     def solved(self, update: StepTrace, rung: Combination, plain: Candidate) -> tuple[Candidate | None, int]:
         """The fastest candidate of a rung that fits, None if none does; and the least bytes that the rung needs."""
-        base = self.rung_baseline(rung)
         states = state_bytes(update)
+        if rung not in self.priced and rung != self.request.plain and self.may_do(rung, plain):
+            found = self.candidate(update, rung, {})
+            if self.excess(found) <= 0:
+                return found, found.needed_bytes
+        base = self.rung_baseline(rung)
         # What the allocator adds to the sums, as in the plain step; the trace as applied has the last word.
-        above = max(0, plain.peak_bytes - max(self.plain.peak_bytes + states, self.update_peak(plain)))
+        above = self.added_by_allocator(update)
         if base.priced is None:
             found = self.candidate(update, rung, {})
             return (found if self.excess(found) <= 0 else None), found.needed_bytes
@@ -155,6 +169,32 @@ class VariantSearch(Search):
                 return found, found.needed_bytes
             bound = min(bound, solution.peak_bytes) - excess
         return None, max(least, self.budget_bytes + 1)
+
+    def may_do(self, rung: Combination, plain: Candidate) -> bool:
+        """Whether a rung's levers may be enough without recompute: pricing its blocks takes several traces."""
+        # A chunked loss saves the logits, which are the largest tensors of forward, and a few tensors of their size.
+        largest = max((s.bytes for s in plain.trace.storages if s.category is Category.ACTIVATION), default=0)
+        return self.excess(plain) <= LOGITS * largest or rung.micro_batches > self.request.micro_batches
+
+    @cached_property
+    def frugal(self) -> tuple[Combination, dict[str, Policy]]:
+        """Levers of little memory: all of the first rung, and every block at its least."""
+        inside = self.of_role(Role.INSIDE_BLOCKS)
+        policies = [kind.frugal_policy(self.request.levers) for kind in inside]
+        return self.rungs()[0], dict.fromkeys(self.paths, policies[-1]) if policies else {}
+
+    def with_batch(self, batch: Batch) -> "VariantSearch":
+        """The search of the same variant with another batch, whose plain step is not traced."""
+        if batch is self.request.batch:
+            return self
+        other = VariantSearch(replace(self.request, batch=batch), self.budget, frees=self.frees, updates=self.updates)
+        other.__dict__.update(paths=self.paths, budget_bytes=self.budget_bytes, frugal=self.frugal)
+        return other
+
+    def added_by_allocator(self, update: StepTrace) -> int:
+        """Bytes that the allocator adds to the sums over tensors, as in the plain step."""
+        plain = self.plain_candidate(update)
+        return max(0, plain.peak_bytes - max(self.plain.peak_bytes + state_bytes(update), self.update_peak(plain)))
 
     def update_peak(self, candidate: Candidate) -> int:
         """The highest level of the optimizer's phase, which no lever lowers; 0 with the step in backward."""

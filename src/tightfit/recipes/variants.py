@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from tightfit.config.schema import AdapterConfig
+from tightfit.errors import ModelError
 from tightfit.memory.allocator import scales_of, storage_bytes
+from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.variants import as_recipe
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import build_optimizer
@@ -44,8 +46,21 @@ class Models:
         """The model that a recipe trains, without memory. Raises `ModelError`."""
         key = (recipe.dtype, recipe.adapter)
         if key not in self.built:
-            self.built[key] = as_recipe(self.model, dtype=recipe.dtype, adapter=recipe.adapter)
+            self.built[key] = self._made(recipe)
         return self.built[key]
+
+    def _made(self, recipe: Recipe) -> nn.Module:
+        adapter = recipe.adapter
+        if adapter is None and all(p.dtype == WEIGHT_DTYPES[recipe.dtype] for p in self.model.parameters()):
+            return self.model  # dry runs leave it as it is
+        try:
+            return as_recipe(self.model, dtype=recipe.dtype, adapter=adapter)
+        except ModelError:
+            if adapter is None or adapter.target_modules is not None:
+                raise
+        # An architecture for which peft has no choice.
+        everywhere = adapter.model_copy(update={"target_modules": "all-linear"})
+        return as_recipe(self.model, dtype=recipe.dtype, adapter=everywhere)
 
     def forget(self, recipe: Recipe) -> None:
         """Release a model that no further recipe needs."""
