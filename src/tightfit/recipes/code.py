@@ -221,9 +221,7 @@ if len(rows) < BATCH:
 """
 
 
-def _script(
-    job: Job, *, imports: list[str], data: str, training: str, classes: str = "", moved: bool = False
-) -> str:
+def _script(job: Job, *, imports: list[str], data: str, training: str, classes: str = "", moved: bool = False) -> str:
     """The parts that all scripts share, around the library's own."""
     recipe = job.recipe
     third, ours = imports[: imports.index("")], imports[imports.index("") + 1 :]

@@ -1,11 +1,16 @@
 """Ways out where a step does not fit, and the doctor's remedies, as plain data. No torch here."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
+from tightfit.errors import InputError
 from tightfit.planner.levers import Exactness
 from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.planner.asked import Asked
+    from tightfit.planner.plans import Plan
 
 Kind = Literal["exact", "rounding", "inexact", "size", "device"]
 KINDS: tuple[Kind, ...] = ("exact", "rounding", "inexact", "size", "device")  # as ways out are ranked
@@ -36,6 +41,7 @@ class WayOut:
     `kind` is how it is ranked: the results stay the same bits, to rounding, or not; another size of the batch; another
     device. `changes` says that in words. `peak_bytes` is the peak of a dry run with the way and `levers` applied, and
     `needed_bytes` the smallest budget for that step. A way that does not fit has the least peak that was found.
+    `budget` is the budget of the way's plan.
     """
 
     name: str
@@ -49,14 +55,32 @@ class WayOut:
     python: str
     yaml: str
     flags: str
+    budget: int | str = 0
+    asked: "Asked | None" = field(default=None, repr=False, compare=False)  # the arguments of its plan
 
     @property
     def exactness(self) -> str:
         """What becomes of the loss and the gradients of this step: "exact", "rounding" or "inexact"."""
         return self.kind if self.kind in ("exact", "rounding") else str(Exactness.INEXACT)
 
+    def plan(self) -> "Plan":
+        """The fastest plan with this way, for a model that is changed as `python` says.
+
+        Raises `InputError` for a way from another process, which has no model, and `CannotFit` for one that does not
+        fit.
+        """
+        from tightfit.planner.api import plan_asked
+
+        if self.asked is None:
+            raise InputError(f"{self.name}: this way out comes from another process and has no model: plan it there")
+        return plan_asked(self.asked, self.budget)
+
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "exactness": self.exactness}
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "asked"}
+        return {**shown, "exactness": self.exactness}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "asked": None}  # models stay where they are
 
 
 @dataclass(frozen=True)

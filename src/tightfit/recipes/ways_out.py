@@ -44,7 +44,7 @@ CARDS = 4  # cards that are tried for a recipe, the smallest first
 @real_tensors()
 def ways_out_of(refusal: Refusal | None) -> WaysOut:
     """The ways out of a refusal, ranked; none where no plan was asked for."""
-    return WaysOut() if refusal is None else _Finder(refusal).found()
+    return WaysOut() if refusal is None else Finder(refusal).found()
 
 
 @dataclass
@@ -57,7 +57,14 @@ class Trial:
 
 
 @dataclass
-class _Finder:
+class _WaySearch(Search):
+    """A search that knows the arguments that it was made of."""
+
+    asked: Asked | None = None
+
+
+@dataclass
+class Finder:
     """Mutable: the ways found so far, and the models built for them."""
 
     refusal: Refusal
@@ -77,13 +84,10 @@ class _Finder:
         self.models = Models(search.request.model)
 
     def found(self) -> WaysOut:
-        self.try_exact()
-        self.try_rounding()
-        self.try_inexact()
-        if not any(way.fits and way.kind in ("exact", "rounding") for way in self.ways):
-            self.try_sizes()
-        if not any(way.fits for way in self.ways):
-            self.try_cards()
+        ranks: list[Callable[[], None]] = [self.try_exact, self.try_rounding, self.try_inexact, self.try_sizes]
+        for rank in (*ranks, self.try_cards):
+            with self.untried("a further way"):
+                rank()
         return WaysOut(ranked(self.ways), self.search.budget_bytes, tuple(dict.fromkeys(self.notes)))
 
     # Ranks
@@ -134,6 +138,8 @@ class _Finder:
 
     def try_sizes(self) -> None:
         """A shorter sequence, and a smaller batch: the largest that fits with the levers that are allowed."""
+        if self.has("exact", "rounding"):
+            return
         if optimizer_peak(self.search.plain) + UNSEEN_BYTES > self.search.budget_bytes:
             return  # weights, gradients and states do not depend on the batch
         batch = self.asked.batch
@@ -142,18 +148,19 @@ class _Finder:
             unit = TOKENS if length > TOKENS else 1
             self.try_size("sequence", shortened, (length - 1) // unit, unit)
         try:
-            rows = batch_size(batch) if self.asked.count == 1 else 1
-        except LeverError:
+            rows = batch_size(batch)
+        except LeverError:  # no tensor with rows
             return
-        if rows > 1:
-            self.try_size("batch", with_rows, rows - 1, 1)
+        unit = self.asked.count * getattr(self.asked.loss, "rows_together", 1)
+        if rows > unit:
+            self.try_size("batch", with_rows, rows // unit - 1, unit)
 
     def try_size(self, what: str, of_size: Callable[[Batch, int], Batch], top: int, unit: int) -> None:
         """The largest number of units, up to `top`, that fits."""
-        searches: dict[int, Search] = {}
+        searches: dict[int, _WaySearch] = {}
         way, _ = least_way(self.search, self.search.plain, joining=False)
 
-        def search_of(number: int) -> Search:
+        def search_of(number: int) -> _WaySearch:
             if number not in searches:
                 asked = replace(self.asked, batch=of_size(self.asked.batch, number * unit))
                 searches[number] = self.search_for(asked, self.levers)
@@ -174,6 +181,8 @@ class _Finder:
 
     def try_cards(self) -> None:
         """The smallest card of the list for the recipe as it was asked for; else for the most frugal one."""
+        if any(way.fits for way in self.ways):
+            return
         widest = self.levers | allowed_levers("rounding") | self.exact_levers()
         frugal = [*neighbours.adapted(self.search.request, self.recipe)[-1:]]
         known = known_devices()
@@ -280,14 +289,15 @@ class _Finder:
 
     def search_for(
         self, asked: Asked, levers: frozenset[str], budget: int | str | None = None, plain: StepTrace | None = None
-    ) -> Search:
-        request = replace(asked, levers=sorted(levers)).request(may_choose=True)
-        search = Search(request, self.budget if budget is None else budget)
+    ) -> "_WaySearch":
+        asked = replace(asked, levers=sorted(levers))
+        search = _WaySearch(asked.request(may_choose=True), self.budget if budget is None else budget)
+        search.asked = asked
         if plain is not None:
             search.__dict__["plain"] = plain  # the same step, which the refused search has traced
         return search
 
-    def least(self, search: Search) -> Candidate:
+    def least(self, search: _WaySearch) -> Candidate:
         """The plain step if it fits, else the step with the levers of about the least memory, traced as applied."""
         plain = search.request.plain
         routed = search.tracer.routed_peaks(search.plain, plain, {})
@@ -319,7 +329,7 @@ class _Finder:
             return given.replace(" ", "")
         return f"{self.budget // 2**20}MiB" if self.budget >= 100 * 2**20 else f"{self.budget}"
 
-    def of_recipe(self, trial: Trial, search: Search, found: Candidate) -> WayOut:
+    def of_recipe(self, trial: Trial, search: _WaySearch, found: Candidate) -> WayOut:
         recipe, levers = trial.recipe, trial.levers
         changed = None if levers == self.levers else sorted(levers)
         lines = lines_for(self.recipe, recipe, budget=self.budget_in_words, levers=changed)
@@ -327,7 +337,7 @@ class _Finder:
         name = " + ".join(self.words(recipe, levers))
         return self.way(name, trial.kind, changes, search, found, lines.python, lines.yaml, lines.flags)
 
-    def of_size(self, what: str, number: int, search: Search, found: Candidate) -> WayOut:
+    def of_size(self, what: str, number: int, search: _WaySearch, found: Candidate) -> WayOut:
         batch, budget = self.asked.batch, self.budget_in_words
         if isinstance(batch, TokenBatch):
             given = f"tightfit.{search.request.batch}"
@@ -343,7 +353,7 @@ class _Finder:
         flags = f"--seq-len {number}" if is_length else f"--batch-size {number}"
         return self.way(name, "size", changes, search, found, python, yaml, flags)
 
-    def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: Search, found: Candidate) -> WayOut:
+    def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: _WaySearch, found: Candidate) -> WayOut:
         spec = search.request.device
         changed = None if levers == self.levers else sorted(levers)
         lines = lines_for(self.recipe, recipe, budget="100%", levers=changed, device=key)
@@ -352,7 +362,15 @@ class _Finder:
         return self.way(" + ".join(words), "device", changes, search, found, lines.python, lines.yaml, lines.flags)
 
     def way(
-        self, name: str, kind: Kind, changes: str, search: Search, found: Candidate, python: str, yaml: str, flags: str
+        self,
+        name: str,
+        kind: Kind,
+        changes: str,
+        search: _WaySearch,
+        found: Candidate,
+        python: str,
+        yaml: str,
+        flags: str,
     ) -> WayOut:
         return WayOut(
             name=name,
@@ -366,4 +384,6 @@ class _Finder:
             python=python,
             yaml=yaml,
             flags=flags,
+            budget=search.budget,
+            asked=search.asked,
         )
