@@ -28,6 +28,7 @@ from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors, twin_of
 
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
+FASTER = 0.98  # of another recipe's time: a gain worth a row
 LENGTH = 1024  # tokens of the one sequence that is meant where no batch is given
 Notice = Callable[[str], None]
 
@@ -115,7 +116,7 @@ def recipes_of(
     found = search.run(recipes)
     if not found:
         raise InputError(f"no recipe could be tried: {'; '.join(search.notes)}")
-    found = _confirmed(search, found)
+    found = _worth_a_row(_confirmed(search, found))
     by_outcome = {id(each.outcome): each for each in found}
     order = [by_outcome[id(outcome)] for outcome in ranked([each.outcome for each in found])]
     if pick is not None:
@@ -152,6 +153,20 @@ def _confirmed(search: RecipeSearch, found: list[Found]) -> list[Found]:
             return left
         left[todo[0]] = search.confirmed(left[todo[0]])
         done.add(todo[0])
+
+
+def _worth_a_row(found: list[Found]) -> list[Found]:
+    """The recipes without steps in backward that change neither whether a recipe fits nor its speed."""
+    plain = {each.recipe: each.outcome for each in found if not each.recipe.step_in_backward}
+
+    def adds(each: Found) -> bool:
+        other = plain.get(replace(each.recipe, step_in_backward=False))
+        if not each.recipe.step_in_backward or other is None or not other.fits:
+            return True
+        seconds, other_seconds = each.outcome.step_seconds, other.step_seconds
+        return bool(seconds and other_seconds and seconds < FASTER * other_seconds)
+
+    return [each for each in found if adds(each)]
 
 
 def _picked(search: RecipeSearch, order: list[Found], pick: int) -> list[Found]:

@@ -203,6 +203,7 @@ class RecipeSearch:
             step_seconds=seconds,
             tokens_per_second=tokens / seconds if tokens and seconds else None,
             levers=tuple(lever.name for lever in levers),
+            micro_batches=candidate.combination.micro_batches,
             rounds=any(lever.exactness is not Exactness.EXACT for lever in levers),
             plan=plan,
         )
