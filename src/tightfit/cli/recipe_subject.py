@@ -15,14 +15,16 @@ from tightfit.errors import InputError
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness
+from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Optimizer
+from tightfit.planner.search.search import Search
 from tightfit.recipes.api import recipes_of
 from tightfit.recipes.choices import Wanted
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
 from tightfit.recipes.variants import OptimizerOf, optimizer_of
-from tightfit.recipes.written import Setting, model_section, written
+from tightfit.recipes.written import YAML, Setting, model_section, written
 from tightfit.tracing.build import build_dry
 from tightfit.training.optimizer import OptimizerRecipe
 
@@ -42,9 +44,14 @@ class RecipeSubject:
     def recipes(self, notice: Callable[[str], None]) -> Recipes:
         return recipes_of(self.asked, self.budget, self.wanted, optimizer=self.optimizer, notice=notice, name=self.name)
 
-    def written(self, outcome: Outcome) -> str:
-        """The recipe as a configuration."""
-        return written(outcome, self.setting())
+    def written(self, outcome: Outcome, as_: str = YAML) -> str:
+        """The recipe as a configuration, or as a script for another library."""
+        return written(outcome, self.setting(), as_)
+
+    def refusal(self, budget_bytes: int) -> Refusal:
+        """What was asked for, where no recipe fits."""
+        asked = replace(self.asked, optimizer=self.wanted.optimizer or "adamw")
+        return Refusal(asked, Search(asked.request(may_choose=True), budget_bytes), recipes_tried=True)
 
     def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
         """The outcome with the figures of the plan of the configuration that was written."""

@@ -8,7 +8,11 @@ from tightfit.planner.search.search import Search
 
 @dataclass(frozen=True)
 class Refusal:
-    """The arguments of the plan that was refused, and its search, with the traces that were made."""
+    """The arguments of the plan that was refused, and its search, with the traces that were made.
+
+    `recipes_tried` says that other recipes were tried already, so only another device is left.
+    """
 
     asked: Asked
     search: Search
+    recipes_tried: bool = False

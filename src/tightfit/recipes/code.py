@@ -60,7 +60,7 @@ class Job:
         levers: str | Sequence[str] | None = None,
     ) -> "Job":
         """The job of an outcome, in as many micro-batches as it has."""
-        count = 1 if outcome.plan is None else outcome.plan.micro_batches
+        count = outcome.micro_batches if outcome.plan is None else outcome.plan.micro_batches
         return cls(outcome.recipe, model, budget, batch_size, sequence_length, levers, count)
 
 

@@ -47,6 +47,15 @@ def ways_out_of(refusal: Refusal | None) -> WaysOut:
     return WaysOut() if refusal is None else Finder(refusal).found()
 
 
+def cards_by_memory() -> list[tuple[str, DeviceSpec]]:
+    """The cards of the list, the smallest first: for each size of memory, the one of the newest kind."""
+    known = [(key, device.spec) for key, device in known_devices().items()]
+    newest: dict[int, tuple[str, DeviceSpec]] = {}
+    for key, spec in sorted(known, key=lambda each: (each[1].compute_capability or (0, 0), each[0])):
+        newest[spec.memory_bytes] = key, spec
+    return [newest[size] for size in sorted(newest)]
+
+
 @dataclass
 class Trial:
     """One way to try. `recipe` and `levers` are those of the whole step, changed or not."""
@@ -85,7 +94,7 @@ class Finder:
 
     def found(self) -> WaysOut:
         ranks: list[Callable[[], None]] = [self.try_exact, self.try_rounding, self.try_inexact, self.try_sizes]
-        for rank in (*ranks, self.try_cards):
+        for rank in (*([] if self.refusal.recipes_tried else ranks), self.try_cards):
             with self.untried("a further way"):
                 rank()
         return WaysOut(ranked(self.ways), self.search.budget_bytes, tuple(dict.fromkeys(self.notes)))
@@ -184,24 +193,29 @@ class Finder:
         if any(way.fits for way in self.ways):
             return
         widest = self.levers | allowed_levers("rounding") | self.exact_levers()
-        frugal = [*neighbours.adapted(self.search.request, self.recipe)[-1:]]
-        known = known_devices()
-        order = sorted(known, key=lambda key: (known[key].spec.memory_bytes, key))
-        for recipe, levers in ((self.recipe, self.levers), *((recipe, widest) for recipe in frugal)):
+        frugal = neighbours.adapted(self.search.request, self.recipe)[-1:]
+        cards = cards_by_memory()
+        trials = [(self.recipe, self.levers), *((recipe, widest) for recipe in frugal)]
+        for number, (recipe, levers) in enumerate(trials, start=1):
             with self.untried(f"{recipe.name} on another card"):
-                model = self.models.of(recipe) if recipe != self.recipe else self.asked.model
+                model = self.asked.model if recipe == self.recipe else self.models.of(recipe)
                 least = least_bytes(recipe, model, held_bytes(model))
-                room = [key for key in order if known[key].spec.memory_bytes > least]
-                for key in [*room[:CARDS], *order[-1:]]:
-                    spec = known[key].spec
-                    asked = replace(self.asked_for(recipe), device=spec)
-                    search = self.search_for(asked, levers, "100%")
-                    found = self.least(search)
-                    if search.excess(found) <= 0:
-                        self.ways.append(self.of_card(key, recipe, levers, search, found))
-                        return
-                    last = self.of_card(key, recipe, levers, search, found)
-                self.ways.append(last)
+                room = [(key, spec) for key, spec in cards if spec.memory_bytes > least][:CARDS]
+                if not room and number == len(trials):
+                    room = cards[-1:]  # for the least bytes, which the answer names
+                found = [self.on_card(key, spec, recipe, levers) for key, spec in room[:1]]
+                for key, spec in room[1:]:
+                    if found[-1].fits:
+                        break
+                    found.append(self.on_card(key, spec, recipe, levers))
+                self.ways += found[-1:]
+                if found and found[-1].fits:
+                    return
+
+    def on_card(self, key: str, spec: DeviceSpec, recipe: Recipe, levers: frozenset[str]) -> WayOut:
+        """A recipe run dry on a card of the list."""
+        search = self.search_for(replace(self.asked_for(recipe), device=spec), levers, "100%")
+        return self.of_card(key, recipe, levers, search, self.least(search))
 
     # What there is to try
 

@@ -1,8 +1,8 @@
-"""A recipe as a configuration that `tightfit train` and `tightfit plan` accept."""
+"""A recipe as a configuration that `tightfit train` and `tightfit plan` accept, or as a script for another library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tightfit.config.load import parse_config
 from tightfit.config.schema import AdapterConfig
@@ -10,9 +10,12 @@ from tightfit.config.yaml_text import write_yaml
 from tightfit.errors import InputError
 from tightfit.models.decoder_config import PRESETS
 from tightfit.models.pretrained import find
+from tightfit.models.published import published
+from tightfit.recipes.code import LIBRARIES, Job, as_code
 from tightfit.recipes.records import Outcome
 
-Kind = Literal["yaml"]
+YAML = "yaml"
+KINDS = (YAML, *LIBRARIES)
 SMALLEST_VOCABULARY, USUAL_VOCABULARY = 257, 6400  # of `data.vocab_size`
 
 
@@ -45,13 +48,37 @@ def model_section(source: str) -> dict[str, Any]:
     return {"path": source}
 
 
-def written(outcome: Outcome, setting: Setting, as_: Kind = "yaml") -> str:
-    """The recipe as text: a configuration whose plan is the recipe's. Raises `InputError` for another kind of text."""
-    if as_ != "yaml":
-        raise InputError(f"--as {as_} is not known: choose yaml")
+def written(outcome: Outcome, setting: Setting, as_: str = YAML) -> str:
+    """The recipe as text: a configuration whose plan is the recipe's, or a script for one of `LIBRARIES`.
+
+    Raises `InputError` for another kind of text, and for what a script cannot train.
+    """
+    if as_ not in KINDS:
+        raise InputError(f"--as {as_} is not known: choose one of {', '.join(KINDS)}")
+    if as_ != YAML:
+        return as_code(as_, _job(outcome, setting))
     text = write_yaml(configuration(outcome, setting))
     parse_config(configuration(outcome, setting))  # our own text has to be a configuration
     return f"# {outcome.name}, as `tightfit fit` chose it.\n{text}"
+
+
+def _job(outcome: Outcome, setting: Setting) -> Job:
+    """What a script trains. Raises `InputError` for a model that `transformers` does not load by a name."""
+    path = setting.model.get("path")
+    if path is None:
+        raise InputError(
+            "--as: the model is tightfit's own decoder, which other libraries do not load: write YAML, or export the "
+            "model first (tightfit export)"
+        )
+    known = published().get(path)
+    return Job.of(
+        outcome,
+        path if known is None else known.source,
+        "80%" if setting.budget is None else setting.budget,
+        batch_size=setting.batch_size,
+        sequence_length=setting.sequence_length,
+        levers=setting.levers,
+    )
 
 
 def configuration(outcome: Outcome, setting: Setting) -> dict[str, Any]:
