@@ -36,13 +36,19 @@ def kind_of(optimizer: Optimizer) -> str | None:
 def recipe_of(request: Request) -> Recipe:
     """The recipe of a step as it was asked for."""
     optimizer = request.optimizer
-    stepping = isinstance(optimizer, torch.optim.Optimizer) and steps_in_backward(optimizer)
     return Recipe(
         dtype="bf16" if main_dtype(request.model) == torch.bfloat16 else "fp32",
         optimizer=kind_of(optimizer) or UNKNOWN,
-        step_in_backward=bool(stepping or getattr(optimizer, "step_in_backward", False)),
+        step_in_backward=getattr(request.settings, "step_in_backward", False) or steps(optimizer),
         precision=request.settings.precision,
     )
+
+
+def steps(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps in backward by itself. A factory may say so by its attribute `step_in_backward`."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return steps_in_backward(optimizer)
+    return bool(getattr(optimizer, "step_in_backward", False))
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:

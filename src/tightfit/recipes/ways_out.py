@@ -67,9 +67,13 @@ class Trial:
 
 @dataclass
 class _WaySearch(Search):
-    """A search that knows the arguments that it was made of."""
+    """A search that knows the arguments that it was made of.
+
+    `steps_unseen` says that the optimizer steps in backward and the settings of the step do not say so.
+    """
 
     asked: Asked | None = None
+    steps_unseen: bool = False
 
 
 @dataclass
@@ -267,6 +271,7 @@ class Finder:
                 return False
             seed = self.search.plain if recipe == self.recipe else None
             search = self.search_for(self.asked_for(recipe), levers, plain=seed)
+            search.steps_unseen = recipe.step_in_backward and not search.request.settings.step_in_backward
             found = self.least(search)
             self.ways.append(self.of_recipe(trial, search, found))
             return self.ways[-1].fits
@@ -319,8 +324,9 @@ class Finder:
         first = Candidate(plain, {}, (), search.plain, worst_bytes=max(routed, default=None))
         if search.excess(first) <= 0 or optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes:
             return first
+        if search.steps_unseen:
+            return first  # a plan would price blocks as if all gradients stayed, and find nothing better
         way, _ = least_way(search, search.plain, joining=False)
-        # The whole step: the estimate above knows no optimizer that steps in backward.
         combination, policies, trace = sized(search, way), dict(way.policies), as_it_will_run(search, way)
         worst = search.tracer.routed_peaks(trace, combination, policies, way.joined) if routed else []
         found = Candidate(combination, policies, way.joined, trace, worst_bytes=max(worst, default=None))
