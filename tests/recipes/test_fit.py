@@ -35,7 +35,7 @@ FIELDS = (
 @pytest.fixture(scope="module")
 def found():
     """Fused AdamW in fp32 and in bf16 in a budget for which fp32 needs levers."""
-    return tightfit.fit(decoder(**SHAPE), BATCH, device=even(), budget="850KiB", optimizer="adamw_fused")
+    return tightfit.fit(decoder(**SHAPE), BATCH, device=even(), budget="1000KiB", optimizer="adamw_fused")
 
 
 def test_every_recipe_that_fits_trains_in_the_bytes_that_were_predicted(found):
