@@ -21,7 +21,7 @@ from tightfit.tracing.joined import state_bytes
 
 MULTIPLE = 64  # of a sequence's tokens, which matrix units like
 CORRECTIONS = 3  # dry runs for one size
-MOST = 2**20  # where nothing grows with a size
+MOST = 2**20  # tokens of a batch, beyond which nothing is tried: a dry run computes with the ids of all tokens
 Shape = tuple[int, int]  # sequences, and tokens of each
 
 
@@ -82,10 +82,10 @@ class Sizes:
             return found
         size, length = shape
         multiple = MULTIPLE if length % MULTIPLE == 0 else 1
-        most = position_limit(self.search.asked.model) or MOST
+        most = min(position_limit(self.search.asked.model) or MOST, max(length, MOST // size))
         sequence = _Dimension("length", length, multiple, most, lambda n: (size, n))
         count = self.search.asked.count
-        batch = _Dimension("size", size, count, MOST, lambda n: (n, length))
+        batch = _Dimension("size", size, count, max(size, MOST // length), lambda n: (n, length))
         outcome = replace(
             found.outcome,
             longest_sequence=self._largest(found, sequence, confirm),
