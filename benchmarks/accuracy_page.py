@@ -148,6 +148,25 @@ Predicted with torch {torches} on a machine without a GPU, for the card, by `pyt
     )
 
 
+def published_kernels(record: Record) -> str:
+    results, versions = record["results"], record["environment"]["versions"]
+    return f"""\
+## Peaks of kernels of others on graphics cards, published by others
+
+Liger-Kernel's own operators with their Triton kernels, run dry with torch {versions["torch"]} and triton
+{versions["triton"]} on a machine without a GPU, by `python -m benchmarks.published.kernels`. No kernel was launched.
+The versions of the package are those of the measurements. The rows are facts in `benchmarks/published/kernels.json`,
+with their source. The same operators in plain PyTorch (`huggingface`) are among the rows of the section above.
+
+{len(results)} rows: median error {statistics.median(published_errors(results)):.4%}, worst \
+{published_errors(results)[-1]:.3%}.
+
+""" + rows(
+        "| source | what | card | date | rows | median error | worst error |",
+        [series_line(group) for group in published_series(results).values()],
+    )
+
+
 def published_line(record: Record) -> str:
     """The comparison in a sentence, as in the README."""
     clear = [row for row in record["results"] if row["ambiguous"] is None]
@@ -262,13 +281,18 @@ def plan_line(row: Record) -> str:
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "accuracy": peaks,
     "published": published,
+    "published_kernels": published_kernels,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
     "plan_time": plan_time,
 }
 
 # Where the file of results has another name
-SCRIPTS = {"published": "published/peaks.py", "published_seconds": "published/seconds.py"}
+SCRIPTS = {
+    "published": "published/peaks.py",
+    "published_kernels": "published/kernels.py",
+    "published_seconds": "published/seconds.py",
+}
 
 
 def page(results: Path = RESULTS) -> str:

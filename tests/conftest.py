@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--calibration", default="even", metavar="NAME",
         help="what the suite takes for this machine's CPU: even, slow-products, slow-memory or busy-hour",
     )  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `sampled(count)`, all but `count` are slow.
+
+    Which ones stay depends on the names of the test and its cases only.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, all_cases in cases.items():
+        mark = all_cases[0].get_closest_marker("sampled")
+        assert mark is not None
+        (count,) = mark.args
+        kept = random.Random(name).sample(all_cases, min(count, len(all_cases)))
+        for item in all_cases:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

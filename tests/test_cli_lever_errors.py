@@ -26,6 +26,7 @@ def test_a_wrong_setting_of_a_lever_is_one_line(tmp_path, setting, said):
     assert said in outcome.error
 
 
+@pytest.mark.slow  # two plans with every lever exact to rounding
 def test_a_class_of_levers_with_names_is_taken_from_the_option_and_from_yaml(tmp_path):
     path = tmp_path / "training.yaml"
     model = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}

@@ -29,6 +29,7 @@ def settings(out):
     return dict(setting.split("=") for setting in line.removeprefix("As settings: ").split())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "key", "multiple"),
     [
@@ -47,6 +48,7 @@ def test_the_answer_is_a_plan_and_settings_that_have_it(config, what, key, multi
     assert fits in outcome.out
 
 
+@pytest.mark.slow  # long sequences
 def test_a_sequence_longer_than_the_table_of_rotations_lengthens_it_and_json_says_what_is_above(config):
     ask = ("plan", config, *BUDGET, "training.batch_size=1", "--maximise", "sequence_length")
     found = settings(tightfit(*ask).out)
@@ -57,6 +59,7 @@ def test_a_sequence_longer_than_the_table_of_rotations_lengthens_it_and_json_say
     assert as_json["plan"]["peak_bytes"] <= 3_000_000 < as_json["above"]["least_bytes"]
 
 
+@pytest.mark.slow  # the preset has 26 million parameters, and the curve many points
 def test_a_preset_is_asked_about_and_a_plan_with_its_curve_written(tmp_path):
     file = tmp_path / "plan.json"
     ask = ("plan", "--model", "cpu8", "--budget", "145MB", "--maximise", "sequence_length", "--multiple-of", 512)

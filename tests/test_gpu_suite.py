@@ -16,6 +16,7 @@ def suite(monkeypatch, tmp_path):
     return module
 
 
+@pytest.mark.slow  # every case of the suite for cards, small
 def test_small_cases_are_predicted_measured_and_summed_up(suite, tmp_path, capsys):
     path = tmp_path / "results" / "small.json"
     assert suite.main(["--small", "--output", str(path)]) == 0

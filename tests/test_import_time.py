@@ -75,6 +75,7 @@ def loaded_by(*arguments):
     return out, err, set(modules)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["mm26", "smollm2-135m", "gpt2"])
 def test_an_estimate_at_the_command_line_loads_no_compiler_and_nothing_for_many_devices(model):
     ask = ("estimate", "--model", model, "--seq-len", "64", "--device", "rtx4090", "--json")
@@ -84,6 +85,7 @@ def test_an_estimate_at_the_command_line_loads_no_compiler_and_nothing_for_many_
     assert json.loads(out) == json.loads(tightfit(*ask).out)
 
 
+@pytest.mark.slow  # two interpreters, two plans
 def test_a_plan_at_the_command_line_loads_no_compiler_and_is_the_same():
     ask = ("plan", "--model", "smollm2-135m", "--seq-len", "512", "--batch-size", "8", "--device", "rtx4090", "--json")
     out, _, modules = loaded_by(*ask, "--budget", "0.9x")
@@ -91,6 +93,7 @@ def test_a_plan_at_the_command_line_loads_no_compiler_and_is_the_same():
     assert json.loads(out) == json.loads(tightfit(*ask, "--budget", "0.9x").out)
 
 
+@pytest.mark.slow  # two interpreters, two plans
 def test_a_plan_in_bf16_that_asks_whether_strides_are_dense_loads_no_sympy_and_is_the_same():
     ask = ("plan", "--model", "gpt2", "--batch-size", "8", "--seq-len", "512", "--device", "rtx3080")
     out, _, modules = loaded_by(*ask, "--precision", "bf16", "--budget", "0.8x", "--json")
@@ -169,6 +172,7 @@ def test_a_stand_in_gives_way_to_whatever_it_does_not_know(use, ways):
     assert ways.get(use, "kept").startswith(("sympy.name", "torch.fx.experimental.symbolic_shapes.free_symbols"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "trouble",
     [

@@ -42,10 +42,10 @@ CASES = {
     "falcon": "estimate --model falcon.json --device rtx4090 --optimizer offloaded_adamw",
     "eight-bits": "estimate --model gpt2 --device rtx4090 --optimizer adamw8bit",
     "function": "estimate --model own:model --device rtx4090",
-    "plan": "plan --model qwen3-0.6b --device rtx4090 --precision bf16 --batch-size 64 --budget 0.8x",
+    "plan": "plan --model qwen3-0.6b --device rtx4090 --precision bf16 --batch-size 16 --budget 0.8x",
     "plan-offload": "plan --model smollm2-135m --device rtx4090 --batch-size 64 --budget 0.8x --levers exact,offload",
     "plan-rounding": "plan --model gpt2 --device rtx4090 --batch-size 64 --budget 0.8x --levers rounding",
-    "plan-compile": "plan --model mm26 --device cpu --batch-size 4 --budget 0.8x --levers recompute,compile",
+    "plan-compile": "plan --model mm26 --device cpu --batch-size 4 --budget 0.9x --levers recompute,compile",
     "maximise": "plan --model mm26 --device rtx4090 --budget 2GiB --maximise sequence_length",
 }
 

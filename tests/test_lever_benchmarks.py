@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from quick_trainings import leave_out_pictures
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -38,6 +40,7 @@ def test_offloaded_blocks_hold_less(run):
     assert sides["one block"]["copied_bytes"] * 4 < sides["all blocks"]["copied_bytes"]
 
 
+@pytest.mark.slow  # every optimizer
 def test_optimizers_are_compared_by_bytes_and_by_time(run):
     found = run("optimizer_step")
     sides = found["sides"]
@@ -74,6 +77,7 @@ def test_the_trainer_is_timed_against_a_loop_by_hand(run, monkeypatch):
     assert (found["trainer_seconds"], found["by_hand_seconds"], found["ratio"]) == (3, 2, 1.5)
 
 
+@pytest.mark.slow  # searches, and trains at what was found
 def test_the_longest_sequence_is_run_and_stays_within_its_budget(run):
     found = run("longest_sequence")
     assert found["within_budget"]
@@ -97,3 +101,30 @@ def test_packed_and_padded_rows_are_compared_by_their_tokens(run):
         speed = case["tokens_per_second"]
         assert case["of_ideal"] == pytest.approx(speed["packed"] / speed["padded"] * case["fill"]["padded"])
     assert found["best_fit"]["fill"] > 0.999
+
+
+def test_planned_steps_have_the_losses_of_plain_ones_at_half_the_peak(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    leave_out_pictures(monkeypatch)
+    benchmark = importlib.import_module("planned_steps")
+    results, picture = tmp_path / "results.json", tmp_path / "picture.png"
+
+    benchmark.main(["--small", "--output", str(results), "--png", str(picture)])
+
+    found = json.loads(results.read_text())
+    plain, planned = found["sides"]["plain"], found["sides"]["planned"]
+    assert planned["losses"] == plain["losses"]
+    assert len(set(plain["losses"])) == found["steps"]
+    assert planned["measured_peak_bytes"] <= 0.5 * plain["measured_peak_bytes"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    planned["losses"][3] += 1e-7
+    with pytest.raises(AssertionError, match="losses: the planned training has others"):
+        benchmark.demand_identical(found["sides"], found["steps"])
+
+
+def test_the_committed_figures_of_planned_steps_are_those_of_two_hundred_identical_ones(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark = importlib.import_module("planned_steps")
+    found = json.loads((BENCHMARKS / "results" / "planned_steps.json").read_text())
+    benchmark.demand_identical(found["sides"], benchmark.STEPS)
+    assert not found["environment"]["dirty"]

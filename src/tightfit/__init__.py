@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.version import VERSION
 
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
+    from tightfit.any_code.traced import Traced, trace
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
     from tightfit.levers.compiled import compile_blocks
@@ -44,6 +45,7 @@ _HOMES: dict[str, str] = {
     "Recipes": "tightfit.recipes.listed",
     "TextScore": "tightfit.models.scoring",
     "TokenBatch": "tightfit.step",
+    "Traced": "tightfit.any_code.traced",
     "TrainResult": "tightfit.training",
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.tracing.build",
@@ -61,6 +63,7 @@ _HOMES: dict[str, str] = {
     "score_choices": "tightfit.multiple_choice.scoring",
     "set_allocator": "tightfit.memory.settings",
     "tile": "tightfit.levers.tile",
+    "trace": "tightfit.any_code.traced",
     "train": "tightfit.training",
     "undo": "tightfit.levers.recompute",
     "verify": "tightfit.verification",
@@ -76,6 +79,7 @@ __all__ = [
     "Recipes",
     "TextScore",
     "TokenBatch",
+    "Traced",
     "TrainResult",
     "Verification",
     "__version__",
@@ -94,6 +98,7 @@ __all__ = [
     "score_choices",
     "set_allocator",
     "tile",
+    "trace",
     "train",
     "undo",
     "verify",

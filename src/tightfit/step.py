@@ -80,6 +80,7 @@ class StepSettings:
     precision: Precision = "fp32"
     grad_clip: float | None = None
     keep_gradients: bool = False  # gradients are set to zero after a step, not to None, so they keep their memory
+    step_in_backward: bool = False  # each weight is updated once its gradient is ready, which is freed then
 
 
 class Part(NamedTuple):

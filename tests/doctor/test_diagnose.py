@@ -129,6 +129,7 @@ def test_without_a_limit_the_largest_saving_comes_first():
     assert {remedy.fits for remedy in found.remedies} == {None}
 
 
+@pytest.mark.slow  # each remedy is used, compiled blocks among them
 def test_the_lines_of_python_run_as_they_stand(remedied):
     for remedy in remedied.remedies:
         names = {"tightfit": tightfit, "torch": torch, "model": decoder(), "batch": token_batch()}

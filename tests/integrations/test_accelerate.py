@@ -101,6 +101,7 @@ def test_checkpointing_is_given_back_where_a_plan_cannot_be_applied(monkeypatch)
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
 
+@pytest.mark.slow  # a training of two plans
 def test_called_again_the_new_plan_takes_the_place_of_the_first():
     accelerator = accelerate.Accelerator(cpu=True)
     model = llama()

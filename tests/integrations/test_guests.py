@@ -19,6 +19,7 @@ def fresh(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore")  # a user's process goes on after a warning
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_shows_its_plan(name, capsys):
@@ -55,6 +56,7 @@ def said_without():
     return json.loads(done.stdout)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("module", "command"),
     [("hf", "pip install 'tightfit[hf]'"), ("lightning", "pip install 'tightfit[lightning]'")],
@@ -68,6 +70,7 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "guests" / page).read_text("utf-8"), re.M | re.S)
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_the_python_of_the_page_on_hugging_face_runs(tmp_path):
     from tiny_trainings import arguments, llama, padded, samples
 

@@ -58,6 +58,7 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert plan.budget_bytes < plain_peak.bytes <= plan.plain_peak_bytes
 
 
+@pytest.mark.slow  # a large vocabulary, so that the logits weigh
 def test_micro_batches_and_chunked_loss_keep_the_gradient_of_ragged_accumulated_batches(tmp_path):
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     plain = train(tmp_path, llama(vocab_size=MANY_WORDS), **settings)
@@ -79,6 +80,7 @@ def nearly_alike():
     ]
 
 
+@pytest.mark.slow  # a large vocabulary, so that the logits weigh
 @pytest.mark.parametrize(
     ("levers", "budget"), [(["chunked_loss", "micro_batch"], "0.515x"), (["chunked_loss", "recompute"], "0.65x")]
 )
@@ -158,6 +160,7 @@ def test_a_loss_over_pairs_of_samples_is_not_split(tmp_path):
     assert rounding.memory_plan.micro_batches == 1
 
 
+@pytest.mark.slow  # four trainings
 def test_mixed_precision_and_no_clipping_are_respected(tmp_path):
     settings = {"max_steps": 3, "bf16": True, "max_grad_norm": 0.0, "optim": "adamw_torch"}
     peak, budget = PeakOfSteps(last=3), MemoryBudget("0.6x")

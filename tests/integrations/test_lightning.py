@@ -109,6 +109,7 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert not any("forward" in module.__dict__ for module in within.modules())
 
 
+@pytest.mark.slow  # four trainings
 def test_precision_accumulation_and_clipping_are_respected():
     settings = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     plain, within = module_class(pl)(), module_class(pl)()
@@ -205,6 +206,7 @@ class LookingAfter:
         self.seen.append([float(p.grad.norm()) for p in self.parameters()])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("own", [ByHand, OneBehind, LookingBefore, LookingAfter], ids=lambda own: own.__name__)
 def test_a_module_that_handles_its_gradients_or_looks_at_them_computes_the_same_within_the_budget(own):
     made = type("Own", (own, module_class(pl)), {})

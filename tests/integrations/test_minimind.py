@@ -49,6 +49,7 @@ def under(script, *arguments, **flags):
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moe", [0, pytest.param(1, marks=pytest.mark.slow)])  # a plan for experts has five routings
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, moe, alone, capsys):
@@ -61,6 +62,7 @@ def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, 
     assert run.plan.micro_batches == 2
 
 
+@pytest.mark.slow  # twenty steps twice; three steps of each script are compared below
 @pytest.mark.parametrize("moe", [0, 1])
 def test_at_half_the_plain_peak_twenty_steps_are_identical_and_the_peak_is_within_the_budget(moe, alone, capsys):
     arguments = ("--use_moe", str(moe), "--steps", "20", "--batch_size", "8")
@@ -72,6 +74,7 @@ def test_at_half_the_plain_peak_twenty_steps_are_identical_and_the_peak_is_withi
     assert run.record.peak_bytes <= run.plan.budget_bytes == run.plan.plain_peak_bytes // 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("script", "moe"), [(script, 0) for script in ("pretrain", "lora", "dpo")])
 def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
     """The loss is the script's, and so are the logits that it holds on to and the models beside the trained one."""
@@ -99,6 +102,7 @@ def test_as_predicted_is_said_only_where_it_is():
     assert against_prediction(1_002_000, 1_000_000) == "0.2% more than the 976.56 KiB predicted"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", [{}, {"segments": 2}, {"ffn_only": True}], ids=str)
 @pytest.mark.parametrize("moe", [0, 1])
 def test_blocks_recompute_by_rule_with_the_same_losses_and_weights(flags, moe, alone, capsys):
@@ -112,6 +116,7 @@ def test_blocks_recompute_by_rule_with_the_same_losses_and_weights(flags, moe, a
     assert all(choice.path.endswith(".mlp") for choice in run.plan.choices) == ("ffn_only" in flags)
 
 
+@pytest.mark.slow  # an interpreter for each script
 def test_the_flags_stand_among_the_scripts_own(alone):
     expected = alone(PRETRAIN, "--steps", "3", "--use_moe", "1")
     outcome = tightfit("minimind", PRETRAIN, "--steps", 3, "--memory_budget", "0.7x", "--use_moe", 1)

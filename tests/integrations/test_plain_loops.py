@@ -36,6 +36,7 @@ def figures(text):
     return [int(figure) for figure in found.groups()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_stays_within_its_budget_and_computes_the_same(name, output, monkeypatch):
     planned = output(name)

@@ -13,8 +13,9 @@ from tightfit.errors import CompileError, DeviceError, LeverError
 from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.runtime.activity import now
+from tightfit.runtime.internals import is_innermost
 from tightfit.step import StepSettings, model_loss
-from tightfit.tracing.compiled_code import KERNEL
+from tightfit.tracing.compiled_code import KERNEL, fresh, played
 from tightfit.tracing.record import Phase
 from tightfit.tracing.step import trace_step
 from tiny import VOCABULARY, allocator_peak, decoder, token_batch
@@ -89,6 +90,7 @@ def test_one_compilation_serves_all_blocks_and_the_peak_falls_below_the_eager_on
         assert peak < 1.25 * recomputed_peak
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize(
     "keep",
     [
@@ -126,13 +128,25 @@ def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
     def refuse(*arguments, **settings):
         raise AssertionError("a kernel is built")
 
+    def allocated(*arguments):
+        watched.append(is_innermost(played().dry))
+        return fresh(*arguments)
+
+    watched, share = [], 0.77  # a share of this test's own: code is written once for each
     monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", refuse)
+    monkeypatch.setattr("tightfit.tracing.compiled_code.fresh", allocated)
     model, batch = decoder(num_layers=2), token_batch(2)
-    with tightfit.compile_blocks(model, "layers.*"):
-        tightfit.estimate(model, batch)
+    with tightfit.compile_blocks(model, "layers.*", keep=share):
+        found = tightfit.estimate(model, batch).peak_bytes
         assert now.dry_compiled is None
         with pytest.raises(Exception, match="a kernel is built"):
             model_loss(model, batch)
+    # AOTAutograd runs code for the first time under a mode of its own. Under that one alone, products are computed.
+    assert watched
+    assert all(watched)
+    without_memory = tightfit.build_dry(lambda: decoder(num_layers=2))
+    with tightfit.compile_blocks(without_memory, "layers.*", keep=share):
+        assert tightfit.estimate(without_memory, batch).peak_bytes == found
 
 
 @by_the_compiler

@@ -28,12 +28,14 @@ def plain_step(name):
     return step(name)
 
 
+@pytest.mark.sampled(250)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_offload_leaves_everything_bit_equal(name, way):
     assert_bit_equal(plain_step(name), step(name, WAYS[way]))
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("loss", [gradient_penalty, three_micro_batches, two_graphs_at_once])

@@ -146,6 +146,7 @@ class StopsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit, SystemExit])
 def test_whatever_is_raised_at_whichever_operator_nothing_is_left_on(error):
     model, x, _ = build()

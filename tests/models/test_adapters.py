@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return saved_llama(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("precision", "dropout", "budget"), [("fp32", 0.1, "0.6x"), ("bf16", 0.0, "0.8x")])
 def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(folder, base, precision, dropout, budget):
@@ -57,6 +58,7 @@ def test_frozen_weights_have_neither_gradients_nor_states(folder):
     assert 0 < max(found.step_figures.timeline["gradients"]) <= trained
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", BASES)
 def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen(folder, base):
     model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600)
@@ -69,6 +71,7 @@ def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen
     assert max(peaks) < plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", ["fp32", "nf4"])
 def test_a_chunked_loss_on_adapters_is_proved(folder, base):
     model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600).tensors()

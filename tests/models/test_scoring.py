@@ -79,6 +79,7 @@ def peak(length, chunk_size, **settings):
     return measured_peak(lambda: score(model, ids, chunk_size=chunk_size), resident) - sum(t.nbytes for t in resident)
 
 
+@pytest.mark.slow  # a long text, so that one piece is small beside it
 def test_in_pieces_logits_and_activations_of_one_piece_exist_at_a_time():
     in_pieces = peak(1024, 32)
     assert in_pieces < 0.25 * peak(1024, None)

@@ -100,12 +100,14 @@ def alone():
     return seen(record, trace), losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ask", QUESTIONS, ids=lambda ask: ask.__name__)
 def test_what_is_asked_before_and_between_steps_is_no_step(ask, alone):
     record, trace, losses = watched(ask)
     assert (seen(record, trace), losses) == alone
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", PLACES[1:])
 def test_what_is_asked_within_a_step_is_no_part_of_it(where, alone):
     record, trace, losses = watched(verified, where, at=(1,))
@@ -219,6 +221,7 @@ def profiled(script, folder, *arguments):
     return done.stdout, Record.from_json(folder / f"{script.stem}-memory.json")
 
 
+@pytest.mark.slow  # two interpreters; without a script the same is asked above
 def test_a_script_that_plans_is_profiled_as_it_trains(tmp_path):
     script = tmp_path / "planning.py"
     script.write_text(SCRIPT)

@@ -111,6 +111,7 @@ def test_the_summary_is_on_stderr_and_the_picture_beside_the_record(done):
     assert (done.folder / "training_script-memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # two interpreters of its own
 def test_a_script_that_raises_ends_as_it_would_have(tmp_path):
     done, alone = profiled(tmp_path, "--end", "raise"), plain(tmp_path, "--end", "raise")
     assert done.code == alone.code == 1
@@ -120,6 +121,7 @@ def test_a_script_that_raises_ends_as_it_would_have(tmp_path):
     assert done.record.failure.message == "bad luck"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("end", "code"), [("exit", 3), ("interrupt", 128 + 15)])
 def test_a_script_that_ends_early_ends_as_it_would_have(end, code, forked):
     done, alone = forked["profiled", end], forked["plain", end]

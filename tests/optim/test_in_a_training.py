@@ -38,6 +38,7 @@ def run(folder: Path, memory=None, **training):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "training",
     [

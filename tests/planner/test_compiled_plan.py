@@ -59,6 +59,7 @@ def with_shares(plan, shares):
     return replace(plan, choices=tuple(choices), levers=(compiled,))
 
 
+@pytest.mark.slow  # compiles for each share
 def test_it_takes_the_largest_share_that_fits_in_as_many_blocks_as_it_does(model, batch, made):
     assert {choice.action for choice in made.choices} == {"compile"}
 
@@ -79,6 +80,7 @@ def test_it_takes_the_largest_share_that_fits_in_as_many_blocks_as_it_does(model
     assert made.step_seconds == pytest.approx(step(fastest).step_seconds)
 
 
+@pytest.mark.slow  # compiles for each share
 def test_below_the_least_it_says_so_and_at_the_least_there_is_a_plan(model, batch):
     with pytest.raises(CannotFit) as caught:
         tightfit.plan(model, batch, "0.05x", levers=["compile"])
@@ -88,6 +90,7 @@ def test_below_the_least_it_says_so_and_at_the_least_there_is_a_plan(model, batc
     assert found.peak_bytes <= least
 
 
+@pytest.mark.slow  # compiles for each share
 @pytest.mark.parametrize("faster", ["compile", "recompute"])
 def test_it_is_one_of_several_levers_and_the_faster_one_is_taken(model, batch, made, faster, monkeypatch):
     if faster == "recompute":
@@ -120,6 +123,7 @@ def test_it_is_used_only_where_it_is_named(model, batch):
     assert not shares(tightfit.plan(model, batch, "0.6x", levers="rounding"))
 
 
+@pytest.mark.slow  # compiles for each share
 def test_a_plan_survives_its_file_and_reads_well(made, tmp_path):
     made.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == made
@@ -168,6 +172,7 @@ def test_a_block_that_cannot_be_compiled_as_a_whole_is_told_and_not_taken():
     assert any("cannot be compiled as a whole" in rejected.reason for rejected in found.rejected)
 
 
+@pytest.mark.slow  # compiles for each share
 def test_random_numbers_that_would_be_drawn_anew_are_told_and_not_taken():
     model, batch = decoder(num_layers=2, dropout=0.1), token_batch(8)
     model.train()

@@ -57,6 +57,7 @@ def test_models_are_estimated_for_cards_that_are_not_there(build, device):
     assert "The allocator reserves" in str(made)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "precision"), [(decoder, "fp32"), (decoder, "bf16"), (llama, "bf16"), (gpt2, "fp32")]
 )
@@ -181,6 +182,7 @@ def test_an_estimate_of_what_does_not_fit_says_so_in_its_first_line():
     assert "does not fit" not in str(large)
 
 
+@pytest.mark.slow  # several plans near the device's limit
 def test_where_the_device_has_no_room_that_is_the_reason_and_not_the_budget():
     model = build_dry(gpt2)
     found = maximise(

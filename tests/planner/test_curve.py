@@ -41,6 +41,7 @@ def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
         assert right.step_seconds > left.step_seconds
 
 
+@pytest.mark.slow  # a curve of many points, so that there is one near each recipe
 def test_no_recipe_beats_the_curve(model, curve):
     """The curve takes recipes in, so that this alone proves nothing: a plan, which knows none, is as fast as each."""
     assert len(curve.recipes) == 5
@@ -63,6 +64,7 @@ def test_a_recipe_is_what_the_allocator_records(model, curve):
     assert {"chunked loss", "chunked loss, every block recomputed"} < set(peaks)
 
 
+@pytest.mark.slow  # a plan for each point
 def test_no_plan_is_slower_than_the_curve_at_its_budget(model, curve):
     """A plan searches more than the curve, which solves for some budgets: it may beat a point, never miss it."""
     point = curve.points[len(curve.points) // 2]

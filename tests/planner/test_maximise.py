@@ -33,6 +33,7 @@ def test_the_longest_sequence_fits_when_it_really_runs_and_a_longer_one_has_no_p
     assert caught.value.least_bytes == found.above.least_bytes > BUDGET
 
 
+@pytest.mark.slow  # three searches for the longest sequence
 def test_more_levers_reach_further():
     values = [
         maximise(longest, BUDGET, what="sequence_length", multiple_of=8, levers=levers).value

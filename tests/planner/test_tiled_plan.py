@@ -53,6 +53,7 @@ def test_below_what_the_other_levers_need_feed_forwards_are_tiled(model, batch, 
     assert report.ok, str(report)
 
 
+@pytest.mark.slow  # searches for the least, twice
 def test_the_least_falls_and_there_is_a_plan_for_it(model, batch, least_without):
     after = least(model, batch, "rounding")
     assert after < 0.9 * least_without

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,6 +86,7 @@ def levels_of_a_fresh_process(first_line):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow  # two interpreters that import the compiler
 def test_an_import_within_the_first_step_keeps_nothing_alive():
     first, second = levels_of_a_fresh_process("")
     assert first == second

@@ -22,6 +22,7 @@ def meta_batch(batch):
     return {name: tensor.to("meta") for name, tensor in batch.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("device", [None, "rtx4090"])
 def test_a_model_on_meta_is_estimated_as_the_same_model_with_memory(optimizer, device):
@@ -100,6 +101,7 @@ def test_within_fake_tensor_mode_and_after_it():
     assert within.choices == plan(decoder(), token_batch(), "0.7x", device=round_device()).choices
 
 
+@pytest.mark.slow  # a search for the longest sequence
 def test_the_longest_sequence_of_a_model_on_meta():
     def found(build):
         at_most = {"at_most": 200, "device": round_device()}

@@ -42,6 +42,7 @@ def test_no_two_of_them_share_an_address():
     assert all(after - before >= 400 for before, after in itertools.pairwise(starts))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("use", "told"),
     [
@@ -191,6 +192,7 @@ def test_a_process_held_to_4_gb_estimates_it(shape, length, parameters, tmp_path
     assert resident < GIB
 
 
+@pytest.mark.slow  # an interpreter of its own with a limit
 def test_logits_larger_than_the_limit_on_memory_are_estimated():
     end = ended(
         """

@@ -5,7 +5,7 @@ import torch
 
 from tightfit.memory.allocator import cpu_rise
 from tightfit.tracing.shapes import TensorShape
-from tightfit.tracing.workspace import cpu_workspace
+from tightfit.tracing.workspace import LARGEST_PRODUCT, cpu_workspace
 
 aten = torch.ops.aten
 
@@ -16,6 +16,22 @@ def highest_above_results(call, results: int) -> int:
     top = cpu_rise(lambda: held.extend(call()))
     assert sum(t.untyped_storage().nbytes() for t in held) == results
     return top - results
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("operator", [aten.mm.default, aten.addmm.default, aten.bmm.default])
+def test_a_large_product_in_16_bits_takes_what_two_small_ones_show(operator, transposed):
+    left, right = torch.ones(900, 320, dtype=torch.bfloat16), torch.ones(320, 960, dtype=torch.bfloat16)
+    assert left.numel() * right.shape[1] > LARGEST_PRODUCT
+    if transposed:
+        left = left.t().contiguous().t()
+    arguments = (left, right)
+    if operator is aten.addmm.default:
+        arguments = (torch.ones(960, dtype=torch.bfloat16), *arguments)
+    elif operator is aten.bmm.default:
+        arguments = tuple(t.expand(3, *t.shape).clone() for t in arguments)
+    measured, predicted = scratch(operator, *arguments)
+    assert predicted == pytest.approx(measured, abs=1024)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "width"), [(4, 4, 100, 32), (4, 2, 256, 64), (2, 2, 1000, 64)])

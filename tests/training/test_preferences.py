@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ VOCABULARY, LENGTH, BETA = 61, 12, 0.5
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_position_embeddings": 96}
 
 
-def decoder() -> Decoder:
+def decoder(**experts: Any) -> Decoder:
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, **experts}
     return Decoder(DecoderConfig(**shape, max_position_embeddings=LENGTH))
 
 
@@ -70,11 +71,28 @@ def test_micro_batches_of_whole_pairs_add_up_to_the_gradient_of_the_batch():
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
+def test_experts_are_balanced_in_each_micro_batch_by_its_share_of_the_pairs():
+    """Three pairs in a micro-batch of two and one of one."""
+    loss, experts, batch = PreferenceLoss(BETA), {"num_experts": 4, "experts_per_token": 2}, counted(pairs())
+    balanced = decoder(**experts, auxiliary_loss_coefficient=0.5).train()
+    free = decoder(**experts, auxiliary_loss_coefficient=0.0, z_loss_coefficient=0.0).train()
+    for rows in (slice(0, 4), slice(4, 6)):
+        part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        auxiliary = balanced(part["input_ids"]).auxiliary_loss
+        assert auxiliary > 0.1
+        share = len(part["input_ids"]) / len(batch["input_ids"])
+        added = loss(balanced, part) - loss(free, part)
+        torch.testing.assert_close(added, auxiliary * share, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        of_evaluation = [loss(model.eval(), batch) for model in (balanced, free)]
+    assert torch.equal(*of_evaluation)
+
+
 def test_a_chunked_head_computes_it_without_the_logits():
     model, batch = decoder(), pairs()
-    plain = answer_log_probs(model, batch)
+    plain = answer_log_probs(model, batch).of_rows
     with apply_chunked_loss(model, "head", 5):
-        chunked = answer_log_probs(model, batch)
+        chunked = answer_log_probs(model, batch).of_rows
     torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-5)
 
 

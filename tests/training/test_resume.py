@@ -143,6 +143,21 @@ def test_more_steps_go_on_from_the_last_one(tmp_path: Path):
     assert timeless(longer) == timeless(whole)
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_for_more_steps(tmp_path: Path):
+    config = settings(tmp_path, training={"max_steps": 1})
+    train(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    with pytest.raises(
+        CheckpointError, match=r"finished, after 1 steps, .* where checkpoint\.every_steps is set; "
+    ) as no:
+        train(config, ["training.max_steps=2"], resume=True)
+
+    assert no.value.exit_code == 2
+    assert "\n" not in str(no.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -29,7 +29,7 @@ from tightfit.checkpoint.manifest import (
 from tightfit.checkpoint.names import PART, is_old, name_of, old_name, part_name, step_of
 from tightfit.checkpoint.tensors import file_bytes, write_tensors
 from tightfit.errors import OutputError
-from tightfit.memory.disk import NO_ROOM
+from tightfit.memory.disk import unwritable
 from tightfit.units import format_bytes
 
 WAIT_SECONDS = 60.0  # for another process that saves in the same folder
@@ -199,8 +199,7 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            todo = f"{'make room, or ' if error.errno in NO_ROOM else ''}choose another output.folder"
-            raise OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}") from error
+            raise unwritable(path, error) from error
         except ValueError as error:  # a record that is no JSON, a file's name
             raise OutputError(f"{path}: cannot be written: {error}") from error
 

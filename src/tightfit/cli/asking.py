@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tightfit.cli import options
+from tightfit.cli.inference import check_inference, inferred
 from tightfit.cli.light import answering
 from tightfit.cli.question import Question
 from tightfit.errors import InputError, OutputError, VerificationFailed
@@ -24,11 +25,16 @@ NARROWEST, WIDEST = 60, 120  # columns of a table
 @options.asking(options.OF_A_STEP)
 def estimate(
     question: Question,
+    inference: options.Inference = False,
+    new_tokens: options.NewTokens = None,
     as_json: options.Json = False,
     html: options.Html = None,
     png: options.Png = None,
 ) -> None:
     """Predict the peak memory and the time of one training step, without running it.
+
+    With --inference: those of reading prompts of --seq-len tokens and of
+    generating --new-tokens more.
 
     The model needs no memory and no weights here:
     one that does not fit this machine can be asked about.
@@ -36,7 +42,13 @@ def estimate(
     [dim]tightfit estimate examples/quickstart.yaml training.batch_size=16[/]
 
     [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
+
+    [dim]tightfit estimate --model cpu26 --inference --seq-len 512 --new-tokens 256 --device rtx4090[/]
     """
+    check_inference(question, inference, new_tokens, {"--html": html})
+    if inference:
+        show_inference(question, new_tokens, as_json, png)
+        return
     from tightfit.report.plan_tables import describe_estimate
 
     with answering(question):
@@ -46,6 +58,17 @@ def estimate(
         write("page", found.to_html, html)
         write("picture", found.to_png, png)
     show(found.to_dict() if as_json else describe_estimate(found, columns()))
+
+
+def show_inference(question: Question, new_tokens: int | None, as_json: bool, png: Path | None) -> None:
+    """Answer `estimate --inference`."""
+    with answering(question):
+        from tightfit.any_code.describe import describe_generation
+        from tightfit.report.picture import memory_picture
+
+        found = inferred(question, new_tokens)
+        write("picture", lambda path: path.write_bytes(memory_picture(found.figures, None)), png)
+    show(dict(found.to_dict()) if as_json else describe_generation(found, columns()))
 
 
 @options.asking(options.OF_A_PLAN)

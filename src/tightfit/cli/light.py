@@ -86,11 +86,11 @@ def end_at_once() -> None:
 
 def may_defer(question: Question) -> bool:
     """Not where the user's own code is imported, nor where a plan may compile, nor where a model is a pipe that can be
-    read once, nor with an optimizer that needs what is left out; nor in a process that others go on with.
+    read once, nor with an optimizer or adapters that need what is left out; nor in a process that others go on with.
     """
     if not _alone or ALL_LOADED in os.environ or question.config is not None or question.model is None:
         return False
-    if question.optimizer in COMPILED or "compile" in (question.levers or ""):
+    if question.optimizer in COMPILED or "compile" in (question.levers or "") or question.adapter is not None:
         return False
     return ":" not in question.model and not Path(question.model).is_fifo()
 

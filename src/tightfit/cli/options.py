@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tightfit.cli.question import Question
+from tightfit.cli.adapter import BASES
+from tightfit.cli.question import ATTENTIONS, OF_THE_DECODER, Question
 from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
@@ -31,8 +32,8 @@ Model = Annotated[
     typer.Option(
         metavar="MODEL",
         help="Instead of CONFIG: a Hugging Face folder, config.json or hub name, a run's folder, a YAML, a published "
-        "model (gpt2-xl, llama-3.1-8b, mixtral-8x7b, ...), a preset (cpu8, cpu26, mm26, mm104, lite-moe, 1b), or "
-        "module:function that returns a module, or a module and a batch.",
+        "model (llama-3.1-8b, 'Qwen 2.5 72B', gpt-oss-20b, whisper-small, ...), a preset (cpu8, cpu26, mm26, mm104, "
+        "lite-moe, 1b), or module:function that returns a module, or a module and a batch.",
         rich_help_panel=THE_MODEL,
     ),
 ]
@@ -56,6 +57,51 @@ Optimizer = Annotated[
         metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)} (else adamw); offloaded_adamw:0.5 for half of the states.",
         rich_help_panel=THE_STEP,
+    ),
+]
+
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Dtype of the weights: fp32, bf16, or auto for that of the checkpoint (else CONFIG's, or fp32).",
+        rich_help_panel=THE_MODEL,
+    ),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY=VALUE,...",
+        help="Train low-rank adapters (LoRA) alone: keys of model.adapter, such as "
+        "r=16,alpha=32,target_modules=q_proj+v_proj, or default.",
+        rich_help_panel=THE_MODEL,
+    ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"With --adapter, how the frozen weights are held: {', '.join(BASES)} (else fp32).",
+        rich_help_panel=THE_MODEL,
+    ),
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"{', '.join(ATTENTIONS)}, of models of transformers (else its own choice); {OF_THE_DECODER}, of the "
+        "reference decoder.",
+        rich_help_panel=THE_MODEL,
+    ),
+]
+StepInBackward = Annotated[
+    bool | None,
+    typer.Option(
+        "--step-in-backward",
+        help="Update each weight once its gradient is ready, and free the gradient: without clipping and fp16.",
+        rich_help_panel=THE_STEP,
+        show_default=False,
     ),
 ]
 
@@ -162,15 +208,38 @@ MultipleOf = Annotated[
     ),
 ]
 
+Inference = Annotated[
+    bool,
+    typer.Option(
+        "--inference",
+        help="Read prompts and generate text instead of training: weights, keys and values, activations.",
+        rich_help_panel=THE_STEP,
+    ),
+]
+NewTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Tokens that --inference generates for each prompt (else 128).",
+        rich_help_panel=THE_STEP,
+    ),
+]
+
 # By the names that they have in a `Question`.
 OF_A_STEP: dict[str, Any] = {
     "config": Config,
     "overrides": Overrides,
     "model": Model,
+    "dtype": Dtype,
+    "adapter": Adapter,
+    "base": Base,
+    "attention": Attention,
     "batch_size": BatchSize,
     "seq_len": SeqLen,
     "precision": Precision,
     "optimizer": Optimizer,
+    "step_in_backward": StepInBackward,
     "micro_batches": MicroBatches,
     "grad_clip": GradClip,
     "device": Device,

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
+from tightfit.cli.adapter import BASES, adapter_setting
 from tightfit.errors import InputError
 
 SIZE, LENGTH = 1, 1024  # of a batch, where a question about a --model gives none
+DTYPES = ("auto", "fp32", "bf16")
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2")
+OF_THE_DECODER = "chunked"  # an attention that the reference decoder has beside sdpa
 
 # The options that are keys of the configuration, so that `--budget 0.5x` beside a CONFIG is `memory.budget=0.5x`.
 KEYS = {
@@ -14,6 +18,8 @@ KEYS = {
     "seq_len": "data.sequence_length",
     "precision": "training.precision",
     "optimizer": "training.optimizer",
+    "dtype": "model.dtype",
+    "attention": "model.attention",
     "micro_batches": "training.gradient_accumulation_steps",
     "grad_clip": "training.grad_clip",
     "device": "training.device",
@@ -33,6 +39,11 @@ class Question:
     seq_len: int | None = None
     precision: str | None = None
     optimizer: str | None = None
+    dtype: str | None = None
+    adapter: str | None = None
+    base: str | None = None
+    attention: str | None = None
+    step_in_backward: bool | None = None
     micro_batches: int | Literal["auto"] | None = None
     grad_clip: float | None = None
     device: str | None = None
@@ -50,7 +61,28 @@ class Question:
             raise InputError("nothing to ask about: give a CONFIG, or --model with a folder, a config.json or a preset")
         if question.config is not None and question.model is not None:
             raise InputError(f"{question.config!r} and --model are both given: ask about one of them")
+        question.check_weights()
         return question
+
+    def check_weights(self) -> None:
+        """Raise `InputError` for options about weights and attention that are unknown or do not go together."""
+        named = (("dtype", DTYPES), ("base", BASES), ("attention", (*ATTENTIONS, OF_THE_DECODER)))
+        for option, known in named:
+            value = getattr(self, option)
+            if value is not None and value not in known:
+                raise InputError(f"--{option} {value!r} is not known: choose {', '.join(known[:-1])} or {known[-1]}")
+        if self.base is not None and self.adapter is None:
+            raise InputError(
+                f"--base {self.base} is how the weights below adapters are held, and --adapter is not given: add "
+                "--adapter default, or take --dtype"
+            )
+        if self.adapter is not None and self.dtype not in (None, "auto"):
+            raise InputError(
+                f"--dtype {self.dtype} and --adapter are both given: --base is the dtype of the frozen weights, leave "
+                "--dtype out"
+            )
+        if self.adapter is not None:
+            adapter_setting(self.adapter, self.base)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -58,6 +90,10 @@ class Question:
         given = {key: getattr(self, option) for option, key in KEYS.items()}
         if isinstance(self.allowed, list):
             given[KEYS["levers"]] = f"[{', '.join(self.allowed)}]"
+        if self.adapter is not None:
+            given["model.adapter"] = adapter_setting(self.adapter, self.base)
+        if self.step_in_backward:
+            given["training.step_in_backward"] = "true"
         shape = (f"model.{key}={value}" for key, value in self.shape.items())
         return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None), *shape)
 

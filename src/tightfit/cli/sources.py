@@ -9,22 +9,27 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from tightfit.config import ModelConfig, PretrainedModel, load_config
-from tightfit.errors import ModelError, TightfitError
-from tightfit.models.adapters import ADAPTER_CONFIG
+from tightfit.cli.question import ATTENTIONS, OF_THE_DECODER
+from tightfit.config import AdapterConfig, ModelConfig, PretrainedModel, load_config
+from tightfit.errors import InputError, ModelError, TightfitError
+from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
+from tightfit.models.attention import set_attention
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
+from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.loading import build_model, without_weights
 from tightfit.models.pretrained import find
-from tightfit.models.published import published
+from tightfit.models.published import find_published, published
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
 from tightfit.step import Batch
 from tightfit.tracing.build import build_dry
 
 SEED = 0  # of new weights
+SDPA = "sdpa"
 
 
 class Built(NamedTuple):
@@ -34,22 +39,34 @@ class Built(NamedTuple):
     batch: Batch | None = None
 
 
-def build(source: str, *, dry: bool, shape: Mapping[str, int] | None = None) -> Built:
-    """The model that `source` names; dry ones have shapes and no weights. `shape` is laid over the keys of a reference
-    decoder. Raises `ModelError`.
+class Held(NamedTuple):
+    """How a model is to be held: the dtype of its weights (None: fp32, or as its function made it), adapters on it,
+    its attention, and keys of the reference decoder that are laid over its own.
     """
+
+    dtype: str | None = None
+    adapter: AdapterConfig | None = None
+    attention: str | None = None
+    shape: Mapping[str, int] = MappingProxyType({})
+
+
+AS_IT_IS = Held()
+
+
+def build(source: str, *, dry: bool, held: Held = AS_IT_IS) -> Built:
+    """The model that `source` names, held in that way; dry ones have shapes and no weights. Raises `ModelError`."""
     path = Path(source)
     section = described(source)
+    if isinstance(section, DecoderConfig):
+        section = _decoder(section, held)
+        return Built(_made(lambda: _adapted(build_model(section, seed=SEED), held), dry))
     if section is not None:
-        if isinstance(section, DecoderConfig) and shape:
-            section = replace(section, **shape)
-        asked = without_weights(section) if dry else section
-        return Built(_made(lambda: build_model(asked, seed=SEED), dry))
+        return Built(_of_section(_laid_over(section, held), dry))
     if path.exists() and _is_own(path):
-        return Built(load_model(path).train())
-    if not path.exists() and ":" in source:
-        return _called(source, dry)
-    return Built(_pretrained(source, dry))
+        return Built(_as_held(load_model(path).train(), held))
+    if not path.exists() and ":" in source and find_published(source) is None:
+        return _called(source, dry, held)
+    return Built(_pretrained(source, dry, held))
 
 
 def described(source: str) -> ModelConfig | None:
@@ -60,18 +77,71 @@ def described(source: str) -> ModelConfig | None:
     return load_config(source).model if path.suffix in (".yaml", ".yml") and path.is_file() else None
 
 
-def _pretrained(source: str, dry: bool) -> nn.Module:
+def _decoder(section: DecoderConfig, held: Held) -> DecoderConfig:
+    """The reference decoder's section with the keys that are given."""
+    changed: dict[str, Any] = dict(held.shape)
+    if held.dtype is not None:
+        changed["dtype"] = held.dtype
+    if held.attention is not None:
+        if held.attention not in (SDPA, OF_THE_DECODER):
+            raise InputError(
+                f"--attention {held.attention} is for models of transformers, and this is the reference decoder: "
+                f"choose {SDPA} or {OF_THE_DECODER}"
+            )
+        changed["attention"] = held.attention
+    return replace(section, **changed)
+
+
+def _laid_over(section: PretrainedModel, held: Held) -> PretrainedModel:
+    """The section of a model of `transformers` with what is given."""
+    if held.attention == OF_THE_DECODER:
+        raise InputError(
+            f"--attention {OF_THE_DECODER} is the reference decoder's, and this is a model of transformers: choose "
+            f"{', '.join(ATTENTIONS)}"
+        )
+    given = {"dtype": held.dtype, "adapter": held.adapter, "attention": held.attention}
+    changed = {key: value for key, value in given.items() if value is not None}
+    if held.adapter is not None:
+        changed["dtype"] = "auto"  # its base says the dtype
+    return section.model_copy(update=changed)
+
+
+def _of_section(section: ModelConfig, dry: bool) -> nn.Module:
+    asked = without_weights(section) if dry else section
+    return _made(lambda: build_model(asked, seed=SEED, any_task=True), dry)
+
+
+def _pretrained(source: str, dry: bool, held: Held) -> nn.Module:
     """A model of `transformers`; with new weights where there are none to load, or none are wanted."""
+    known = None if Path(source).exists() else find_published(source)
+    name = source if known is None else known.source
     try:
-        has_weights = find(source).has_weights
+        has_weights = known is None and find(name).has_weights
     except ModelError as error:
         near = difflib.get_close_matches(source.lower(), [*PRESETS, *published()], n=1)
         hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join([*PRESETS, *published()])}"
         raise ModelError(
             f"--model {source!r}: no such folder, file, preset, module:function or name on the hub: {hint}"
         ) from error
-    section = PretrainedModel(path=source, random_init=dry or not has_weights, dtype="fp32")
-    return _made(lambda: build_model(section, seed=SEED), dry)
+    section = _laid_over(PretrainedModel(path=name, dtype="fp32"), held)
+    return _of_section(section if has_weights else without_weights(section), dry)
+
+
+def _as_held(model: nn.Module, held: Held) -> nn.Module:
+    """A model that is there already, held as asked: a run's, or one that a function made."""
+    if held.attention is not None:
+        set_attention(model, held.attention)
+    if held.dtype in WEIGHT_DTYPES:
+        convert_weights(model, WEIGHT_DTYPES[held.dtype])
+    return _adapted(model, held)
+
+
+def _adapted(model: nn.Module, held: Held) -> nn.Module:
+    if held.adapter is None:
+        return model
+    if held.adapter.base in WEIGHT_DTYPES:
+        convert_weights(model, WEIGHT_DTYPES[held.adapter.base])
+    return add_adapter(model, held.adapter).train()
 
 
 def _made(factory: Callable[[], nn.Module], dry: bool) -> nn.Module:
@@ -92,7 +162,7 @@ def _is_own(path: Path) -> bool:
     return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
 
 
-def _called(source: str, dry: bool) -> Built:
+def _called(source: str, dry: bool, held: Held) -> Built:
     """What the user's function returns: a module, or a module and a batch."""
     function = _imported(source)
     kept: list[Any] = []
@@ -103,7 +173,7 @@ def _called(source: str, dry: bool) -> Built:
         kept.extend(rest)
         if not isinstance(model, nn.Module):
             raise ModelError(f"--model {source}: returned a {type(model).__name__}, wanted a torch.nn.Module")
-        return model
+        return _as_held(model, held)
 
     try:
         model = _made(factory, dry)

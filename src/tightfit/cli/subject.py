@@ -13,18 +13,23 @@ from torch import Tensor, nn
 
 import tightfit
 from tightfit.cli import sources
+from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, SIZE, Question
 from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
 from tightfit.data.prepare import prepare_data
 from tightfit.data.samples import two_documents
 from tightfit.devices.present import lookup
+from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
-from tightfit.models.loading import build_model, position_limit, vocabulary_size, without_weights
+from tightfit.models.attention import FLASH, OLDEST, PLAYED_LINE
+from tightfit.models.batches import batch_of, tokens
+from tightfit.models.loading import build_model, without_weights
+from tightfit.names.optimizers import optimizer_in_words
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.plans import Plan
-from tightfit.step import Batch, Precision, TokenBatch
+from tightfit.step import Batch, Precision
 from tightfit.tracing.build import build_dry
 from tightfit.training.fitting import recompute_by_hand
 from tightfit.training.objective import counted
@@ -45,6 +50,7 @@ class Subject:
     optimizer: str  # by the name that the user knows
     budget: int | str | None = None
     recompute: RecomputeConfig | None = None  # set by hand
+    attention: str | None = None  # by name, if it was named
 
     @property
     def model(self) -> nn.Module:
@@ -105,8 +111,25 @@ def came_from(model: nn.Module, error: BaseException) -> bool:
 def subject_of(question: Question, *, dry: bool) -> Subject:
     """The subject of a question; a dry one has no weights. Raises `InputError` and its like for what is wrong."""
     subject = built(question, dry=dry)
-    lookup(subject.asked.device, notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
+    device = lookup(subject.asked.device, notice=_say)  # measured now, if ever
+    if subject.attention == FLASH:
+        _demand_flash(device)
+        if dry:
+            _say(PLAYED_LINE)
     return subject
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _demand_flash(device: DeviceSpec) -> None:
+    """Raise `InputError` for a device on which flash-attention does not run."""
+    if device.compute_capability is None or device.compute_capability < OLDEST:
+        raise InputError(
+            f"attention {FLASH} runs on cards of compute capability 8.0 and above (Ampere and later), not on "
+            f"{device.name}: name one with --device, or take sdpa"
+        )
 
 
 def built(question: Question, *, dry: bool) -> Subject:
@@ -132,21 +155,23 @@ def _from_config(question: Question, dry: bool) -> Subject:
             device=None if training.device == "auto" else training.device,
             micro_batches=training.gradient_accumulation_steps,
             grad_clip=training.grad_clip,
+            step_in_backward=training.step_in_backward,
             levers=config.memory.levers,
             blocks=question.blocks,
             offload_folder=config.memory.offload_folder,
             offload_budget=config.memory.offload_budget,
         ),
-        optimizer=training.optimizer,
+        optimizer=optimizer_in_words(training.optimizer, training.step_in_backward),
         budget=config.memory.budget,
         recompute=config.memory.recompute,
+        attention=config.model.attention,
     )
 
 
 def _ids(model: nn.Module, config: Config) -> tuple[dict[str, Tensor], ObjectiveName]:
     """A batch of the right shape, without reading the corpus, and the objective as far as the configuration says it."""
     size, length = config.training.batch_size, config.data.sequence_length
-    batch = _tokens(model, size, length, "data.sequence_length").tensors()
+    batch = tokens(model, size, length, "data.sequence_length").tensors()
     if config.data.packing != "none":
         batch["position_ids"] = two_documents(size, length)
     if config.training.objective == "dpo":
@@ -171,41 +196,31 @@ def _build(config: Config, dry: bool) -> nn.Module:
 
 def _from_model(question: Question, dry: bool) -> Subject:
     assert question.model is not None, "the question has a --model"
-    model, batch = sources.build(question.model, dry=dry, shape=question.shape)
+    model, batch = sources.build(question.model, dry=dry, held=_held(question))
     if batch is None:
-        batch = _tokens(model, question.batch_size or SIZE, question.seq_len or LENGTH, "--seq-len")
+        batch = batch_of(model, question.batch_size or SIZE, question.seq_len, "--seq-len", otherwise=LENGTH)
+    optimizer = question.optimizer or "adamw"
     return Subject(
         name=f"{question.model} ({type(model).__name__})",
         asked=Asked(
             model=model,
             batch=batch,
-            optimizer=question.optimizer or "adamw",
+            optimizer=optimizer,
             precision=cast(Precision, question.precision or "fp32"),  # checked with the other arguments
             device=question.device,
             micro_batches=1 if question.micro_batches is None else question.micro_batches,
             grad_clip=question.grad_clip,
+            step_in_backward=bool(question.step_in_backward),
             levers=question.allowed,
             blocks=question.blocks,
         ),
-        optimizer=question.optimizer or "adamw",
+        optimizer=optimizer_in_words(optimizer, bool(question.step_in_backward)),
         budget=question.budget,
+        attention=question.attention,
     )
 
 
-def _tokens(model: nn.Module, size: int, length: int, length_key: str) -> TokenBatch:
-    """A batch of token ids that the model has embeddings and positions for."""
-    name = type(model).__name__
-    positions = position_limit(model)
-    if positions is not None and length > positions:
-        raise InputError(f"{length_key} {length} is longer than the {positions} positions of {name}: lower it")
-    vocabulary = vocabulary_size(model) or _first_embedding(model)
-    if vocabulary is None:
-        raise ModelError(
-            f"{name} has no embedding to make token ids for: let the function return (model, batch), the batch a dict "
-            "or a tuple of tensors"
-        )
-    return TokenBatch(size, length, vocabulary)
-
-
-def _first_embedding(model: nn.Module) -> int | None:
-    return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
+def _held(question: Question) -> sources.Held:
+    """How a --model is to be held."""
+    adapter = None if question.adapter is None else adapter_of(question.adapter, question.base)
+    return sources.Held(question.dtype, adapter, question.attention, question.shape)

@@ -127,6 +127,9 @@ class PretrainedModel(Section):
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the weights. `auto`: the checkpoint's own, bf16 or fp32 (fp16 is read as fp32); fp32 for new weights and
     from GGUF. With adapters it is `adapter.base`; on a base in few bits, the dtype of the others, fp32 if `auto`."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """The implementation of attention in `transformers`; `auto`: its own choice. `flash_attention_2` needs the package
+    flash_attn and a card; a dry run plays it as PyTorch's flash attention."""
     gguf_file: str | None = None
     """Name of a GGUF file inside the folder that holds the weights."""
     adapter: AdapterConfig | None = None
@@ -339,7 +342,8 @@ class CheckpointConfig(Section):
     """The state that a training leaves in `output.folder`/checkpoints, from which `tightfit train --resume` goes on."""
 
     every_steps: Count | None = None
-    """Optimizer steps between two checkpoints; null: one is written only when a signal ends the training."""
+    """Optimizer steps between two checkpoints; the last step has one too. null: one is written only when a signal ends
+    the training, and a finished run cannot go on to more steps."""
     keep_last: Count = 2
     """Checkpoints that are kept, the newest ones."""
     keep_best: CountOrZero = 0

@@ -70,11 +70,11 @@ _MEMBERS = {
     Family.ATTENTION: """
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-        _scaled_dot_product_fused_attention_overrideable""",
+        _scaled_dot_product_fused_attention_overrideable _flash_attention_forward""",
     Family.ATTENTION_BACKWARD: """
         _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-        _scaled_dot_product_fused_attention_overrideable_backward""",
+        _scaled_dot_product_fused_attention_overrideable_backward _flash_attention_backward""",
     Family.FILL: """
         zero fill zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor
         arange linspace eye slice_backward select_backward _efficientzerotensor tril_indices triu_indices

@@ -62,6 +62,11 @@ def find(name: str) -> KnownDevice | None:
     return _by_plain_name().get(plain(name))
 
 
+def others_of(name: str) -> tuple[str, ...]:
+    """The keys of the other cards that share a name with the one that `find` takes for it."""
+    return _common().get(plain(name), ())[1:]
+
+
 def nearest(name: str, others: tuple[str, ...] = ()) -> list[str]:
     """The keys of devices with the most similar names, and the most similar `others`; the best first."""
     keys = {**{plain(key): key for key in known_devices()}, **{other: other for other in others}}
@@ -74,14 +79,21 @@ def nearest(name: str, others: tuple[str, ...] = ()) -> list[str]:
 
 @cache
 def _by_plain_name() -> Mapping[str, KnownDevice]:
-    return {plain(name): d for d in known_devices().values() for name in (d.key, d.spec.name, *d.aliases)}
+    shared = {name: known_devices()[keys[0]] for name, keys in _common().items()}
+    return shared | {plain(name): d for d in known_devices().values() for name in (d.key, d.spec.name, *d.aliases)}
+
+
+@cache
+def _common() -> Mapping[str, tuple[str, ...]]:
+    """The keys of the cards that share a name, by that name; the most usual card first."""
+    return {plain(name): tuple(keys) for name, keys in _table("known.toml")["common"].items()}
 
 
 def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
     roofline = Roofline(
         flops_per_second={dtype: rate * 1e12 for dtype, rate in entry["teraflops"].items()},
         memory_bytes_per_second=entry["gigabytes_per_second"] * 1e9,
-        link_bytes_per_second=entry["link"]["lanes"] * LANE_BYTES_PER_SECOND[entry["link"]["pcie"]],
+        link_bytes_per_second=_link_rate(entry["link"]),
         sm_count=entry["sm_count"],
         kernels=kernels_of(entry["kernels"]),
     )
@@ -97,3 +109,10 @@ def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
     kernels_source = _table("kernels.toml")[entry["kernels"]]["source"]
     aliases, sources = tuple(entry.get("aliases", ())), tuple(entry["source"])
     return KnownDevice(key, aliases, spec, entry["memory_source"], sources, kernels_source)
+
+
+def _link_rate(link: Mapping[str, float]) -> float:
+    """Bytes per second of the link to the host, in one direction."""
+    if "gigabytes_per_second" in link:
+        return link["gigabytes_per_second"] * 1e9
+    return link["lanes"] * LANE_BYTES_PER_SECOND[int(link["pcie"])]

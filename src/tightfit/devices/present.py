@@ -13,7 +13,7 @@ import torch
 
 from tightfit.devices.calibrate import calibrate
 from tightfit.devices.described import Description, changed, of_ones_own, read_description
-from tightfit.devices.known import KnownDevice, find, nearest
+from tightfit.devices.known import KnownDevice, find, nearest, others_of
 from tightfit.devices.machine import device_name, fingerprint
 from tightfit.devices.quiet import is_quiet_now
 from tightfit.devices.spec import DeviceSpec, Kind
@@ -108,9 +108,10 @@ def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice |
     """The figures of a device by name.
 
     None, `"cpu"`, `"cuda"` or a `torch.device` is a present device. `"rtx4090"`, `"RTX 4090"` or `"a100-40"` is a card
-    of the list, with measured figures if it is present, and published ones otherwise. A `DeviceSpec` is returned as it
-    is. The user's own figures may follow a name (`"rtx3080,memory=8GiB"`) or replace it (`devices.described`). Raises
-    `DeviceError`, with the nearest names, for an unknown name, and for invalid figures.
+    of the list, with measured figures if it is present, and published ones otherwise. A name that several cards share
+    (`"a100"`) is the most usual of them, and `notice` is called with a line that says so. A `DeviceSpec` is returned as
+    it is. The user's own figures may follow a name (`"rtx3080,memory=8GiB"`) or replace it (`devices.described`).
+    Raises `DeviceError`, with the nearest names, for an unknown name, and for invalid figures.
     """
     if isinstance(name, DeviceSpec):
         return name
@@ -120,19 +121,28 @@ def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice |
     kind = _present_kind(name)
     if kind is not None or name is None:
         return present(kind, notice)
-    known = find(str(name))
+    known = _found(str(name), notice)
     if known is None:
         near = nearest(str(name), PRESENT_KINDS) or [*PRESENT_KINDS, "one that `tightfit devices` shows"]
         raise DeviceError(f"device {str(name)!r} is not known: did you mean {' or '.join(near)}?")
     return present("cuda", notice) if is_present(known) else known.spec
 
 
+def _found(name: str, notice: Notice | None) -> KnownDevice | None:
+    """The card of the list with a name. `notice` is called with one line if other cards have that name too."""
+    known, others = find(name), others_of(name)
+    if known is not None and others and notice is not None:
+        notice(f"device {name!r} is taken as {known.spec.name} ({known.key}); its other variants: {', '.join(others)}")
+    return known
+
+
 def _described(description: Description, notice: Notice | None) -> DeviceSpec:
     """The device of a description. With the user's rates, even a present card gets published figures."""
     if not description.base:
         return of_ones_own(description)
-    known = find(description.base)
-    if known is not None and set(description.figures) != {"memory"}:
+    with_rates = set(description.figures) != {"memory"}
+    known = _found(description.base, notice) if with_rates else None
+    if known is not None:
         return changed(known.spec, description)
     return changed(lookup(description.base, notice), description)
 

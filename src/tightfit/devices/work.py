@@ -286,6 +286,8 @@ def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any
 def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> AttentionShape:
     """The shape of attention from query and key (B, H, T, D), which come first, and the arguments about visibility."""
     query, key = inputs[0], inputs[1]
+    if base_name(name).startswith("_flash_attention_"):
+        return _joined_sequences(inputs, _is_causal(arguments))
     batch, heads, length, width = query.shape
     keys, causal = key.shape[-2], _is_causal(arguments)
     if name.startswith("tightfit."):
@@ -295,6 +297,14 @@ def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, .
         if window is not None:
             keys, causal = min(keys, window if causal else 2 * window - 1), False
     return AttentionShape(batch * heads, length, keys, width, causal)
+
+
+def _joined_sequences(inputs: Sequence[TensorShape], causal: bool) -> AttentionShape:
+    """Attention within sequences that are joined to one (T, H, D). The shapes do not show the lengths: equal ones."""
+    (queries, heads, width), keys = inputs[0].shape, inputs[1].shape[0]
+    offsets = next(t.shape[0] for t in inputs if len(t.shape) == 1 and not t.dtype.is_floating_point)
+    count = max(1, offsets - 1)
+    return AttentionShape(count * heads, -(-queries // count), -(-keys // count), width, causal)
 
 
 def _is_causal(arguments: tuple[Any, ...]) -> bool:

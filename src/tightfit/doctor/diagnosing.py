@@ -41,6 +41,7 @@ def diagnose(
     device: Any = None,
     micro_batches: int = 1,
     grad_clip: float | None = None,
+    step_in_backward: bool = False,
 ) -> Diagnosis:
     """Explain why memory ran out, or what uses it: phase, module and category of the peak, and remedies.
 
@@ -62,8 +63,12 @@ def diagnose(
     if model is None or batch is None:
         return diagnose_asked(error_or_trace, None)
     return diagnose_asked(
-        error_or_trace, Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip)
-    )
+        error_or_trace,
+        Asked(
+            model, batch, loss, optimizer, precision, device, micro_batches, grad_clip,
+            step_in_backward=step_in_backward,
+        ),
+    )  # fmt: skip
 
 
 def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:

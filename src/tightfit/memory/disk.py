@@ -25,6 +25,12 @@ PROBE_BYTES = 1 << 26  # many times the size of the processor's caches
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def unwritable(path: Path, error: OSError) -> OutputError:
+    """The one line for a file or folder of a run that the system does not write."""
+    todo = f"{'make room, or ' if error.errno in NO_ROOM else ''}choose another output.folder"
+    return OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}")
+
+
 class Extent(NamedTuple):
     """A range of bytes in the file."""
 

@@ -4,6 +4,7 @@ The prompt is read in pieces and each further token by itself, with a cache of k
 one. Where it keeps none, and beyond its positions, each token is one forward over what it can hold.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from tightfit.errors import InputError
 from tightfit.models.loading import position_limit
 from tightfit.models.mode import evaluating
-from tightfit.models.reading import Read, pieces, reader
+from tightfit.models.reading import Reader, pieces, reader
+
+CHUNK_SIZE = 512  # tokens of a prompt that are read at once
 
 
 class TextCodec(Protocol):
@@ -37,7 +40,7 @@ def generate(
     seed: int | None = None,
     end_of_text: int | None = None,
     context_length: int | None = None,
-    chunk_size: int = 512,
+    chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
     """`input_ids` (B, T) int64 followed by up to `max_new_tokens` more, (B, T + n).
 
@@ -48,20 +51,64 @@ def generate(
     `InputError`.
     """
     _check(input_ids, max_new_tokens, temperature, top_k, chunk_size)
-    limit = context_length or position_limit(model)
-    reading = _Reading(model, limit, chunk_size, input_ids.shape[1] + max_new_tokens)
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
-    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    running = Generation(
+        model,
+        input_ids,
+        max_new_tokens=max_new_tokens,
+        context_length=context_length,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        end_of_text=end_of_text,
+    )
     with evaluating(model):
         for _ in range(max_new_tokens):
-            following = _draw(reading.following(input_ids), temperature, top_k, generator)
-            if end_of_text is not None:
-                following = following.masked_fill(ended, end_of_text)
-                ended |= following == end_of_text
-            input_ids = torch.cat((input_ids, following[:, None]), dim=1)
-            if ended.all():
+            input_ids = running.extended(input_ids)
+            if running.is_over:
                 break
     return input_ids
+
+
+class Generation:
+    """Extends texts token by token; mutable, for one batch of them. The arguments are those of `generate`.
+
+    `on_read` is called with the cache's tensors after each piece that was read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        context_length: int | None = None,
+        chunk_size: int = CHUNK_SIZE,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        end_of_text: int | None = None,
+        on_read: Callable[[list[Tensor]], None] | None = None,
+    ):
+        limit = context_length or position_limit(model)
+        self.reading = _Reading(model, limit, chunk_size, input_ids.shape[1] + max_new_tokens, on_read)
+        self.temperature, self.top_k, self.generator, self.end_of_text = temperature, top_k, generator, end_of_text
+        self.ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def extended(self, input_ids: Tensor) -> Tensor:
+        """The ids (B, T) with one more token each."""
+        logits = self.reading.following(input_ids)
+        following = _draw(logits, self.temperature, self.top_k, self.generator)
+        if self.end_of_text is not None:
+            following = following.masked_fill(self.ended, self.end_of_text)
+            self.ended |= following == self.end_of_text
+        return torch.cat((input_ids, following[:, None]), dim=1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every text has ended."""
+        return bool(self.ended.all())
 
 
 def generate_text(
@@ -118,13 +165,20 @@ def continue_ids(
 class _Reading:
     """Reads a growing text: what is new of it, while all of it fits."""
 
-    def __init__(self, model: nn.Module, limit: int | None, chunk_size: int, longest: int):
-        self.model, self.limit, self.chunk_size = model, limit, chunk_size
+    def __init__(
+        self,
+        model: nn.Module,
+        limit: int | None,
+        chunk_size: int,
+        longest: int,
+        on_read: Callable[[list[Tensor]], None] | None,
+    ):
+        self.model, self.limit, self.chunk_size, self.on_read = model, limit, chunk_size, on_read
         self.capacity = longest if limit is None else min(longest, limit)
         self.begin()
 
     def begin(self) -> None:
-        self.read: Read | None = reader(self.model, self.capacity)
+        self.read: Reader | None = reader(self.model, self.capacity)
         self.length = 0  # of what is read
 
     def following(self, input_ids: Tensor) -> Tensor:
@@ -134,7 +188,11 @@ class _Reading:
             return self.model(input_ids=seen).logits[:, -1]
         if seen.shape[1] < input_ids.shape[1]:  # it slides: every token has another position than before
             self.begin()
-        logits = [self.read(piece)[:, -1].clone() for piece in pieces(seen[:, self.length :], self.chunk_size)]
+        logits = []
+        for piece in pieces(seen[:, self.length :], self.chunk_size):
+            logits.append(self.read(piece)[:, -1].clone())
+            if self.on_read is not None:
+                self.on_read(list(self.read.cached()))
         self.length = seen.shape[1]
         return logits[-1]
 

@@ -16,22 +16,22 @@ from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decode
 from tightfit.models.pretrained import build_pretrained, find, stored_dtype
 
 
-def build_model(config: ModelConfig, *, seed: int | None = None) -> nn.Module:
+def build_model(config: ModelConfig, *, seed: int | None = None, any_task: bool = False) -> nn.Module:
     """The model that the section `model` describes, in training mode, on the CPU; under adapters if it has any. Its
     weights have the dtype that the section says (`weights_dtype`).
 
     `model.path` may also name a run of the reference decoder. `seed` makes new weights reproducible and leaves torch's
-    own random state as it was. Raises `ModelError` where the model is missing or is no language model, or a package is
-    missing.
+    own random state as it was. `any_task` allows models that no training here has data for: of images, of speech.
+    Raises `ModelError` where the model is missing or is no language model, or a package is missing.
     """
     with _seeded(seed):
-        model = _saved_model(config) if isinstance(config, PretrainedModel) else Decoder(config)
+        model = _saved_model(config, any_task) if isinstance(config, PretrainedModel) else Decoder(config)
         if isinstance(config, PretrainedModel) and config.adapter is not None:
             model = add_adapter(model, config.adapter)
     return model.train()
 
 
-def _saved_model(config: PretrainedModel) -> nn.Module:
+def _saved_model(config: PretrainedModel, any_task: bool) -> nn.Module:
     """The model that `model.path` names: what a run of ours left, or one of `transformers`."""
     folder = Path(config.path)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
@@ -41,7 +41,12 @@ def _saved_model(config: PretrainedModel) -> nn.Module:
         )
     dtype = weights_dtype(config)
     if not is_own(folder):
-        return build_pretrained(config, WEIGHT_DTYPES[dtype])
+        return build_pretrained(config, WEIGHT_DTYPES[dtype], any_task=any_task)
+    if config.attention != "auto":
+        raise ModelError(
+            f"model.attention {config.attention}: model.path {config.path!r} is a reference decoder, whose own "
+            "configuration says its attention: leave it out"
+        )
     return Decoder(decoder_config(folder, dtype)) if config.random_init else load_decoder(folder, dtype)
 
 
@@ -82,7 +87,10 @@ def vocabulary_size(model: nn.Module) -> int | None:
 
 def position_limit(model: nn.Module) -> int | None:
     """The longest sequence the model's positions reach, in tokens; None where its config names none."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    text = getattr(config, "text_config", config)  # of a model that reads images too
+    # Whisper's decoder has a name of its own for it.
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
 @contextmanager

@@ -14,28 +14,43 @@ from torch import nn
 
 from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError
-from tightfit.models.published import Published, published
+from tightfit.models.attention import FLASH, implementation, play_flash
+from tightfit.models.published import Published, find_published, is_source, published
+from tightfit.tracing.build import is_building
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
+TASKS = ("SpeechSeq2Seq", "ImageClassification")  # of models that are no language models, as transformers calls them
+MAPPINGS = {
+    "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "Seq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "SpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "ImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
 SECONDS = 5  # how long the hub may take to answer before it counts as out of reach
 
 
-def build_pretrained(config: PretrainedModel, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_pretrained(
+    config: PretrainedModel, dtype: torch.dtype = torch.float32, *, any_task: bool = False
+) -> nn.Module:
     """A language model of `transformers`, decoder-only or encoder-decoder, with its weights or new ones, in a dtype.
 
-    Raises `ModelError` where there is no such model, where it is no language model, or a package is missing.
+    With `any_task` also a model that reads images or speech (`TASKS`). Raises `ModelError` where there is no such
+    model, where it is no language model, or a package is missing.
     """
     place = find(config.path)
     if config.gguf_file is None and not config.random_init and not place.has_weights:
-        raise ModelError(f"model.path {config.path!r} is a config without weights: set model.random_init to true")
+        named = "" if place.published is None else f", or name the repository {place.published.source}"
+        raise ModelError(
+            f"model.path {config.path!r} is a config without weights: set model.random_init to true{named}"
+        )
     transformers = _transformers()
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         if config.random_init:
-            model = _new(transformers, place, dtype)
+            model = _new(transformers, place, config, dtype, any_task)
         else:
-            model = _loaded(transformers, place, config.gguf_file, dtype)
+            model = _loaded(transformers, place, config, dtype, any_task)
     except ImportError as error:
         raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
     except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
@@ -44,6 +59,8 @@ def build_pretrained(config: PretrainedModel, dtype: torch.dtype = torch.float32
         raise ModelError(f"model.path {config.path!r}: its config holds what cannot be: {_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path {config.path!r} is not a language model: {_line(error)}") from error
+    if config.attention == FLASH and is_building():
+        play_flash(model)
     # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
     model.config.use_cache = False
     return model
@@ -79,13 +96,14 @@ def find(path: str) -> Place:
     """The place that `model.path` names. Raises `ModelError` where it can be none."""
     if Path(path).exists():
         return Place(path, has_weights=Path(path).is_dir())
-    table = published()
-    known = table.get(path.lower()) or next((p for p in table.values() if p.source.lower() == path.lower()), None)
-    if known is not None:
+    known = find_published(path)
+    if known is not None and is_source(path, known):
+        return Place(known.source, known, is_local=False)
+    if known is not None and "/" not in path:
         return Place(path, known, has_weights=False)
     if path.count("/") == 1 and all(path.split("/")) and not path.startswith((".", "~")):
         return Place(path, is_local=False)
-    near = difflib.get_close_matches(path.lower(), table, n=1)
+    near = difflib.get_close_matches(path.lower(), published(), n=1)
     hint = f"did you mean {near[0]}?" if near else "give a local Hugging Face folder"
     raise ModelError(f"model.path {path!r}: no such file or folder: {hint}")
 
@@ -112,6 +130,8 @@ def stored_dtype(place: Place) -> torch.dtype | None:
     """The dtype of a checkpoint's weights, as its configuration says or else its first weights show; None where neither
     does. Raises `ModelError`.
     """
+    if place.published is not None:
+        return torch.bfloat16 if place.published.dtype == "bf16" else torch.float32
     stated = _configuration(place).dtype
     if stated is not None or not Path(place.name).is_dir():
         return stated
@@ -134,28 +154,38 @@ def _configuration(place: Place) -> Any:
         raise ModelError(f"model.path {place.name!r} is not a language model: {_line(error)}") from error
 
 
-def _new(transformers: Any, place: Place, dtype: torch.dtype) -> Any:
+def _new(transformers: Any, place: Place, section: PretrainedModel, dtype: torch.dtype, any_task: bool) -> Any:
     config = place.config(transformers)
-    return _auto_class(transformers, config).from_config(config, dtype=dtype)
+    automatic, kind = _auto_class(transformers, config, any_task)
+    return automatic.from_config(config, dtype=dtype, **_attention(section, kind))
 
 
-def _loaded(transformers: Any, place: Place, gguf_file: str | None, dtype: torch.dtype) -> Any:
-    options = {"gguf_file": gguf_file} if gguf_file else {}
-    automatic = transformers.AutoModelForCausalLM
-    if not gguf_file:
-        automatic = _auto_class(transformers, place.config(transformers))
-    return place.fetched(automatic.from_pretrained, dtype=dtype, **options)
+def _loaded(transformers: Any, place: Place, section: PretrainedModel, dtype: torch.dtype, any_task: bool) -> Any:
+    if section.gguf_file:
+        options = {"gguf_file": section.gguf_file}
+        if section.attention != "auto":
+            options["attn_implementation"] = section.attention
+        return place.fetched(transformers.AutoModelForCausalLM.from_pretrained, dtype=dtype, **options)
+    automatic, kind = _auto_class(transformers, place.config(transformers), any_task)
+    return place.fetched(automatic.from_pretrained, dtype=dtype, **_attention(section, kind))
 
 
-def _auto_class(transformers: Any, config: Any) -> Any:
-    """The class that trains such a model: with encoder and decoder if it has both. Raises `ValueError` for others."""
-    if getattr(config, "is_encoder_decoder", False):
-        automatic, known = transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    else:
-        automatic, known = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
-        raise ValueError(f"its config is of a {config.model_type}: name a function that returns it, module:function")
-    return automatic
+def _attention(section: PretrainedModel, kind: Any) -> dict[str, str]:
+    name = implementation(section.attention, kind)
+    return {} if name is None else {"attn_implementation": name}
+
+
+def _auto_class(transformers: Any, config: Any, any_task: bool = False) -> tuple[Any, Any]:
+    """The automatic class that trains such a model (with encoder and decoder if it has both), and the model's own.
+
+    Raises `ValueError` for others.
+    """
+    tasks = ["Seq2SeqLM" if getattr(config, "is_encoder_decoder", False) else "CausalLM"]
+    for task in [*tasks, *(TASKS if any_task else ())]:
+        known = getattr(transformers, MAPPINGS[task])
+        if type(config) in known:
+            return getattr(transformers, f"AutoModelFor{task}"), known[type(config)]
+    raise ValueError(f"its config is of a {config.model_type}: name a function that returns it, module:function")
 
 
 def _transformers() -> Any:

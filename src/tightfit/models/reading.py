@@ -1,8 +1,8 @@
 """A causal language model that reads a text piece by piece, keeping keys and values of what it has read."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -10,21 +10,41 @@ from tightfit.errors import ModelError
 from tightfit.models.decoder import Decoder
 from tightfit.models.kv_cache import KVCache
 
-Read = Callable[[Tensor], Tensor]
+
+class Reader(Protocol):
+    """Reads the next piece of a text: ids (B, t) to logits (B, t, V)."""
+
+    def __call__(self, ids: Tensor) -> Tensor: ...
+
+    def cached(self) -> Iterator[Tensor]:
+        """The tensors of the cache."""
+        ...
 
 
-def reader(model: nn.Module, capacity: int) -> Read | None:
+def reader(model: nn.Module, capacity: int) -> Reader | None:
     """What reads the next piece of a text of up to `capacity` tokens: ids (B, t) to logits (B, t, V).
 
     For a `Decoder` and for the causal models of `transformers` that keep `past_key_values`; None for others. Reads from
     the start; the cache lives as long as the reader. To be called without gradients.
     """
     if isinstance(model, Decoder):
-        cache = KVCache(model.config, capacity)
-        return lambda ids: model(ids, cache=cache).logits
+        return CacheReader(model, KVCache(model.config, capacity))
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
     return PastReader(model) if takes_cache and not encodes else None
+
+
+class CacheReader:
+    """Reads with a `Decoder`."""
+
+    def __init__(self, model: Decoder, cache: KVCache):
+        self.model, self.cache = model, cache
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.model(ids, cache=self.cache).logits
+
+    def cached(self) -> Iterator[Tensor]:
+        return tensors_within(self.cache)
 
 
 class PastReader:
@@ -40,6 +60,19 @@ class PastReader:
         if self.past is None:
             raise ModelError(f"{type(self.model).__name__} gave no cache of keys and values back: read the text whole")
         return output.logits
+
+    def cached(self) -> Iterator[Tensor]:
+        return tensors_within(self.past)
+
+
+def tensors_within(item: Any, depth: int = 5) -> Iterator[Tensor]:
+    """The tensors in the attributes and containers of an object that is no module."""
+    if isinstance(item, Tensor):
+        yield item
+    elif depth and not isinstance(item, nn.Module | type):
+        inside = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+        for child in [*inside, *getattr(item, "__dict__", {}).values()]:
+            yield from tensors_within(child, depth - 1)
 
 
 def pieces(ids: Tensor, size: int) -> Iterator[Tensor]:

@@ -40,6 +40,11 @@ class OptimizerName(NamedTuple):
     fraction: float | None = None
 
 
+def optimizer_in_words(name: str, step_in_backward: bool) -> str:
+    """An optimizer as tables call it."""
+    return f"{name}, step in backward" if step_in_backward else name
+
+
 def parse_optimizer(text: str) -> OptimizerName:
     """What a name such as `adamw` or `offloaded_adamw:0.5` means. Raises `ValueError` with one clear line."""
     kind, colon, share = text.partition(":")

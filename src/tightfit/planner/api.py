@@ -43,6 +43,7 @@ def estimate(
     micro_batches: int = 1,
     grad_clip: float | None = None,
     keep_gradients: bool | None = None,
+    step_in_backward: bool = False,
 ) -> Estimate:
     """Predict the peak memory and the time of one training step, without computing it and without changing the model.
 
@@ -51,7 +52,8 @@ def estimate(
     means `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name with your own
     figures: `"rtx3080,memory=8GiB"`. `keep_gradients` says that the loop sets gradients to zero after a step
     (`zero_grad(set_to_none=False)`), so the next step begins with them. None assumes this if the model has gradients
-    now and all of them are zero.
+    now and all of them are zero. `step_in_backward` says that each weight is updated once its gradient is ready
+    (`tightfit.optim.step_in_backward`), which excludes clipping and fp16.
 
     Raises `InputError` for a wrong argument and `TraceError` for an operator that cannot run dry.
 
@@ -65,7 +67,9 @@ def estimate(
         >>> found.peak_bytes > 0 and found.fits
         True
     """
-    asked = Asked(model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients)
+    asked = Asked(
+        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward
+    )
     return estimate_asked(asked)
 
 
@@ -83,6 +87,7 @@ def plan(
     micro_batches: int | Literal["auto"] = 1,
     grad_clip: float | None = None,
     keep_gradients: bool | None = None,
+    step_in_backward: bool = False,
     curve: bool = False,
     offload_folder: str | None = None,
     offload_budget: int | str | None = None,
@@ -124,7 +129,7 @@ def plan(
     """
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
-        levers, blocks, offload_folder, offload_budget,
+        step_in_backward, levers, blocks, offload_folder, offload_budget,
     )  # fmt: skip
     return plan_asked(asked, budget, curve=curve)
 
@@ -144,6 +149,7 @@ def curve(
     micro_batches: int = 1,
     grad_clip: float | None = None,
     keep_gradients: bool | None = None,
+    step_in_backward: bool = False,
     points: int = POINTS,
 ) -> Curve:
     """Predict the trade-off of peak memory against step time, from the plain step down to the least peak.
@@ -165,8 +171,9 @@ def curve(
         True
     """
     asked = Asked(
-        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, levers, blocks
-    )
+        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward,
+        levers, blocks,
+    )  # fmt: skip
     request = asked.request()
     if points < 1:
         raise InputError(f"points is {points}, wanted at least 1")

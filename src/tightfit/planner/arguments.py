@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import InputError
+from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
 
 
@@ -68,6 +69,14 @@ def check_settings(micro_batches: int, grad_clip: float | None, blocks: str | No
         raise InputError(f"grad_clip is {grad_clip!r}, wanted a number above zero, or None for no clipping")
     if blocks is not None and not isinstance(blocks, str):
         raise InputError(f"blocks is a {type(blocks).__name__}, wanted a glob over module paths such as 'layers.*'")
+
+
+def check_step_in_backward(in_backward: bool, grad_clip: float | None, precision: str) -> None:
+    """Raise `InputError` for a step in backward with settings that need all gradients at once."""
+    if in_backward and grad_clip is not None:
+        raise InputError(STEP_IN_BACKWARD_AND_CLIPPING.refusal(other=f"grad_clip {grad_clip:g}"))
+    if in_backward and precision == "fp16":
+        raise InputError(STEP_IN_BACKWARD_AND_SCALER.refusal())
 
 
 def check_levers(levers: Any) -> None:

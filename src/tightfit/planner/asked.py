@@ -10,7 +10,7 @@ from torch import nn
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
-from tightfit.planner.arguments import check_levers, check_settings, check_step
+from tightfit.planner.arguments import check_levers, check_settings, check_step, check_step_in_backward
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.wrapped import refuse_distributed
@@ -31,6 +31,7 @@ class Asked:
     micro_batches: int | Literal["auto"] = 1
     grad_clip: float | None = None
     keep_gradients: bool | None = None
+    step_in_backward: bool = False
     levers: str | Sequence[str] | None = None
     blocks: str | None = None
     offload_folder: str | None = None
@@ -60,6 +61,7 @@ class Asked:
         count: Any = 1 if chooses else self.micro_batches
         check_step(self.model, self.batch, self.loss, self.optimizer, self.precision)
         check_settings(count, self.grad_clip, self.blocks)
+        check_step_in_backward(self.step_in_backward, self.grad_clip, self.precision)
         check_levers(self.levers)
         refuse_distributed(self.model, "a plan or an estimate")
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
@@ -70,7 +72,7 @@ class Asked:
             batch=batch,
             loss=self.loss or model_loss,
             optimizer=self.optimizer,
-            settings=StepSettings(self.precision, self.grad_clip, keeps),
+            settings=StepSettings(self.precision, self.grad_clip, keeps, self.step_in_backward),
             device=lookup(self.device),
             levers=levers | {MicroBatches.name} if chooses else levers,
             blocks=self.blocks,

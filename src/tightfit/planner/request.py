@@ -17,6 +17,7 @@ from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_sample
 from tightfit.levers.offload import HostStore, OffloadSettings
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
+from tightfit.names.optimizers import optimizer_in_words
 from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.levers import Combination, Lever, lever_types
@@ -85,12 +86,7 @@ class Request:
     @cached_property
     def role(self) -> CudaRole | None:
         """The CUDA device that dry runs simulate; None for a CPU."""
-        device = self.device
-        if device.kind == "cpu":
-            return None
-        if device.compute_capability is None or device.sm_count is None:
-            raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
-        return CudaRole(device.compute_capability, device.sm_count)
+        return role_of(self.device)
 
     @cached_property
     def size(self) -> int:
@@ -110,7 +106,17 @@ class Request:
 
     @property
     def optimizer_name(self) -> str:
-        return self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__
+        name = self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__
+        return optimizer_in_words(name, self.settings.step_in_backward)
+
+
+def role_of(device: DeviceSpec) -> CudaRole | None:
+    """The CUDA device that dry runs for a device simulate; None for a CPU."""
+    if device.kind == "cpu":
+        return None
+    if device.compute_capability is None or device.sm_count is None:
+        raise DeviceError(f"{device.name}: its compute capability is not known: calibrate the device again")
+    return CudaRole(device.compute_capability, device.sm_count, name=device.name, memory_bytes=device.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,7 @@ class Tracer:
                 state_bytes=state_bytes(plain),
                 with_gradient=plain.with_gradient,
                 gradients_before=plain.gradients_before,
+                optimizer=request.optimizer,
                 cost=request.cost,
                 executor=request.executor,
                 role=request.role,

@@ -109,7 +109,7 @@ def _keywords(arguments: Mapping[str, Any]) -> str:
 
 def _literal(value: Any) -> str:
     """A value as Python, with double quotes."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return repr(value) if isinstance(value, bool) else json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def in_short(levers: Iterable[str]) -> list[str]:
@@ -189,6 +189,10 @@ def lines_for(
     arguments: dict[str, Any] = {} if device is None else {"device": device}
     sections, flags = sections_for(before, after), flags_for(before, after)
     memory: dict[str, Any] = {"budget": budget}
+    if after.optimizer != before.optimizer:
+        arguments["optimizer"] = after.optimizer
+    if after.step_in_backward and not before.step_in_backward:
+        arguments["step_in_backward"] = True
     if after.precision != before.precision:
         arguments["precision"] = after.precision
     if levers is not None:
@@ -199,8 +203,7 @@ def lines_for(
     if device is not None:
         sections["training"]["device"] = device
         flags += [f"--device {device}", f"--budget {budget}"]
-    remade = "optimizer=optimizer, " if remakes_optimizer(before, after) else ""
-    keywords = f", {remade}{_keywords(arguments)}".rstrip(", ")
+    keywords = f", {_keywords(arguments)}" if arguments else ""
     plan = f'plan = tightfit.plan(model, batch, "{budget}"{keywords})'
     return Lines(
         python="; ".join(["import tightfit", *statements, plan]),

@@ -39,7 +39,7 @@ def recipe_of(request: Request) -> Recipe:
     return Recipe(
         dtype="bf16" if main_dtype(request.model) == torch.bfloat16 else "fp32",
         optimizer=kind_of(optimizer) or UNKNOWN,
-        step_in_backward=getattr(request.settings, "step_in_backward", False) or steps(optimizer),
+        step_in_backward=request.settings.step_in_backward or steps(optimizer),
         precision=request.settings.precision,
     )
 

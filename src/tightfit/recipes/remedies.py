@@ -15,7 +15,7 @@ from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
 from tightfit.recipes.lines import change_in_words, sections_for, statements_for, yaml_of
 from tightfit.recipes.records import Recipe
-from tightfit.recipes.variants import Models, optimizer_of
+from tightfit.recipes.variants import Models
 from tightfit.recipes.ways import Remedy
 from tightfit.runtime.activity import aside
 from tightfit.tracing.record import StepTrace
@@ -143,9 +143,9 @@ def _recipes(request: Request, notes: list[str]) -> Iterator[_Trial]:
 
 def _variant(request: Request, before: Recipe, recipe: Recipe, models: Models) -> Request:
     """The step as another recipe trains it."""
-    settings = replace(request.settings, precision=recipe.precision)
-    if recipe.optimizer != before.optimizer or recipe.step_in_backward != before.step_in_backward:
-        request = replace(request, optimizer=optimizer_of(recipe))
+    settings = replace(request.settings, precision=recipe.precision, step_in_backward=recipe.step_in_backward)
+    if recipe.optimizer != before.optimizer:
+        request = replace(request, optimizer=recipe.optimizer)
     if (recipe.dtype, recipe.adapter) == (before.dtype, before.adapter):
         return replace(request, settings=settings)
     optimizer = request.optimizer

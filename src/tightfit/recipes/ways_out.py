@@ -303,6 +303,8 @@ class Finder:
         own = self.asked.optimizer
         if not remakes_optimizer(self.recipe, recipe) and (same or not isinstance(own, torch.optim.Optimizer)):
             asked = replace(asked, optimizer=own)
+        else:  # a plan sees what the settings say, and not what a factory does
+            asked = replace(asked, optimizer=recipe.optimizer, step_in_backward=recipe.step_in_backward)
         # peft calls the model under two modules of its own, so paths that the user named do not match any more.
         return replace(asked, blocks=asked.blocks if recipe.adapter is None else None)
 

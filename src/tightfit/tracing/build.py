@@ -1,14 +1,23 @@
 """Builds models dry: their parameters have shapes but no memory, so you can query models larger than this machine."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 from torch import nn
 
+from tightfit.tracing.cuda.flash_package import flash_models_allowed
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.reading import reads_answered
+
+_building: ContextVar[bool] = ContextVar("building", default=False)
+
+
+def is_building() -> bool:
+    """Whether a model is being built dry: for code that must not ask for what only a real run needs."""
+    return _building.get()
 
 
 def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -25,11 +34,13 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     """
     ledger = Ledger()
     state = torch.get_rng_state()
+    token = _building.set(True)
     try:
         dry = DryRun(ledger, ModuleTracker(nn.Module()))
-        with dry, reads_answered(dry):
+        with flash_models_allowed(), dry, reads_answered(dry):
             model = factory()
     finally:
+        _building.reset(token)
         torch.set_rng_state(state)  # small tensors were drawn for real
     ledger.close()
     return model

@@ -9,7 +9,7 @@ import functools
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from tightfit.errors import CompileError
 from tightfit.levers.compiled import own_forward
 from tightfit.runtime.activity import now
-from tightfit.runtime.internals import dispatch_is_watched, inductor_with_budget, many_compilations, no_modes
+from tightfit.runtime.internals import inductor_with_budget, is_active, many_compilations, no_modes
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.shapes import TensorShape
 
@@ -59,7 +59,11 @@ class Played:
 
     def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the generated code of forward or backward under the dry run."""
-        with nullcontext() if dispatch_is_watched() else self.dry:
+        if is_active(self.dry):
+            return call(args)
+        # AOTAutograd runs a compiled function for the first time under a mode of its own, which looks for custom
+        # operators whose results alias. It is no dry run: products would run on tensors without memory.
+        with no_modes(), self.dry:
             return call(args)
 
     def kernel(self, is_read: list[bool], args: tuple[Any, ...]) -> None:

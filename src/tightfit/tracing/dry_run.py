@@ -5,6 +5,7 @@ tensors whose memory is never touched. Views run for real. Small operators and i
 inputs are known, so masks, positions, routing and data-dependent branches see true values.
 """
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from tightfit.errors import TraceError
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import active_modes, is_custom_operator, runs_with
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
@@ -86,6 +89,8 @@ class DryRun(Recording):
             args = self.with_lengths(func, args)
         key = call_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
+        if now.playing_cuda and is_foreign(func):
+            self.note_seconds(traits.name)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
         self.finish(traits, inputs, args, out, key, reads, makes)
@@ -124,6 +129,8 @@ class DryRun(Recording):
         """Whether a call with known inputs is computed for real: all integer, or small."""
         if func in NEVER_COMPUTED:
             return False  # CUDA's operators, of which a CPU has no kernel
+        if now.playing_cuda and is_foreign(func):
+            return False
         if func in ASKING:
             return True  # it returns a number, which a branch may depend on
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
@@ -241,6 +248,32 @@ class DryRun(Recording):
     def is_known_number(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() == 0 and self.see(tensor).known
 
+    def launched(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Enter the launch of a kernel that PyTorch does not know. It allocates nothing and computes nothing."""
+        cells = [self.see(tensor) for tensor in tensors]
+        index = self.begin(tensors)
+        reads, makes = tuple(cell.value for cell in cells), []
+        for tensor, cell in zip(tensors, cells, strict=True):
+            fresh = self.is_as_allocated(cell)
+            if fresh:
+                makes.append(self.ledger.new_value(cell, index))
+            # Which tensors a kernel writes is unknown. Integers that were computed are what it reads: lengths, labels.
+            # Those that were only allocated, and all floating-point numbers, may be its results.
+            if fresh or tensor.is_floating_point():
+                cell.known = False
+        self.note_seconds(name)
+        self.note(name, self.cost(name, list(map(TensorShape.of, tensors)), [], ()), reads=reads, makes=tuple(makes))
+
+    def is_as_allocated(self, cell: Cell) -> bool:
+        """Whether a storage still holds what the operator that allocated it left there: nothing, or one number."""
+        made = self.ledger.entries[cell.index].operator
+        if made is None or self.ledger.values[cell.value].operator != made:
+            return False
+        return self.operators[made].name.split(".")[1] in _ALLOCATING
+
+    def note_seconds(self, name: str) -> None:
+        self.questions.note(f"the time of the kernel {name}", "that of moving the bytes of its tensors once")
+
     def choose(self, func: Any, args: tuple, out: Any) -> Any:
         """The results of a choice (`topk`, `argmax`, ...) with assumed indexes."""
 
@@ -261,6 +294,27 @@ class DryRun(Recording):
         with torch.no_grad():
             for alias, content in self.originals.values():
                 alias.copy_(content)
+
+
+# Operators that allocate a tensor, and at most fill it with one number.
+_ALLOCATING = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like"}
+    | {"new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
+)
+
+
+def running() -> DryRun | None:
+    """The dry run that is active in this thread."""
+    return next((mode for mode in active_modes() if isinstance(mode, DryRun)), None)
+
+
+@functools.cache
+def is_foreign(func: Any) -> bool:
+    """Whether an operator is of a package with its own kernels for CUDA: only its fake kernel can run here."""
+    name = func._schema.name
+    if func.namespace in ("aten", "prims", "prim", "profiler", "tightfit"):
+        return False
+    return is_custom_operator(name) or not runs_with(name, "CPU")
 
 
 @contextmanager

@@ -29,17 +29,26 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
     watched = [*model.parameters(), *model.buffers(), *tensors]
     versions = [t._version for t in watched]
     gradients = [(p, p.grad) for p in model.parameters()]
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     for parameter, _ in gradients:
         parameter.grad = None
+    with generators_restored():
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            attributes.restore()
+            with torch.no_grad():
+                set_version_counters(watched, versions)
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """A context after which the random generators of Python, numpy and PyTorch's CPU are in their state of before."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        attributes.restore()
-        with torch.no_grad():
-            set_version_counters(watched, versions)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])

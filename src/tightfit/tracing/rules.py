@@ -177,6 +177,8 @@ LENGTHS = {aten._ctc_loss.Tensor: (2, 3)}
 NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD, *LENGTHS}) | frozenset(
     getattr(aten, name).default
     for name in (
+        "_flash_attention_forward",
+        "_flash_attention_backward",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention",

@@ -14,11 +14,12 @@ from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.runtime.activity import accumulation, aside, now
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.step import Loss, Part, StepSettings, forward_backward, let_go, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
+from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.host import on_host
@@ -49,12 +50,15 @@ class _Phases:
         yield
 
 
+Optimizer = str | OptimizerFactory | torch.optim.Optimizer
+
+
 def trace_step(
     model: nn.Module,
     parts: Sequence[Part],
     loss: Loss,
     *,
-    optimizer: str | OptimizerFactory | torch.optim.Optimizer = "adamw",
+    optimizer: Optimizer = "adamw",
     settings: StepSettings | None = None,
     cost: OperatorCost = no_cost,
     executor: ExecutorCost = NO_EXECUTOR_COST,
@@ -70,13 +74,19 @@ def trace_step(
     settings = settings or StepSettings()
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
     with _dry(model, parts, cost, executor, role, routing) as dry:
-        twin = build_optimizer(optimizer, model.parameters())
+        twin = _built(optimizer, model, settings)
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
         traced, repeated = representatives(parts, steps_in_backward(twin))
         boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
         trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
     return trace if role is None else as_allocated(trace)
+
+
+def _built(optimizer: Optimizer, model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer:
+    """The optimizer of a dry run, which steps in backward if the settings say so."""
+    twin = build_optimizer(optimizer, model.parameters())
+    return step_in_backward(twin, model).optimizer if settings.step_in_backward else twin
 
 
 def _steps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -115,6 +125,7 @@ def trace_part(
     state_bytes: int,
     with_gradient: Sequence[str],
     gradients_before: Sequence[str] = (),
+    optimizer: Optimizer | None = None,
     cost: OperatorCost = no_cost,
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
@@ -125,10 +136,14 @@ def trace_part(
     The arguments give the rest of the step's memory. `state_bytes` are the optimizer's states. `with_gradient` names
     the parameters that get a gradient; with several micro-batches it exists from the start. `gradients_before` names
     the parameters that have a gradient before the step. With `in_backward` each gradient is freed when it is ready, at
-    an operator `STEPPED` that does nothing.
+    an operator `STEPPED` that does nothing. `optimizer` is needed if the settings say that it steps in backward.
     """
     with _dry(model, parts, cost, executor, role) as dry:
-        dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
+        # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
+        if settings.step_in_backward and len(parts) == 1 and optimizer is not None:
+            _give_states(dry, model, _built(optimizer, model, settings), with_gradient, settings)
+        else:
+            dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
         with step_in_backward(_Spending(model, dry), model) if in_backward else nullcontext():
             boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
@@ -187,6 +202,18 @@ def trace_update(
         return record(dry, [0, len(dry.operators)], repeats=1)
 
 
+def _give_states(
+    dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], settings: StepSettings
+) -> None:
+    """Have an optimizer make its states, as after a first step, and begin to record."""
+    stand_in(dry, model, names)
+    optimizer.step()
+    let_go(optimizer, settings)
+    dry.begin_again()
+    for _, _, state in named_states(optimizer):
+        dry.ledger.label(state, Category.OPTIMIZER_STATE, "")
+
+
 def trace_inference(
     model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, role: CudaRole | None = None
 ) -> StepTrace:
@@ -234,8 +261,9 @@ def _dry(
             playing = nullcontext() if role is None else role.playing()
             with (
                 playing,
+                FLASH_LOOKUP.active(),
                 dry,
-                _filling_off(),
+                filling_off(),
                 _watching_saves(ledger),
                 reads_answered(dry),
                 random_states_counted(dry),
@@ -358,7 +386,7 @@ def _watching_saves(ledger: Ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _filling_off() -> Iterator[None]:
+def filling_off() -> Iterator[None]:
     """A context without PyTorch's filling of new memory in deterministic mode."""
     # Filling would write into tensors without memory, and end the process.
     setting: Any = torch.utils.deterministic  # its module object defines the attribute; the stub does not know it

@@ -5,20 +5,21 @@ the twin can be applied to the model once that has weights.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tightfit.errors import ModelError
-from tightfit.runtime.internals import fake_mode_is_active, is_fake, no_modes
+from tightfit.errors import InputError, ModelError
+from tightfit.runtime.internals import exchange, fake_mode_is_active, is_fake, no_modes
 from tightfit.runtime.module_paths import named_modules, tensors_of
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.unbacked import is_unbacked
 
 _STEP = 7919  # as in `TokenBatch`: neighbouring ids differ
 
@@ -90,6 +91,49 @@ def with_memory(batch: Batch, model: nn.Module) -> Batch:
     if isinstance(batch, dict):
         return {name: filled(str(name), value) for name, value in batch.items()}
     return filled("", batch)
+
+
+@contextmanager
+def memory_given(held: Iterable[Tensor], others: Iterable[Tensor], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which tensors on meta, or fake ones, are CPU tensors that can run dry; afterwards they are as
+    before.
+
+    `held` are those that the modules hold. The contents of the others are those of `with_memory`.
+    """
+    sizes = [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
+    below = min(sizes, default=2)
+    made = {id(t): (t, _stand_in(t)) for t in held if has_no_memory(t)}
+    for tensor in others:
+        if has_no_memory(tensor) and id(tensor) not in made:
+            made[id(tensor)] = tensor, _as_leaf(_content(tensor, below), tensor)
+    exchanged: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor, stand_in in made.values():
+            try:
+                exchange(tensor, stand_in)
+            except RuntimeError as error:
+                raise InputError(
+                    f"a tensor of {tuple(tensor.shape)} without memory (meta, or fake) cannot run dry: "
+                    f"{_reason(error)}: pass one that no graph and no view holds"
+                ) from error
+            exchanged.append((tensor, stand_in))
+        yield
+    finally:
+        for tensor, stand_in in exchanged:
+            exchange(tensor, stand_in)
+
+
+def forget_numbers(tensors: Iterable[Tensor], but: Iterable[Tensor]) -> None:
+    """Move tensors that a dry run left without memory to the meta device, in place, but for some of them."""
+    kept = {id(tensor) for tensor in but}
+    for tensor in tensors:
+        if id(tensor) not in kept and type(tensor) is Tensor and not tensor.is_meta and is_unbacked(tensor):
+            with suppress(RuntimeError):  # a view or a graph holds it too: it stays as it is
+                exchange(tensor, tensor.detach().to("meta"))
+
+
+def _as_leaf(content: Tensor, like: Tensor) -> Tensor:
+    return content.requires_grad_(like.requires_grad) if content.is_floating_point() else content
 
 
 def _content(tensor: Tensor, below: int) -> Tensor:

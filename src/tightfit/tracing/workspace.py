@@ -88,9 +88,43 @@ def _narrow_products(query_length: int, key_length: int, width: int, dtype: torc
 
 
 def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
-    if inputs[0].dtype.itemsize != 2 or sum(shape.bytes for shape in inputs) > LARGEST_PRODUCT:
+    if inputs[0].dtype.itemsize != 2:
         return 0
-    return _measured_product(operator, tuple(inputs))
+    *_, left, right = inputs
+    if left.numel * right.shape[-1] <= LARGEST_PRODUCT:
+        return _measured_product(operator, tuple(inputs))
+    # Without instructions for 16 bits oneDNN sums into an fp32 buffer of the size of the result, one for each thread of
+    # a batch of products. With them its scratch memory does not grow. Two small products of the same layouts show it.
+    small, smaller = _reduced(inputs, SIDE), _reduced(inputs, SIDE // 2)
+    per_element = (_measured_product(operator, small) - _measured_product(operator, smaller)) / max(
+        1, _results(small) - _results(smaller)
+    )
+    return _measured_product(operator, small) + round(per_element * (_results(inputs) - _results(small)))
+
+
+def _results(inputs: Sequence[TensorShape]) -> int:
+    """The number of elements of a product, of one in a batch."""
+    *_, left, right = inputs
+    return left.shape[-2] * right.shape[-1]
+
+
+def _reduced(inputs: Sequence[TensorShape], side: int) -> tuple[TensorShape, ...]:
+    """The inputs of a product with no dimension above `side`, each with its dimensions in the same order of strides."""
+
+    def sizes(shape: TensorShape) -> tuple[int, ...]:
+        batch, matrix = shape.shape[:-2], shape.shape[-2:]
+        return (*(min(size, torch.get_num_threads()) for size in batch), *(min(size, side) for size in matrix))
+
+    return tuple(_in_order_of(shape, sizes(shape)) for shape in inputs)
+
+
+def _in_order_of(original: TensorShape, sizes: tuple[int, ...]) -> TensorShape:
+    strides, stride = [0] * len(sizes), 1
+    for at in sorted(range(len(sizes)), key=lambda at: (original.stride[at], -at)):
+        if original.stride[at]:  # an expanded dimension keeps its stride of 0
+            strides[at] = stride
+            stride *= sizes[at]
+    return TensorShape(sizes, tuple(strides), original.dtype)
 
 
 def _cpu_product_into(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
@@ -133,8 +167,8 @@ def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
     return weight.bytes + _cpu_product(aten.mm.default, (rows, weight))
 
 
-# 16-bit products with larger operands do not run for real. Their scratch memory, a few MiB at most, is negligible.
-LARGEST_PRODUCT = 64 * 2**20
+LARGEST_PRODUCT = 2**28  # multiplications of a 16-bit product that runs for real, in a few hundredths of a second
+SIDE = 256  # rows and columns of the small products that stand for a larger one
 
 _PRODUCTS = {
     "mm": aten.mm.default,

@@ -13,6 +13,7 @@ from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.micro_batch import inseparable_samples
 from tightfit.levers.recompute import recompute
+from tightfit.names.optimizers import optimizer_in_words
 from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
@@ -237,7 +238,7 @@ def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> 
         plan.planned,
         1 if count == "auto" else count,
         plan.micro_batches,
-        replace(plan, optimizer=training.optimizer),  # by the name that the user knows
+        replace(plan, optimizer=optimizer_in_words(training.optimizer, training.step_in_backward)),
         state_bytes=state,
         copy_bytes=state if _copies(config, device) else 0,
     )
@@ -254,6 +255,7 @@ def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Confi
         device=device,
         micro_batches=training.gradient_accumulation_steps,
         grad_clip=training.grad_clip,
+        step_in_backward=training.step_in_backward,
         levers=memory.levers,
         offload_folder=memory.offload_folder,
         offload_budget=memory.offload_budget,

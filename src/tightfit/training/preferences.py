@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import safetensors
@@ -38,7 +38,8 @@ class PreferenceLoss:
 
     `batch` is a mapping with `input_ids` and `labels`, int64 (B, T), B even; labels are -100 where a token is not part
     of the answer. `reference_log_probs` (B,) fp32 are r. `whole_rows`, an int, is B of the effective batch, which
-    `counted` adds. All other entries go to the model, which returns an object with `logits` (B, T, V).
+    `counted` adds. All other entries go to the model, which returns an object with `logits` (B, T, V), and perhaps an
+    `auxiliary_loss`, a scalar that is added to the mean: each micro-batch's by its share of the pairs.
     """
 
     beta: float
@@ -47,19 +48,35 @@ class PreferenceLoss:
     rows_together: ClassVar[int] = ROWS
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        gain = answer_log_probs(model, batch) - batch[REFERENCE]
+        found, auxiliary = answer_log_probs(model, batch)
+        gain = found - batch[REFERENCE]
         margins = gain[0::ROWS] - gain[1::ROWS]
-        return -F.logsigmoid(self.beta * margins).sum() / self.count(batch)
+        total = -F.logsigmoid(self.beta * margins).sum()
+        if auxiliary is not None:
+            total = total + auxiliary * len(margins)
+        return total / self.count(batch)
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """The pairs of the effective batch."""
         return batch[WHOLE_ROWS] // ROWS
 
 
-def answer_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The log-probability of each row's labelled tokens, (B,) fp32: a sum over the labels that are not ignored."""
+class AnswerLogProbs(NamedTuple):
+    """The log-probability of each row's labelled tokens, (B,) fp32: a sum over the labels that are not ignored.
+
+    `auxiliary` is what a mixture of experts adds to the mean loss in training, a scalar; None where it adds nothing.
+    """
+
+    of_rows: Tensor
+    auxiliary: Tensor | None
+
+
+def answer_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> AnswerLogProbs:
+    """Those of a batch under a model, in the mode that the model is in."""
     inputs = {name: value for name, value in model_inputs(batch).items() if name != REFERENCE}
-    logits = model(**inputs).logits
+    output = model(**inputs)
+    logits, auxiliary = output.logits, getattr(output, "auxiliary_loss", None)
+    del output  # else the logits would live as long as this frame
     # A cross-entropy, so that a head that defers its logits computes it in chunks.
     of_tokens = F.cross_entropy(
         logits.view(-1, logits.shape[-1]),
@@ -69,7 +86,7 @@ def answer_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     )
     if of_tokens.dtype.itemsize < torch.float32.itemsize:
         of_tokens = of_tokens.float()  # a sum over many tokens
-    return -of_tokens.view(batch["labels"].shape).sum(dim=-1)
+    return AnswerLogProbs(-of_tokens.view(batch["labels"].shape).sum(dim=-1), auxiliary)
 
 
 @torch.no_grad()
@@ -96,7 +113,7 @@ def reference_log_probs(
                 return None
             batch = samples.batch(range(first, min(first + at_once, len(samples))))
             with autocast(precision, device.type):
-                found.append(answer_log_probs(model, {k: v.to(device) for k, v in batch.items()}).cpu())
+                found.append(answer_log_probs(model, {k: v.to(device) for k, v in batch.items()}).of_rows.cpu())
     return torch.cat(found).numpy() if found else np.zeros(0, np.float32)
 
 

@@ -34,7 +34,7 @@ def look_back(config: Config, folder: RunFolder, reporter: Reporter) -> Earlier:
     """What there is to resume in a run's folder. Nothing in it is changed.
 
     Raises `ConfigError` where the run was begun with another configuration, `CheckpointError` where checkpoints stand
-    there and none is intact.
+    there and none is intact, or where more steps are asked of a finished run that left none.
     """
     written = folder.path / CONFIG
     finished = None
@@ -53,9 +53,15 @@ def look_back(config: Config, folder: RunFolder, reporter: Reporter) -> Earlier:
             f"{folder.checkpoints}: no checkpoint is intact ({len(found.passed_over)} passed over; "
             f"{found.passed_over[0]}): restore one, or begin anew with output.overwrite=true and without --resume"
         )
+    if checkpoint is None and finished is not None:  # to begin again would replace the weights that it has made
+        raise CheckpointError(
+            f"{folder.path}: the run is finished, after {finished.steps} steps, and left no checkpoint from which "
+            f"training.max_steps {config.training.max_steps} is reached: a finished run leaves one where "
+            "checkpoint.every_steps is set; begin anew in another output.folder, or with output.overwrite=true and "
+            "without --resume"
+        )
     if checkpoint is None:
-        ran = f" (the finished run of {finished.steps} steps had checkpoint.every_steps null)" if finished else ""
-        reporter.on_note(f"{folder.path}: no checkpoint to resume from{ran}: the training begins at step 1")
+        reporter.on_note(f"{folder.path}: no checkpoint to resume from: the training begins at step 1")
         return Earlier()
     demand_same(parse_config(checkpoint.record["config"]), config, str(checkpoint.path))
     if checkpoint.step > config.training.max_steps:

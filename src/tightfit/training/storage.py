@@ -20,7 +20,7 @@ from tightfit.checkpoint.names import PART, part_name
 from tightfit.checkpoint.reading import digest_of
 from tightfit.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from tightfit.errors import OutputError
-from tightfit.memory.disk import NO_ROOM
+from tightfit.memory.disk import unwritable
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
 from tightfit.names.run_files import CHECKPOINTS, CONFIG, METRICS, PAGE, PICTURE, PLAN, REFERENCE, RESULT
@@ -253,8 +253,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            todo = f"{'make room, or ' if error.errno in NO_ROOM else ''}choose another output.folder"
-            raise OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}") from error
+            raise unwritable(path, error) from error
 
 
 def _usual_mode(folder: Path) -> int:

@@ -1,7 +1,8 @@
 """Autograd's engine and graph: running nodes, version counters, storages and saved-tensor hooks."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +66,30 @@ def newest_sequence_number() -> int:
 def set_version_counters(tensors: Iterable[torch.Tensor], versions: Iterable[int]) -> None:
     """Set the in-place counters of tensors."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+@contextmanager
+def inference_mode_as_no_grad() -> Iterator[None]:
+    """A context in which `torch.inference_mode` does what `torch.no_grad` does, also if it is active already."""
+    # In inference mode a dispatch mode sees composite operators whole (`reshape`, `linear`), without the parts that
+    # allocate, and kernels that are registered for autograd's keys are left out. The allocations are the same.
+    kind: Any = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def without_gradients(self: Any) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
+        self._inference_mode_context.__enter__()
+
+    def back(self: Any, *exception: Any) -> None:
+        self._inference_mode_context.__exit__(*exception)
+
+    is_active = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled() and not is_active):
+        kind.__enter__, kind.__exit__ = without_gradients, back
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = enter, leave
 
 
 def ignore_hooks_around_selective_checkpoints() -> None:

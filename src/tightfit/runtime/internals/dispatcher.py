@@ -1,6 +1,7 @@
 """The dispatcher: modes on its stack, and kernels of operators."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,10 +38,22 @@ def dispatch_is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_active(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is active in this thread, innermost or not."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return any(torch._C._get_dispatch_stack_at(place) is mode for place in range(depth))
+
+
 def is_innermost(mode: TorchDispatchMode) -> bool:
     """Whether a dispatch mode is the one entered last in this thread."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+def active_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes of this thread, the one entered last first."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return [torch._C._get_dispatch_stack_at(place) for place in reversed(range(depth))]
 
 
 @contextmanager
@@ -57,6 +70,17 @@ def has_kernel(operator: str, key: str) -> bool:
     """Whether this release has an operator (`"aten::mm"`) with its own kernel for a dispatch key."""
     known = torch._C._dispatch_has_kernel(operator)  # for an unknown operator, the question about a key raises
     return known and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def runs_with(operator: str, key: str) -> bool:
+    """Whether an operator has a kernel for a dispatch key, its own or one for several keys."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator, key)
+
+
+def is_custom_operator(operator: str) -> bool:
+    """Whether a Python function was made an operator by `torch.library.custom_op` or `triton_op`."""
+    registry = sys.modules.get("torch._library.custom_ops")
+    return registry is not None and operator in registry.OPDEFS
 
 
 def operators_with_kernel(key: str) -> list[str]:

@@ -32,6 +32,21 @@ def tensor_without_memory(kind: type, like: torch.Tensor, strides: Sequence[int]
     return torch.Tensor._make_wrapper_subclass(kind, like.size(), strides=strides, dtype=like.dtype, device=like.device)
 
 
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange two tensors under their names: everything that holds the one holds the other afterwards.
+
+    Raises `RuntimeError` for a tensor that C++ holds too: a view's base, a graph's leaf.
+    """
+    # `torch.utils.swap_tensors`, which refuses tensors with weak references to them. Those of fake tensors are their
+    # mode's, and follow the name like all others.
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    attributes: Any = "__dict__"  # which PyTorch lets go over too, and type checkers do not
+    held = one.__dict__
+    setattr(one, attributes, other.__dict__)
+    setattr(other, attributes, held)
+
+
 @contextmanager
 def text_of_tensors_by(contents: Callable[[torch.Tensor], str | None]) -> Iterator[None]:
     """A context in which `repr` of a tensor shows the result of `contents` instead of numbers, unless that is None."""

@@ -195,12 +195,9 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     """Attention as CUDA would compute it: the operator of the chosen kernel, with inputs padded as it requires."""
     backend = choose_backend(call, capability)
     if backend is Backend.MATH or call.may_be_known:
-        result = aten._scaled_dot_product_attention_math.default(
-            *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
-        )
-        return result[0]
+        return _math(call, scale)
     if backend is Backend.FLASH:
-        return _flash(call, scale)
+        return flash(call, scale)
     mask = _as_bias(call)
     if backend is Backend.CUDNN:
         return aten._scaled_dot_product_cudnn_attention.default(
@@ -213,7 +210,21 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     )[0]
 
 
-def _flash(call: Call, scale: float | None) -> Tensor:
+def attend_by_flash(call: Call, scale: float | None) -> Tensor:
+    """Attention by PyTorch's own flash attention, whatever kernel PyTorch would choose."""
+    if call.may_be_known:
+        return _math(call, scale)
+    return flash(call, scale)
+
+
+def _math(call: Call, scale: float | None) -> Tensor:
+    return aten._scaled_dot_product_attention_math.default(
+        *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
+    )[0]
+
+
+def flash(call: Call, scale: float | None) -> Tensor:
+    """The operator of the flash kernel."""
     # Head widths are padded to a multiple of 8 (`pad_last_dim<8, false>`, attention.cpp)
     width = call.query.shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else scale

@@ -55,6 +55,12 @@ def held_workspaces(capability: Capability, release: Release) -> int:
     return THREADS_WITH_PRODUCTS * blas_workspace(capability, release) if _are_cached(release) else 0
 
 
+def takes_workspace(name: str) -> bool:
+    """Whether an operator gives its thread's handle of cuBLAS a workspace, if that has none yet."""
+    operator = name.partition(".")[2].partition(".")[0]
+    return name.startswith("aten.") and (operator in _MATRICES or operator == "dot")
+
+
 def product_scratch(name: str, inputs: tuple[TensorShape, ...], capability: Capability, release: Release) -> list[int]:
     """Bytes that one product allocates while it runs: copies of operands, and from 2.15 on its workspace."""
     operator = name.partition(".")[2].partition(".")[0]

@@ -23,30 +23,34 @@ class Replay:
     reserved_bytes: int
 
 
-def as_allocated(trace: StepTrace) -> StepTrace:
-    """The trace with the levels of CUDA's allocator instead of sums over its storages."""
-    played = play(trace)
+def as_allocated(trace: StepTrace, *, once: bool = False) -> StepTrace:
+    """The trace with the levels of CUDA's allocator instead of sums over its storages.
+
+    With `once` the trace is of code that runs once, and not of a step that is repeated.
+    """
+    played = play(trace, once=once)
     return replace(trace, levels=played.levels, reserved_bytes=played.reserved_bytes)
 
 
-def fits_device(trace: StepTrace, capacity: int) -> bool:
+def fits_device(trace: StepTrace, capacity: int, *, once: bool = False) -> bool:
     """Whether the step runs with `capacity` bytes for segments. The allocator returns free segments if it must."""
     try:
-        play(trace, capacity=capacity)
+        play(trace, capacity=capacity, once=once)
     except DeviceFull:
         return False
     return True
 
 
-def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS) -> Replay:
+def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, once: bool = False) -> Replay:
     """Allocate and free as `steps` steps do, with an allocator configured by the environment.
 
-    Raises `DeviceFull` beyond `capacity`.
+    With `once` there is one step, which finds the optimizer's states that it did not make itself. Raises `DeviceFull`
+    beyond `capacity`.
     """
     player = _Player(trace, CachingAllocator(capacity=capacity, expandable=expandable_segments()))
     levels: list[int] = []
-    for step in range(steps):
-        levels = player.step(first=step == 0)
+    for step in range(1 if once else steps):
+        levels = player.step(first=step == 0 and not once)
     return Replay(tuple(levels), player.allocator.peak_reserved)
 
 

@@ -41,6 +41,18 @@ def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[i
     return [4 * batch * heads * rows, 4 * batch * heads * rows * rounded, expanded, expanded, *copies]
 
 
+def _joined_flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `mha_varlen_bwd`, same file: the same for sequences that are joined to one (T, H, D), each with 128 rows more
+    gradient, query, key, _, out = inputs[:5]
+    queries, heads, width = query.shape
+    sequences = next((shape.numel for shape in inputs[5:] if not shape.dtype.is_floating_point), 1) - 1
+    rows = queries + 128 * sequences
+    rounded = round_up(width, 32 if width <= 128 else 64)
+    expanded = key.shape[0] * heads * width * query.dtype.itemsize if heads != key.shape[1] else 0
+    copies = [shape.bytes for shape in (gradient, out) if not shape.is_contiguous]
+    return [4 * heads * rows, 4 * heads * rows * rounded, expanded, expanded, *copies]
+
+
 def _cudnn_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # One buffer. `get_fe_workspace_size_node` of the backward node in cudnn-frontend's
     # scaled_dot_product_flash_attention.h. The engine's own memory is not public, and not counted.
@@ -179,6 +191,7 @@ def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     **normalisation.FORMULAS,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._flash_attention_backward.default": _joined_flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,

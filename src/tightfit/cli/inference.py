@@ -1,0 +1,61 @@
+"""`estimate --inference`: the memory and the time of reading a prompt and generating text."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tightfit.cli.question import SIZE, Question
+from tightfit.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tightfit.any_code.records import GenerationRecord
+    from tightfit.cli.subject import Subject
+
+NEW_TOKENS = 128  # where a question gives no number
+
+# Options of `estimate` that say how a model is trained.
+OF_TRAINING = {"optimizer": "--optimizer", "micro_batches": "--micro-batches", "grad_clip": "--grad-clip"}
+
+
+def check_inference(question: Question, is_inference: bool, new_tokens: int | None, others: Mapping[str, Any]) -> None:
+    """Raise `InputError` for options that exclude each other. `others` are further options that are for training."""
+    if not is_inference:
+        if new_tokens is not None:
+            raise InputError("--new-tokens is for --inference, which is not given: give both, or neither")
+        return
+    given = [option for name, option in OF_TRAINING.items() if getattr(question, name) is not None]
+    given += [option for option, value in others.items() if value is not None]
+    if given:
+        raise InputError(f"{given[0]} is about a training step: leave it out, or leave out --inference")
+
+
+def inferred(question: Question, new_tokens: int | None) -> "GenerationRecord":
+    """The estimate of the generation that a question is about."""
+    from tightfit.any_code.generation import estimate_generation
+    from tightfit.cli.subject import subject_of
+
+    subject = subject_of(question, dry=True)
+    ids = _prompt(subject)[: question.batch_size or SIZE]
+    asked = subject.asked
+    with subject.rejections():
+        return estimate_generation(
+            subject.model,
+            ids,
+            new_tokens=NEW_TOKENS if new_tokens is None else new_tokens,
+            precision=asked.precision,
+            device=asked.device,
+        )
+
+
+def _prompt(subject: "Subject") -> "Tensor":
+    """Token ids (B, T) that stand for a prompt."""
+    from tightfit.step import TokenBatch
+
+    batch = subject.batch.tensors() if isinstance(subject.batch, TokenBatch) else subject.batch
+    ids = batch.get("input_ids") if isinstance(batch, dict) else None
+    if ids is None:
+        raise InputError(
+            f"{subject.name} brings a batch without input_ids: --inference needs a model that reads tokens"
+        )
+    return ids

@@ -1,0 +1,242 @@
+"""Answers the questions of Python code about CUDA as the simulated device would.
+
+Code of users and of packages with their own kernels asks whether its tensors are on CUDA (`x.is_cuda`,
+`x.device.type == "cuda"`), and what the device can do (`torch.cuda.get_device_capability`). The tensors of a dry run
+are on the CPU, so the true answers would choose other code than the device runs.
+
+The libraries in `_TRUE_ANSWERS` get the true answers. What they do on CUDA is simulated below their code: their
+operators' kernels are replaced (`composites.py`, `autocast.py`), or the results do not depend on the answer. Some keep
+an answer for the whole process.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+
+from tightfit.runtime.activity import now
+from tightfit.tracing.cuda.replacements import Replacements
+
+_TRUE_ANSWERS = frozenset(
+    {"torch", "tightfit", "triton", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "lightning"}
+    | {"lightning_fabric", "pytorch_lightning", "deepspeed", "numpy"}
+)
+# Most bytes of shared memory of a block: CUDA C++ Programming Guide, table "Technical Specifications per Compute
+# Capability".
+_SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+_NEWEST_SHARED_KIB, _LEAST_SHARED_KIB = 99, 48  # (12, 0) and (12, 1); before (7, 0)
+_MAPPED = "cuda"
+
+
+class Card(Protocol):
+    """The properties of a device that Python code may ask for."""
+
+    @property
+    def capability(self) -> tuple[int, int]: ...
+    @property
+    def multiprocessors(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+
+def card_played() -> Card | None:
+    """The device that this thread simulates, if any."""
+    return now.card if now.playing_cuda else None
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Most bytes of shared memory of a block."""
+    known = _SHARED_KIB.get(capability)
+    return 1024 * (known or (_NEWEST_SHARED_KIB if capability >= (7, 0) else _LEAST_SHARED_KIB))
+
+
+def properties_of(card: Card) -> SimpleNamespace:
+    """What `torch.cuda.get_device_properties` returns for a device."""
+    major, minor = card.capability
+    shared = shared_memory(card.capability)
+    return SimpleNamespace(
+        name=card.name, major=major, minor=minor, total_memory=card.memory_bytes, warp_size=32,
+        multi_processor_count=card.multiprocessors, shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=shared, shared_memory_per_multiprocessor=shared + 1024,
+        regs_per_multiprocessor=65536, is_integrated=False, is_multi_gpu_board=False,
+    )  # fmt: skip
+
+
+# The device of a tensor
+
+
+class _Kind(str):
+    """The text "cpu" for PyTorch's C++ code, which reads the characters; equal to "cuda" for Python code."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kind) or other == _MAPPED
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(_MAPPED)
+
+    def __contains__(self, part: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return part in _MAPPED
+
+    def startswith(self, *args: Any) -> bool:
+        return _MAPPED.startswith(*args)
+
+    def __repr__(self) -> str:
+        return repr(_MAPPED)
+
+
+class PlayedDevice(str):
+    """The device of a CPU tensor that simulates one on CUDA.
+
+    PyTorch takes a text wherever it takes a device. This one's characters are "cpu", so new tensors are where the dry
+    run's are. Its attributes are those of `torch.device("cuda", 0)`. It is equal to both, because a model may compare
+    it with a device that it stored before.
+    """
+
+    __slots__ = ()
+    index = 0  # pyright: ignore[reportAssignmentType] - in place of the method of texts
+
+    @property
+    def type(self) -> str:
+        return _KIND
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.device):
+            return other.type == "cpu" or (other.type == "cuda" and other.index in (None, 0))
+        return isinstance(other, PlayedDevice) or other in ("cpu", "cuda", "cuda:0")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(torch.device("cuda", 0))
+
+    def __repr__(self) -> str:
+        return "device(type='cuda', index=0)"
+
+
+_KIND = _Kind("cpu")
+_DEVICE = PlayedDevice("cpu")
+
+
+def _asks_in_play(depth: int = 2) -> Card | None:
+    """The simulated device if the code that asks gets its answers; None if it gets the true ones."""
+    card = card_played()
+    if card is None:
+        return None
+    name = sys._getframe(depth).f_globals.get("__name__", "")
+    return None if name.partition(".")[0] in _TRUE_ANSWERS else card
+
+
+def _replace_in_tensors(tensor: Any, replacements: Replacements) -> None:
+    device, is_cuda = tensor.device, tensor.is_cuda  # the descriptors
+    get_device, to_cuda = tensor.get_device, tensor.cuda
+
+    def played_device(self: torch.Tensor) -> Any:
+        true = device.__get__(self)
+        return _DEVICE if true.type == "cpu" and _asks_in_play() is not None else true
+
+    def played_is_cuda(self: torch.Tensor) -> bool:
+        return is_cuda.__get__(self) or (device.__get__(self).type == "cpu" and _asks_in_play() is not None)
+
+    def played_get_device(self: torch.Tensor) -> int:
+        return 0 if device.__get__(self).type == "cpu" and _asks_in_play() is not None else get_device(self)
+
+    def played_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _asks_in_play() is not None else to_cuda(self, *args, **kwargs)
+
+    replacements.replace(tensor, "device", property(played_device))
+    replacements.replace(tensor, "is_cuda", property(played_is_cuda))
+    replacements.replace(tensor, "get_device", played_get_device)
+    replacements.replace(tensor, "cuda", played_cuda)
+
+
+# Questions about the device
+
+
+@contextmanager
+def _no_switch(*args: Any) -> Iterator[None]:
+    yield
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "is_available": lambda card: True,
+    "is_initialized": lambda card: True,
+    "device_count": lambda card: 1,
+    "current_device": lambda card: 0,
+    "get_device_capability": lambda card, device=None: card.capability,
+    "get_device_properties": lambda card, device=None: properties_of(card),
+    "get_device_name": lambda card, device=None: card.name,
+    "is_bf16_supported": lambda card, including_emulation=True: including_emulation or card.capability >= (8, 0),
+    "device": _no_switch,
+    "set_device": lambda card, device: None,
+    "synchronize": lambda card, device=None: None,
+}
+
+
+def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        card = _asks_in_play()
+        return original(*args, **kwargs) if card is None else answer(card, *args, **kwargs)
+
+    _constant_to_dynamo(answered)
+    return answered
+
+
+def _constant_to_dynamo(*functions: Any) -> None:
+    """Let a compiled block call functions while it is traced, as it does with the originals: no graph break."""
+    for function in functions:
+        function._dynamo_marked_constant = True  # what `torch._dynamo.assume_constant_result` sets
+
+
+# Autocast for CUDA. The step's autocast region is that of the CPU, with CUDA's lists (`autocast.py`).
+
+
+def _of_simulated_device(device_type: str) -> str:
+    return "cpu" if device_type == "cuda" and now.playing_cuda else device_type
+
+
+def _replace_in_autocast(replacements: Replacements) -> None:
+    enabled, dtype_of, setup = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return enabled(_of_simulated_device(device_type))
+
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        # The dtype of a region that is open; else CUDA's default, which is not the CPU's.
+        played = _of_simulated_device(device_type)
+        return dtype_of(played if enabled(played) else device_type)
+
+    def get_autocast_gpu_dtype() -> torch.dtype:
+        return get_autocast_dtype("cuda")
+
+    def begin(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        played = _of_simulated_device(device_type)
+        if played != device_type and dtype is None:
+            dtype = get_autocast_dtype(device_type)
+        setup(self, played, dtype, enabled, cache_enabled)
+
+    _constant_to_dynamo(is_autocast_enabled, get_autocast_dtype, get_autocast_gpu_dtype)
+    replacements.replace(torch, "is_autocast_enabled", is_autocast_enabled)
+    replacements.replace(torch, "get_autocast_dtype", get_autocast_dtype)
+    replacements.replace(torch, "get_autocast_gpu_dtype", get_autocast_gpu_dtype)
+    replacements.replace(torch.autocast, "__init__", begin)
+
+
+def replace_in_torch(module: ModuleType, replacements: Replacements) -> None:
+    """Replace what Python code asks about CUDA. `module` is `torch.cuda`."""
+    _replace_in_tensors(torch.Tensor, replacements)
+    for name, answer in _ANSWERS.items():
+        replacements.replace(module, name, _answering(getattr(module, name), answer))
+    _replace_in_autocast(replacements)
