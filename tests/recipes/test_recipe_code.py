@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 
+from command_line import tightfit as run
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import InputError
 from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.recipes.code import LIBRARIES, Job, as_code
-from tightfit.recipes.records import Recipe
+from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.written import Setting, written
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0, target_modules="all-linear", base="nf4")
 each_library = pytest.mark.parametrize("library", LIBRARIES)
@@ -66,6 +68,31 @@ def test_names_with_quotes_do_not_leave_their_string():
     text = as_code("trl", Job(Recipe(), 'a"b\\', 10**9))
     assert 'default="a\\"b\\\\"' in text
     compile(text, "trl", "exec")
+
+
+def test_fit_writes_a_script_with_the_hubs_name_and_refuses_what_no_library_loads():
+    outcome = Outcome(Recipe("bf16", None, "adamw8bit"), True, 1, 1, micro_batches=2)
+    setting = Setting({"path": "llama-3.1-8b"}, budget="80GiB", batch_size=4, sequence_length=64)
+    text = written(outcome, setting, "trl")
+    assert 'default="meta-llama/Llama-3.1-8B"' in text
+    assert "PARTS = 2" in text
+    with pytest.raises(InputError, match="tightfit's own decoder"):
+        written(outcome, Setting({"preset": "cpu8"}), "lightning")
+    with pytest.raises(InputError, match="--as keras is not known: choose one of yaml, transformers, trl, lightning"):
+        written(outcome, setting, "keras")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--as", "trl"), "--as says how --output is written"),
+        (("--as", "keras", "--output", "run.py"), "--as keras is not known: choose one of yaml"),
+    ],
+)
+def test_misuse_of_as_is_one_line(options, said):
+    outcome = run("fit", "--model", "cpu8", "--device", "rtx3060", *options)
+    assert outcome.code == 2
+    assert said in outcome.error
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def held_by_states():
     """A refusal of a step whose peak is in the optimizer's phase."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "find_spec", lambda name: None)
-        error = refused(decoder(**SMALL), token_batch(1, 16), "0.85x")
+        error = refused(decoder(**SMALL), token_batch(1, 16), "0.87x")
         assert len(error.ways_out) > 1
         yield error
 
@@ -128,7 +128,7 @@ def test_the_table_reads_well_on_a_terminal_of_80_columns(held_by_states):
 
 @pytest.mark.usefixtures("without_packages")
 def test_levers_that_were_not_allowed_are_a_way_where_activations_are_too_large():
-    error = refused(decoder(num_layers=2), token_batch(4, 64), "0.7x", levers=["tile"])
+    error = refused(decoder(num_layers=2, hidden_size=32), token_batch(4, 32), "0.7x", levers=["tile"])
     finder = ways_out.Finder(error.refusal)
     finder.try_exact()
     way = next(way for way in finder.ways if way.name == "levers exact, tile, offload")
@@ -137,6 +137,7 @@ def test_levers_that_were_not_allowed_are_a_way_where_activations_are_too_large(
     assert way.plan().peak_bytes <= error.refusal.search.budget_bytes
 
 
+@pytest.mark.slow  # seconds: a search for each of two sizes, and their allocator's peaks
 def test_the_longest_sequence_and_the_largest_batch_that_fit_are_found():
     made, whole = functools.partial(decoder, num_layers=2), token_batch(4, 64)
     error = refused(made(), whole, "0.6x", levers=["tile"])
