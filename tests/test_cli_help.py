@@ -12,6 +12,7 @@ COMMANDS = (
     "plan",
     "estimate",
     "verify",
+    "fit",
     "explore",
     "generate",
     "score",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.planner.estimates import Estimate
     from tightfit.planner.plans import Plan
     from tightfit.planner.search.largest import Largest, maximise
+    from tightfit.recipes.api import fit
+    from tightfit.recipes.listed import Recipes
     from tightfit.step import TokenBatch
     from tightfit.tracing.build import build_dry
     from tightfit.training import TrainResult, train
@@ -40,6 +42,7 @@ _HOMES: dict[str, str] = {
     "Estimate": "tightfit.planner.estimates",
     "Largest": "tightfit.planner.search.largest",
     "Plan": "tightfit.planner.plans",
+    "Recipes": "tightfit.recipes.listed",
     "TextScore": "tightfit.models.scoring",
     "TokenBatch": "tightfit.step",
     "Traced": "tightfit.any_code.traced",
@@ -50,6 +53,7 @@ _HOMES: dict[str, str] = {
     "curve": "tightfit.planner.api",
     "diagnose": "tightfit.doctor.diagnosing",
     "estimate": "tightfit.planner.api",
+    "fit": "tightfit.recipes.api",
     "maximise": "tightfit.planner.search.largest",
     "monitor": "tightfit.monitoring.watch",
     "offload": "tightfit.levers.offload",
@@ -72,6 +76,7 @@ __all__ = [
     "Estimate",
     "Largest",
     "Plan",
+    "Recipes",
     "TextScore",
     "TokenBatch",
     "Traced",
@@ -83,6 +88,7 @@ __all__ = [
     "curve",
     "diagnose",
     "estimate",
+    "fit",
     "maximise",
     "monitor",
     "offload",

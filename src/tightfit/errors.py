@@ -18,6 +18,10 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 └── VerificationFailed           exit code 4: a plan changed what the step computes
 """
 
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
 LONGEST_LINE = 1000  # characters that an error about a configuration has
 
 
@@ -88,17 +92,33 @@ class CannotFit(TightfitError):
 
     `least_bytes` is the smallest peak that any combination of the allowed levers reaches. Where that is within the
     budget and a CUDA device has no room for it, `taken_bytes` is what the step takes there as a whole, else None.
+    `refusal` is what was asked for, where a plan was (`planner.refusal.Refusal`).
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, least_bytes: int, taken_bytes: int | None = None):
+    def __init__(self, message: str, least_bytes: int, taken_bytes: int | None = None, refusal: Any = None):
         super().__init__(message)
         self.least_bytes = least_bytes
         self.taken_bytes = taken_bytes
+        self.refusal = refusal
+        self._ways_out: Sequence[Any] | None = None
 
-    def __reduce__(self) -> tuple[type["CannotFit"], tuple[str, int, int | None]]:
-        return type(self), (str(self), self.least_bytes, self.taken_bytes)  # it crosses to another process whole
+    @property
+    def ways_out(self) -> Sequence[Any]:
+        """Ways to train all the same (`recipes.ways.WayOut`), ranked, each run dry; empty where no plan was asked for.
+
+        They are looked for when this is first read, which takes several dry runs.
+        """
+        if self._ways_out is None:
+            # By name: this file stands above the room that finds them, and most who catch the error do not ask.
+            finder = import_module("tightfit.recipes.ways_out")
+            self._ways_out = finder.ways_out_of(self.refusal)
+        return self._ways_out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It crosses to another process whole, without the model that was asked about.
+        return type(self), (str(self), self.least_bytes, self.taken_bytes), {"_ways_out": self._ways_out}
 
 
 class RecoveryError(TightfitError):

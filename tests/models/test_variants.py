@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tightfit import TokenBatch, estimate
-from tightfit.config import AdapterConfig, PretrainedModel
+from tightfit.config import AdapterConfig, PretrainedModel, parse_config
+from tightfit.errors import ConfigError
 from tightfit.memory.allocator import scales_of, storage_bytes
-from tightfit.models.loading import build_model
+from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.variants import as_recipe
 from tightfit.tracing.unbacked import is_unbacked
 from tiny import decoder
@@ -57,3 +58,13 @@ def test_weights_kept_beside_few_bits_have_the_dtype_that_is_asked_for(folder):
     kept = [p for n, p in model.named_parameters() if "embed" in n or "norm" in n or "lm_head" in n]
     assert bytes_of(wide) - bytes_of(narrow) == storage_bytes(kept) // 2
     assert {p.dtype for p in narrow.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_a_configuration_names_the_dtype_beside_few_bits_and_no_other_one_beside_adapters(folder):
+    settled = {"path": str(folder), "adapter": {"base": "nf4"}, "dtype": "bf16"}
+    section = parse_config({"model": settled}).model
+    assert weights_dtype(section) == "bf16"
+    kept = {n: p.dtype for n, p in build_model(section).named_parameters() if "norm" in n}
+    assert set(kept.values()) == {torch.bfloat16}
+    with pytest.raises(ConfigError, match="adapter"):
+        parse_config({"model": {**settled, "adapter": {"base": "bf16"}}})

@@ -14,12 +14,14 @@ from tightfit.cli import (
     measuring,
     minimind,
     observing,
+    recipes,
     runs,
     scoring,
     training,
 )
 from tightfit.cli.light import leave_out_idle_lines
-from tightfit.errors import OutputError, TightfitError
+from tightfit.cli.ways import show_ways_out
+from tightfit.errors import CannotFit, OutputError, TightfitError
 from tightfit.memory.disk import NO_ROOM
 
 PROFILE, MINIMIND = "profile", "minimind"  # the commands whose arguments belong to somebody else's script
@@ -50,8 +52,10 @@ class Commands(TyperGroup):
 
 
 def end_with(error: TightfitError) -> NoReturn:
-    """The error as one line, and the exit code that it carries."""
+    """The error as one line, ways out where a plan cannot fit, and the exit code that the error carries."""
     typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    if isinstance(error, CannotFit):
+        show_ways_out(error)
     raise typer.Exit(error.exit_code) from error
 
 
@@ -91,6 +95,7 @@ app.command()(training.train)
 app.command()(asking.plan)
 app.command()(asking.estimate)
 app.command()(asking.verify)
+app.command()(recipes.fit)
 app.command()(exploring.explore)
 app.command()(generating.generate)
 app.command()(scoring.score)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tightfit.cli.question import Question
-from tightfit.errors import TightfitError
+from tightfit.errors import CannotFit, TightfitError
 
 # Loggers of other packages, and how a message begins or goes on that says nothing to whoever runs a command: torchao
 # cannot load extensions for cards that are not here, and uses a name that PyTorch will drop.
@@ -60,6 +60,8 @@ def _answering_lightly() -> Iterator[None]:
         except (Exception, GaveWay) as error:
             if deferral.gave_way or (deferral.is_used and not is_ours(error)):
                 start_again()
+            if deferral.is_used and isinstance(error, CannotFit):
+                start_again()  # ways out need what is left out: adapters, other optimizers
             raise
         if deferral.gave_way:  # and somebody kept that to himself
             start_again()

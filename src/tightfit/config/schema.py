@@ -114,7 +114,7 @@ class AdapterConfig(Section):
     base: Literal["fp32", "bf16", "int8", "nf4"] = "fp32"
     """Storage of the frozen weights: all in fp32, or all in bf16; or those of linear layers, except the head, in 8 bits
     with a scale per row, or in 4-bit NormalFloat with a scale per 64 weights (bitsandbytes; Dettmers et al. 2023), and
-    the others in fp32."""
+    the others in `model.dtype`."""
 
 
 class PretrainedModel(Section):
@@ -126,7 +126,7 @@ class PretrainedModel(Section):
     """Build the model from its config with new weights instead of loading the weights."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the weights. `auto`: the checkpoint's own, bf16 or fp32 (fp16 is read as fp32); fp32 for new weights and
-    from GGUF. With adapters it is `adapter.base`."""
+    from GGUF. With adapters it is `adapter.base`; on a base in few bits, the dtype of the others, fp32 if `auto`."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The implementation of attention in `transformers`; `auto`: its own choice. `flash_attention_2` needs the package
     flash_attn and a card; a dry run plays it as PyTorch's flash attention."""
@@ -141,7 +141,7 @@ class PretrainedModel(Section):
             raise ValueError(
                 "adapter and random_init are both set: an adapter is trained on weights that are there, remove one"
             )
-        if self.adapter is not None and self.dtype != "auto":
+        if self.adapter is not None and self.dtype != "auto" and self.adapter.base in ("fp32", "bf16"):
             raise ValueError(
                 f"dtype {self.dtype} and adapter are both set: adapter.base is the dtype of the frozen weights, remove "
                 "dtype"

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from tightfit.doctor.records import DiagnosisRecord, Remedy
+from tightfit.doctor.records import DiagnosisRecord
+from tightfit.recipes.ways import Remedy
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from tightfit.doctor import symptoms
 from tightfit.doctor.diagnosis import Diagnosis
-from tightfit.doctor.remedies import priced_remedies
 from tightfit.errors import InputError
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.snapshot import Snapshot, snapshot_of
@@ -21,6 +20,7 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.planner.request import Optimizer
 from tightfit.planner.step_figures import step_figures
+from tightfit.recipes.remedies import priced_remedies
 from tightfit.step import Batch, Loss, Precision
 from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes

@@ -3,23 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Remedy:
-    """A way to need less memory, with the line to add.
-
-    The figures come from a new dry run of the step with the remedy. They are None without model and batch. `exactness`
-    says how results change: "exact", "rounding" or "inexact".
-    """
-
-    name: str
-    exactness: str
-    python: str
-    yaml: str
-    saved_bytes: int | None = None
-    added_seconds: float | None = None  # per step; negative if the step is faster
-    peak_bytes: int | None = None
-    fits: bool | None = None  # in the memory that was available; None if that is unknown
+from tightfit.recipes.ways import Remedy
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
         raise CannotFit(
             f"{error}; {type(step.model).__name__} has no repeated block to recompute: name modules with blocks=",
             error.least_bytes,
+            refusal=error.refusal,
         ) from error
     optimizer = type(step.optimizer).__name__
     return replace(plan, precision=step.precision, optimizer=optimizer)

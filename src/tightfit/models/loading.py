@@ -56,8 +56,10 @@ def weights_dtype(config: PretrainedModel) -> str:
     Where the checkpoint decides, bf16 stays bf16, and all else is read as fp32: the range of fp16 is too small for
     weights that are trained. Raises `ModelError`.
     """
-    if config.adapter is not None:
-        return "bf16" if config.adapter.base == "bf16" else "fp32"
+    if config.adapter is not None and config.adapter.base in WEIGHT_DTYPES:
+        return config.adapter.base
+    if config.adapter is not None and config.dtype == "auto":
+        return "fp32"
     if config.dtype != "auto":
         return config.dtype
     if is_own(Path(config.path)):
@@ -72,7 +74,7 @@ def without_weights(config: ModelConfig) -> ModelConfig:
     """The section for a dry run: the same model and dtype, with no weights to read."""
     if not isinstance(config, PretrainedModel):
         return config
-    dtype = "auto" if config.adapter is not None else weights_dtype(config)
+    dtype = config.dtype if config.adapter is not None else weights_dtype(config)
     return config.model_copy(update={"random_init": True, "dtype": dtype})
 
 

@@ -20,25 +20,6 @@ OPTIMIZERS = {
 OFFLOADED = "offloaded_adamw"
 
 
-class FrugalOptimizer(NamedTuple):
-    """An optimizer for somebody who trains with AdamW and looks for less memory: what it changes, the line of Python
-    that makes it, and whether it needs a device beside the host.
-    """
-
-    exactness: str
-    python: str
-    on_device: bool = False
-
-
-FRUGAL_OPTIMIZERS = {
-    "offloaded_adamw": FrugalOptimizer(
-        "exact", "from tightfit.optim import OffloadedAdamW; optimizer = OffloadedAdamW(model.parameters())", True
-    ),
-    "adamw8bit": FrugalOptimizer(
-        "inexact", "from bitsandbytes.optim import AdamW8bit; optimizer = AdamW8bit(model.parameters())"
-    ),
-    "adafactor": FrugalOptimizer("inexact", "optimizer = torch.optim.Adafactor(model.parameters())"),
-}
 FOR_BF16 = ("adamw_bf16", "adamw_bf16_stochastic")
 
 # The names of other trainers.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tightfit.errors import InputError
+from tightfit.errors import CannotFit, InputError
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
@@ -16,6 +16,7 @@ from tightfit.planner.estimates import Estimate, assumption_sentences, make_esti
 from tightfit.planner.levers import CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
+from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.search import Search
@@ -108,8 +109,9 @@ def plan(
     also has the trade-off curve, and figures for the levers that were not allowed. The other arguments are those of
     `estimate`.
 
-    Raises `CannotFit` with the least peak that the levers can reach, `BudgetError` for a budget that cannot be parsed,
-    and `LeverError` if offload is named and not available.
+    Raises `CannotFit` with the least peak that the levers can reach, and with ranked ways out (`error.ways_out`, found
+    when it is read); `BudgetError` for a budget that cannot be parsed; `LeverError` if offload is named and not
+    available.
 
     Example:
         >>> import tightfit, torch
@@ -192,7 +194,11 @@ def estimate_asked(asked: Asked) -> Estimate:
 def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
     """`tightfit.plan`, with its arguments as one record."""
     search = Search(asked.request(may_choose=True), budget)
-    found = search.run()
+    try:
+        found = search.run()
+    except CannotFit as error:
+        error.refusal = Refusal(asked, search)
+        raise
     if not curve:
         return as_plan(search, found)  # a curve needs further traces
     tradeoff = Tradeoff(search)

@@ -129,6 +129,7 @@ class Outcome:
     longest_sequence: Largest | None = None
     largest_batch: Largest | None = None
     levers: tuple[str, ...] = ()
+    micro_batches: int = 1  # whose gradients accumulate
     rounds: bool = False  # whether a lever is exact only to rounding
     plan: "PlanRecord | None" = field(default=None, repr=False, compare=False)
 
@@ -163,6 +164,7 @@ class Outcome:
             "step_in_backward": recipe.step_in_backward,
             "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(),
             "levers": list(self.levers),
+            "micro_batches": self.micro_batches,
         }
 
 
@@ -175,6 +177,7 @@ class RecipesRecord(Sequence[Outcome]):
     budget_bytes: int
     batch: str = ""
     model: str = ""
+    notes: tuple[str, ...] = ()  # why recipes were left out
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -202,6 +205,7 @@ class RecipesRecord(Sequence[Outcome]):
             "budget_bytes": self.budget_bytes,
             "batch": self.batch,
             "model": self.model,
+            "notes": list(self.notes),
         }
 
     @property

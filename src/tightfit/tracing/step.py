@@ -10,7 +10,7 @@ from torch import nn
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, host_states, named_states
 from tightfit.optim.gradients import gradient_memory
-from tightfit.optim.in_backward import step_in_backward, steps_in_backward
+from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.runtime.activity import accumulation, aside, now
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
@@ -34,6 +34,8 @@ from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
+
+STEPPED = "step in backward: "  # of a note in a trace: the parameter whose gradient is used up there
 
 
 class _Phases:
@@ -127,12 +129,14 @@ def trace_part(
     cost: OperatorCost = no_cost,
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
+    in_backward: bool = False,
 ) -> StepTrace:
     """Trace forward and backward of the last micro-batch only, which is faster than a whole step.
 
     The arguments give the rest of the step's memory. `state_bytes` are the optimizer's states. `with_gradient` names
     the parameters that get a gradient; with several micro-batches it exists from the start. `gradients_before` names
-    the parameters that have a gradient before the step. `optimizer` is needed if it steps in backward.
+    the parameters that have a gradient before the step. With `in_backward` each gradient is freed when it is ready, at
+    an operator `STEPPED` that does nothing. `optimizer` is needed if the settings say that it steps in backward.
     """
     with _dry(model, parts, cost, executor, role) as dry:
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
@@ -141,8 +145,61 @@ def trace_part(
         else:
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
-        boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
+        with step_in_backward(_Spending(model, dry), model) if in_backward else nullcontext():
+            boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
         return record(dry, boundaries, repeats=len(parts))
+
+
+class _Spending(torch.optim.Optimizer):
+    """An optimizer that changes nothing. It notes when a gradient would be used up, and the parameter's name."""
+
+    def __init__(self, model: nn.Module, dry: DryRun):
+        super().__init__([p for p in model.parameters() if p.requires_grad], {})
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._dry = dry
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._dry.begin([])
+                    self._dry.note(f"{STEPPED}{self._names[parameter]}", 0.0)
+
+
+def trace_update(
+    model: nn.Module,
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer,
+    *,
+    settings: StepSettings,
+    with_gradient: Sequence[str],
+    cost: OperatorCost = no_cost,
+    role: CudaRole | None = None,
+    one_by_one: bool = False,
+) -> StepTrace:
+    """Trace the optimizer's phase only, with its states and a gradient for each parameter in `with_gradient`.
+
+    With `one_by_one`, the parameters are updated one after the other, each at an operator `STEPPED`, as inside
+    backward. Raises the errors of `build_optimizer`.
+    """
+    with _dry(model, [], cost, NO_EXECUTOR_COST, role) as dry:
+        twin = build_optimizer(optimizer, model.parameters())
+        observer = _Phases(dry)
+        for recorded in (False, True):
+            if recorded:
+                dry.begin_again()
+            for names in [[name] for name in with_gradient] if one_by_one else [with_gradient]:
+                if one_by_one:
+                    dry.begin([])
+                    dry.note(f"{STEPPED}{names[0]}", 0.0)
+                for name in names:
+                    parameter = model.get_parameter(name)
+                    parameter.grad = TensorShape.of(parameter).unbacked()
+                    dry.ledger.track(parameter.grad, known=False, operator=None)
+                    dry.ledger.label(parameter.grad, Category.GRADIENT, name)
+                with only(twin, model.get_parameter(names[0])) if one_by_one else nullcontext():
+                    update(model, twin, settings, observer=observer)
+            label_states(dry, model, twin, on_cuda=role is not None)
+        return record(dry, [0, len(dry.operators)], repeats=1)
 
 
 def _give_states(
@@ -263,13 +320,18 @@ def run_twice(
             dry.gradients_before = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         boundaries = run_parts(dry, model, parts, loss, settings)
         update(model, optimizer, settings, observer=_Phases(dry))
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter, key, state in named_states(optimizer):
-            dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
-        # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.
-        for state in host_states(optimizer) if on_cuda else ():
-            dry.ledger.on_host(state)
+        label_states(dry, model, optimizer, on_cuda=on_cuda)
     return boundaries
+
+
+def label_states(dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_cuda: bool) -> None:
+    """Name the optimizer's states in the record."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, key, state in named_states(optimizer):
+        dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
+    # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.
+    for state in host_states(optimizer) if on_cuda else ():
+        dry.ledger.on_host(state)
 
 
 def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:

@@ -24,6 +24,15 @@ class OptimizerRecipe:
 
     training: TrainingConfig
 
+    @property
+    def kind(self) -> str:
+        """The optimizer's name."""
+        return self.training.optimizer
+
+    @property
+    def step_in_backward(self) -> bool:
+        return self.training.step_in_backward
+
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         trained = [p for p in parameters if p.requires_grad]
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]

@@ -14,6 +14,7 @@ from tightfit.planner.arguments import check_levers
 from tightfit.planner.asked import Asked
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
+from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import lacking
 from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
@@ -137,7 +138,8 @@ def maximise(
     found = certain_bound(size_search.fits, guess, top)
     if not found:
         least = size_search.failures[1]
-        raise CannotFit(f"not even {what} {multiple_of} fits: {least}", least.least_bytes)
+        line = f"not even {what} {multiple_of} fits: {least}"
+        raise CannotFit(line, least.least_bytes, refusal=size_search.refusal(1))
     above = size_search.failures.get(found + 1)
     return Largest(
         what=what,
@@ -206,6 +208,11 @@ class _SizeSearch:
         if model not in self.plain:
             self.plain[model] = search.plain
         return self.plain[model]
+
+    def refusal(self, number: int) -> Refusal:
+        """What was asked for with a number that was planned in full."""
+        model, batch = self.case(number * self.multiple_of)
+        return Refusal(Asked(model, batch, **self.how), self.search(number))
 
     def rough_excess(self, number: int) -> int:
         """Bytes over the budget with the least peak without segments. The best segments are searched only once."""

@@ -48,16 +48,16 @@ def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tupl
 
 def peak_of(search: Search, plain: StepTrace, way: Way) -> int:
     """The approximate peak of a way in bytes, from one dry run of forward and backward."""
-    part = search.tracer.part(_sized(search, way), way.policies, plain, way.joined)
+    part = search.tracer.part(sized(search, way), way.policies, plain, way.joined)
     return max(part.peak_bytes, optimizer_peak(plain))
 
 
 def as_it_will_run(search: Search, way: Way) -> StepTrace:
     """The whole step with these levers, optimizer included."""
-    return search.whole(_sized(search, way), dict(way.policies), way.joined)
+    return search.whole(sized(search, way), dict(way.policies), way.joined)
 
 
-def _sized(search: Search, way: Way) -> Combination:
+def sized(search: Search, way: Way) -> Combination:
     """The way's combination with the largest number of micro-batches that the search's batch allows."""
     request = search.request
     counts = MicroBatches.beyond(request.micro_batches, request.size) if request.may(MicroBatches) else []

@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
-from torch import nn
+import torch
 
-from tightfit.config.schema import AdapterConfig
-from tightfit.doctor.records import Remedy
 from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError, ModelError
 from tightfit.levers.recompute import Policy
-from tightfit.models.adapters import add_adapter
-from tightfit.names.optimizers import FRUGAL_OPTIMIZERS, OPTIMIZERS
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Exactness, Offer, PlainStep, Role, allowed_levers, lever_types
-from tightfit.planner.request import Optimizer, Request, Tracer
+from tightfit.planner.request import Request, Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
+from tightfit.recipes import neighbours
+from tightfit.recipes.lines import change_in_words, sections_for, statements_for, yaml_of
+from tightfit.recipes.records import Recipe
+from tightfit.recipes.variants import Models
+from tightfit.recipes.ways import Remedy
 from tightfit.runtime.activity import aside
-from tightfit.runtime.module_paths import module_at
 from tightfit.tracing.record import StepTrace
-from tightfit.tracing.twin import unbacked_copy
 from tightfit.units import format_bytes
 
 
@@ -81,7 +79,7 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float]:
 
 
 def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_Trial]:
-    """Each lever alone, the levers of the class "rounding" together, then autocast and other optimizers.
+    """Each lever alone, the levers of the class "rounding" together, then other recipes.
 
     `notes` gets a sentence for each remedy that cannot be set up.
     """
@@ -99,13 +97,7 @@ def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_T
             together += offers[-1:]
     if len(together) > 1:
         yield _all_together(request, together, paths)
-    if request.settings.precision == "fp32":
-        yield _bf16(request)
-    yield from _optimizers(request)
-    try:
-        yield from _adapters(request, paths)
-    except ModelError as error:
-        notes.append(f"Adapters were not tried: {error}.")
+    yield from _recipes(request, notes)
 
 
 def _all_together(request: Request, offers: Sequence[Offer], paths: Sequence[str]) -> _Trial:
@@ -124,60 +116,44 @@ def _all_together(request: Request, offers: Sequence[Offer], paths: Sequence[str
     )
 
 
-def _bf16(request: Request) -> _Trial:
-    python = f'with torch.autocast("{request.device.kind}", torch.bfloat16):'
-    asked = replace(request, settings=replace(request.settings, precision="bf16"))
-    yaml = "training: {precision: bf16}"
-    return _Trial("autocast to bf16", Exactness.INEXACT, asked, request.plain, None, python, yaml)
+def _recipes(request: Request, notes: list[str]) -> Iterator[_Trial]:
+    """Recipes near that of the step: other optimizers, autocast, 16-bit weights, low-rank adapters."""
+    before = neighbours.recipe_of(request)
+    cast, stepping = neighbours.autocast(request, before), neighbours.in_backward(request, before)
+    found = [each for each in (cast, stepping) if each is not None]
+    found += neighbours.frugal_optimizers(request, before)
+    found += neighbours.narrow_weights(request, before)[:1]
+    found += neighbours.adapted(request, before)[:1]
+    models = Models(request.model)
+    for recipe in found:
+        words = ", ".join(change_in_words(before, recipe))
+        try:
+            variant = _variant(request, before, recipe, models)
+        except ModelError as error:
+            notes.append(f"{words} was not tried: {error}.")
+            continue
+        python = "; ".join(statements_for(before, recipe))
+        if recipe == cast:
+            python = f'with torch.autocast("{request.device.kind}", torch.bfloat16):'
+        sections = yaml_of(sections_for(before, recipe)).splitlines()
+        yaml = sections[0] if len(sections) == 1 else f"{{{', '.join(sections)}}}"
+        exactness = Exactness.EXACT if recipe.changed == before.changed else Exactness.INEXACT
+        yield _Trial(words, exactness, variant, variant.plain, None, python, yaml)
 
 
-def _optimizers(request: Request) -> Iterator[_Trial]:
-    """Variants of AdamW with smaller states on the device. Nothing for other optimizers, which learn differently."""
-    if _kind_of(request.optimizer) not in ("adamw", "adamw_fused"):
-        return
-    for name, frugal in FRUGAL_OPTIMIZERS.items():
-        if frugal.on_device and request.device.kind == "cpu":
-            continue  # states on the host save nothing if the host is the device
-        asked = replace(request, optimizer=name)
-        yaml = f"training: {{optimizer: {name}}}"
-        yield _Trial(f"optimizer {name}", frugal.exactness, asked, request.plain, None, frugal.python, yaml)
-
-
-def _adapters(request: Request, paths: Sequence[str]) -> Iterator[_Trial]:
-    """Low-rank adapters on the linear layers of all blocks, where the whole model is trained now."""
-    kind = _kind_of(request.optimizer)
-    layers = _linear_layers(request.model, paths)
-    trains_all = all(p.requires_grad for p in request.model.parameters())
-    if not trains_all or not layers or kind not in OPTIMIZERS or find_spec("peft") is None:
-        return
-    config = AdapterConfig(target_modules=layers)
-    adapted = add_adapter(unbacked_copy(request.model), config)
+def _variant(request: Request, before: Recipe, recipe: Recipe, models: Models) -> Request:
+    """The step as another recipe trains it."""
+    settings = replace(request.settings, precision=recipe.precision, step_in_backward=recipe.step_in_backward)
+    if recipe.optimizer != before.optimizer:
+        request = replace(request, optimizer=recipe.optimizer)
+    if (recipe.dtype, recipe.adapter) == (before.dtype, before.adapter):
+        return replace(request, settings=settings)
+    optimizer = request.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):  # it holds parameters of the other model
+        optimizer = recipe.optimizer
     # peft calls the model under two modules of its own, so paths that the user named do not match any more.
-    asked = replace(request, model=adapted, optimizer=kind, blocks=None)
-    names = ", ".join(layers)
-    python = (
-        f"import peft; model = peft.get_peft_model(model, peft.LoraConfig(r={config.r}, lora_alpha={config.alpha:g}, "
-        f"target_modules={list(layers)}))"
-    )
-    yaml = f"model: {{path: FOLDER, adapter: {{r: {config.r}, target_modules: [{names}]}}}}"
-    name = f"low-rank adapters (r = {config.r}), the model frozen"
-    yield _Trial(name, Exactness.INEXACT, asked, asked.plain, None, python, yaml)
-
-
-def _linear_layers(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """The names of the linear layers in these blocks, as adapters are targeted."""
-    names = {
-        path.rpartition(".")[2]
-        for block in paths
-        for path, module in module_at(model, block).named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    return tuple(sorted(names - {""}))
-
-
-def _kind_of(optimizer: Optimizer) -> str:
-    """The optimizer's name, of an instance that of its class."""
-    return optimizer if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+    blocks = None if recipe.adapter is not None else request.blocks
+    return replace(request, model=models.of(recipe), optimizer=optimizer, settings=settings, blocks=blocks)
 
 
 def _traced(trial: _Trial) -> StepTrace:

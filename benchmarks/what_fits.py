@@ -1,0 +1,128 @@
+"""What fits: the recipes of twelve models on the card that people have for each, as docs/what_fits.md.
+
+    python benchmarks/what_fits.py [--output FILE] [--table FILE] [--only PAIR ...]
+
+Each pair is one `tightfit fit` in a process of its own, with sequences of 2048 tokens (1024 for GPT-2) and one sequence
+a step. Results are written after each pair, and a pair that the output file already holds is not run again.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from environment import ROOT, environment
+
+GIB = 2**30
+# model, card, the gigabytes it is sold with, tokens of a sequence
+PAIRS = (
+    ("qwen2.5-0.5b", "rtx3080,memory=8GiB", 8, 2048),
+    ("llama-2-7b", "rtx3080,memory=8GiB", 8, 2048),
+    ("llama-3.2-1b", "rtx3060-12", 12, 2048),
+    ("mistral-7b", "rtx3060-12", 12, 2048),
+    ("llama-3.2-3b", "rtx4080", 16, 2048),
+    ("gpt2-xl", "t4", 16, 1024),
+    ("qwen2.5-7b", "rtx4090", 24, 2048),
+    ("llama-3.1-8b", "rtx4090", 24, 2048),
+    ("qwen3-8b", "l40s", 48, 2048),
+    ("llama-3.1-70b", "l40s", 48, 2048),
+    ("llama-3.1-8b", "h100", 80, 2048),
+    ("llama-3.1-70b", "h100", 80, 2048),
+)
+ROWS = 8  # of a table on the page
+PAGE = """\
+# What fits
+
+Written by `python benchmarks/what_fits.py`; the figures are in `benchmarks/results/what_fits.json`, made with torch
+{torch} at commit {commit}. Nothing was computed: each table is one `tightfit fit`, best first, for one sequence a step
+in all of the card's memory.
+
+The first {rows} recipes of each pair are shown. Peaks are predicted allocated bytes; the allocator's segments and the
+context fit beside them. `~` marks a size that was read off a straight line through two dry runs; the others were run
+dry. Seconds follow the card's published rates ([accuracy.md](accuracy.md) has their error). Adapters are of rank 16 on
+the layers that `peft` chooses for the architecture.
+"""
+
+
+def asked(pair: tuple[str, str, int, int]) -> dict[str, Any]:
+    """The answer for one pair, and the processor time that it took."""
+    model, device, gigabytes, length = pair
+    question = ["--model", model, "--device", device, "--seq-len", str(length), "--json"]
+    command = [sys.executable, "-m", "tightfit", "fit", *question]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    row: dict[str, Any] = {"model": model, "device": device, "gigabytes": gigabytes, "length": length}
+    row["processor_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if done.returncode not in (0, 3):
+        raise SystemExit(f"{' '.join(command)}: {done.stderr}")
+    return row | {"recipes": json.loads(done.stdout)["recipes"]}
+
+
+def page(results: list[dict[str, Any]], where: dict[str, Any]) -> str:
+    """docs/what_fits.md."""
+    head = PAGE.format(torch=where["versions"]["torch"], commit=where["commit"][:10], rows=ROWS)
+    return head + "".join(map(section, results))
+
+
+def section(row: dict[str, Any]) -> str:
+    """One pair."""
+    recipes = row["recipes"]
+    fitting = [recipe for recipe in recipes if recipe["fits"]]
+    shown = (fitting or recipes)[:ROWS]
+    title = f"\n## {row['model']} on {row['device'].partition(',')[0]}, {row['gigabytes']} GB\n\n"
+    count = f"{len(fitting)} of {len(recipes)} recipes fit sequences of {row['length']} tokens.\n\n"
+    head = (
+        "| recipe | peak | longest sequence | largest batch | step | tokens/s | changes | levers |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+    return title + count + head + "".join(map(line, shown))
+
+
+def line(recipe: dict[str, Any]) -> str:
+    """One recipe."""
+    mark = "" if recipe["confirmed"] else "~"
+    if not recipe["fits"]:
+        needed = f"needs {recipe['needed_bytes'] / GIB:.1f} GiB"
+        return f"| {recipe['name']} | {needed} | | | | | {recipe['changes']} | |\n"
+    sizes = ["" if recipe[key] is None else f"{mark}{recipe[key]:,}" for key in ("longest_sequence", "largest_batch")]
+    cells = (
+        recipe["name"],
+        f"{recipe['peak_bytes'] / GIB:.1f} GiB",
+        *sizes,
+        f"{recipe['step_seconds']:.2f} s",
+        f"{recipe['tokens_per_second']:,.0f}",
+        recipe["changes"],
+        ", ".join(recipe["levers"]) or "none",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="PAIR", help="such as llama-3.1-8b/rtx4090; default: all")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "what_fits.json")
+    parser.add_argument("--table", type=Path, default=ROOT / "docs" / "what_fits.md")
+    options = parser.parse_args()
+    record = json.loads(options.output.read_text("utf-8")) if options.output.exists() else {"results": []}
+    known = {(row["model"], row["device"]): row for row in record["results"]}
+    for pair in PAIRS:
+        name = f"{pair[0]}/{pair[1].partition(',')[0]}"
+        if pair[:2] in known or (options.only and name not in options.only):
+            continue
+        known[pair[:2]] = asked(pair)
+        record = {
+            "environment": environment(),
+            "results": [known[other[:2]] for other in PAIRS if other[:2] in known],
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        print(f"{name}: {known[pair[:2]]['processor_seconds']:.0f} s of processor time", flush=True)
+    if "environment" in record:
+        options.table.write_text(page(record["results"], record["environment"]), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What `fit` asks about: the model below any adapters, and the configuration that a recipe is written into."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tightfit.cli.question import LENGTH, SIZE, Question
+from tightfit.cli.subject import budget_of, built, subject_of
+from tightfit.config import Config, PretrainedModel, load_config
+from tightfit.devices.present import lookup
+from tightfit.errors import InputError
+from tightfit.models.loading import build_model, vocabulary_size
+from tightfit.planner.asked import Asked
+from tightfit.planner.levers import Exactness
+from tightfit.planner.refusal import Refusal
+from tightfit.planner.request import Optimizer
+from tightfit.planner.search.search import Search
+from tightfit.recipes.api import recipes_of
+from tightfit.recipes.choices import Wanted
+from tightfit.recipes.listed import Recipes
+from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.search import token_count
+from tightfit.recipes.variants import OptimizerOf, optimizer_of
+from tightfit.recipes.written import YAML, Setting, model_section, written
+from tightfit.tracing.build import build_dry
+from tightfit.training.optimizer import OptimizerRecipe
+
+
+@dataclass(frozen=True)
+class RecipeSubject:
+    """A question of `fit`, built."""
+
+    question: Question
+    asked: Asked
+    wanted: Wanted
+    name: str
+    budget: int | str | None
+    setting: Callable[[], Setting]
+    optimizer: OptimizerOf = optimizer_of
+
+    def recipes(self, notice: Callable[[str], None]) -> Recipes:
+        return recipes_of(self.asked, self.budget, self.wanted, optimizer=self.optimizer, notice=notice, name=self.name)
+
+    def written(self, outcome: Outcome, as_: str = YAML) -> str:
+        """The recipe as a configuration, or as a script for another library."""
+        return written(outcome, self.setting(), as_)
+
+    def refusal(self, budget_bytes: int) -> Refusal:
+        """What was asked for, where no recipe fits."""
+        asked = replace(self.asked, optimizer=self.wanted.optimizer or "adamw")
+        return Refusal(asked, Search(asked.request(may_choose=True), budget_bytes), recipes_tried=True)
+
+    def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
+        """The outcome with the figures of the plan of the configuration that was written."""
+        subject = subject_of(Question(config=str(path)), dry=True)
+        plan = subject.plan(budget_of(subject))
+        tokens = token_count(self.asked.batch)
+        rounding = [lever for lever in plan.levers if lever.exactness is not Exactness.EXACT]
+        return replace(
+            outcome,
+            peak_bytes=plan.peak_bytes,
+            needed_bytes=plan.peak_bytes,
+            step_seconds=plan.step_seconds,
+            tokens_per_second=tokens / plan.step_seconds if tokens and plan.step_seconds else None,
+            levers=tuple(lever.name for lever in plan.levers),
+            rounds=bool(rounding),
+            plan=plan,
+        )
+
+
+def recipe_subject(question: Question) -> RecipeSubject:
+    """The subject of a question of `fit`. Raises `InputError` and its like."""
+    return _of_config(question) if question.config is not None else _of_model(question)
+
+
+def _of_model(question: Question) -> RecipeSubject:
+    source = question.model
+    assert source is not None, "the question has a --model"
+    asked = _measured(replace(built(question, dry=True).asked, levers=question.allowed or "rounding"))
+
+    def setting() -> Setting:
+        return Setting(
+            model=_section_of(source),
+            device=question.device or "auto",
+            budget=_budget(question.budget, asked),
+            levers=question.allowed or "rounding",
+            batch_size=question.batch_size or SIZE,
+            sequence_length=question.seq_len or LENGTH,
+            grad_clip=question.grad_clip,
+            vocabulary=vocabulary_size(asked.model),
+        )
+
+    wanted = Wanted(optimizer=question.optimizer, precision=_precision(question))
+    return RecipeSubject(question, asked, wanted, source, question.budget, setting)
+
+
+def _section_of(source: str) -> dict[str, Any]:
+    if Path(source).suffix in (".yaml", ".yml"):
+        return _dumped(load_config(source))["model"]
+    return model_section(source)
+
+
+def _of_config(question: Question) -> RecipeSubject:
+    assert question.config is not None, "the question has a CONFIG"
+    config = load_config(question.config, question.settings)
+    training, section = config.training, config.model
+    if isinstance(section, PretrainedModel) and section.gguf_file is not None:
+        raise InputError(f"{question.config}: model.gguf_file cannot be asked about here: name the model's folder")
+    adapter = section.adapter if isinstance(section, PretrainedModel) else None
+    asked = built(question, dry=True).asked
+    if isinstance(section, PretrainedModel):
+        bare = section.model_copy(update={"adapter": None, "random_init": True, "dtype": "fp32"})
+    else:
+        bare = replace(section, dtype="fp32")
+    levers = config.memory.levers or "exact"
+    asked = _measured(replace(asked, model=build_dry(lambda: build_model(bare)), levers=levers))
+
+    def optimizer(recipe: Recipe) -> Optimizer:
+        keys = {"optimizer": recipe.optimizer, "step_in_backward": recipe.step_in_backward}
+        return OptimizerRecipe(training.model_copy(update=keys))
+
+    def setting() -> Setting:
+        sections = _dumped(config)
+        return Setting(
+            model=sections["model"],
+            sections=sections,
+            device=training.device,
+            budget=_budget(config.memory.budget, asked),
+            levers=levers if isinstance(levers, str) else list(levers),
+            batch_size=training.batch_size,
+            sequence_length=config.data.sequence_length,
+            grad_clip=training.grad_clip,
+        )
+
+    wanted = Wanted(adapter=adapter, optimizer=question.optimizer, precision=_precision(question))
+    budget = config.memory.budget
+    return RecipeSubject(question, asked, wanted, question.config, budget, setting, optimizer)
+
+
+def _dumped(config: Config) -> dict[str, Any]:
+    """The keys that are not as they would be anyway."""
+    found = config.model_dump(mode="json", exclude_defaults=True)
+    return {**found, "model": found.get("model", {})}
+
+
+def _measured(asked: Asked) -> Asked:
+    """The arguments with the device's figures, which are measured now, if ever."""
+    return replace(asked, device=lookup(asked.device, notice=lambda line: typer.echo(line, err=True)))
+
+
+def _budget(budget: int | str | None, asked: Asked) -> int | str:
+    return budget if budget is not None else "100%" if asked.device.kind == "cuda" else "80%"
+
+
+def _precision(question: Question) -> Any:
+    known = ("fp32", "bf16", "fp16")
+    if question.precision not in (None, *known):
+        raise InputError(f"precision {question.precision!r} is not known: choose fp32, bf16 or fp16")
+    return question.precision

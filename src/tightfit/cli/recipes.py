@@ -1,0 +1,155 @@
+"""`fit`: which recipes train a model on a device, best first."""
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tightfit.cli import options
+from tightfit.cli.asking import columns, show, write
+from tightfit.cli.light import SELDOM
+from tightfit.cli.question import LENGTH, SIZE, Question
+from tightfit.errors import CannotFit, InputError
+
+if TYPE_CHECKING:
+    from tightfit.cli.recipe_subject import RecipeSubject
+    from tightfit.recipes.listed import Recipes
+    from tightfit.recipes.records import Outcome
+
+THE_RECIPES = "The recipes"
+
+
+@options.asking({name: option for name, option in options.OF_A_PLAN.items() if name != "micro_batches"})
+def fit(
+    question: Question,
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens in a step, instead of --batch-size: each recipe takes the largest micro-batch that fits.",
+            rich_help_panel=options.THE_STEP,
+        ),
+    ] = None,
+    pick: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="The recipe of this number, for --output (else 1).", rich_help_panel=THE_RECIPES
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write that recipe there as a CONFIG to plan and train.", rich_help_panel=THE_RECIPES
+        ),
+    ] = None,
+    as_: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="KIND",
+            help="With --output: yaml, or a script for transformers, trl or lightning (else yaml).",
+            rich_help_panel=THE_RECIPES,
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find how a model can be trained on a device, best first.
+
+    A recipe is the dtype of the weights, what is trained (all, or LoRA),
+    the optimizer and the precision. Each is run dry, with the levers that
+    a plan for the budget takes. Options that are given are not searched.
+    Where no recipe fits, the exit code is 3.
+
+    [dim]tightfit fit --model llama-3.1-8b --device rtx4090 --seq-len 2048[/]
+
+    [dim]tightfit fit examples/quickstart.yaml --device rtx3060 --pick 1 --output run.yaml[/]
+    """
+    from tightfit.cli.recipe_subject import recipe_subject
+    from tightfit.cli.transformers_index import read_once
+    from tightfit.recipes.table import describe_recipes
+
+    if pick is not None and output is None:
+        raise InputError("--pick says which recipe --output writes, which is not given: give a file")
+    if as_ is not None and output is None:
+        raise InputError("--as says how --output is written, which is not given: give a file")
+    check_kind(as_)
+    question = _with_tokens(question, tokens_per_step)
+    with _seldom_collecting(), read_once():
+        subject = recipe_subject(question)
+        found, chosen = _answered(subject, pick, output, as_)
+    show(found.to_dict() if as_json else describe_recipes(found, columns()))
+    if chosen is not None and not as_json:
+        is_config = as_ in (None, "yaml")
+        then = f"Its plan is that of `tightfit plan {output}`." if is_config else f"Run `python {output} MODEL DATA`."
+        show(f"\nWritten to {output}: {chosen.name}. {then}")
+    if not found.fitting:
+        least = min(outcome.needed_bytes for outcome in found)
+        raise CannotFit(found.sentence, least, refusal=subject.refusal(found.budget_bytes))
+
+
+def check_kind(as_: str | None) -> None:
+    """Raise `InputError` for a kind of text that no recipe is written as, before recipes are looked for."""
+    from tightfit.recipes.written import KINDS
+
+    if as_ is not None and as_ not in KINDS:
+        raise InputError(f"--as {as_} is not known: choose one of {', '.join(KINDS)}")
+
+
+def _answered(
+    subject: "RecipeSubject", pick: int | None, output: Path | None, as_: str | None
+) -> "tuple[Recipes, Outcome | None]":
+    found = subject.recipes(lambda line: typer.echo(line, err=True))
+    if output is None or not found.fitting:
+        return found, None
+    number = pick or 1
+    if number > len(found.fitting):
+        raise InputError(f"--pick {number}: {len(found.fitting)} recipes fit: give a number up to that")
+    picked = found[number - 1]
+    if as_ in (None, "yaml"):
+        _write_text(subject.written(picked), output)
+        typer.echo(f"{output}: planned in full", err=True)
+        chosen = subject.planned_as(picked, output)
+    else:
+        subject.written(picked, as_)  # raises before the plan is made
+        typer.echo(f"{output}: planned in full", err=True)
+        with tempfile.TemporaryDirectory() as folder:
+            _write_text(subject.written(picked), config := Path(folder) / "run.yaml")
+            chosen = subject.planned_as(picked, config)
+        _write_text(subject.written(chosen, as_), output)
+    outcomes = [chosen if index == number else each for index, each in enumerate(found, start=1)]
+    return replace(found, outcomes=tuple(outcomes)), chosen
+
+
+def _write_text(text: str, path: Path) -> None:
+    write("recipe", lambda file: file.write_text(text, "utf-8"), path)
+
+
+def _with_tokens(question: Question, tokens: int | None) -> Question:
+    """The question with the batch that has so many tokens, in as few micro-batches as fit. Raises `InputError`."""
+    if tokens is None:
+        return question
+    if question.batch_size is not None:
+        raise InputError("--tokens-per-step and --batch-size are both given: keep one of them")
+    if question.model is None and question.seq_len is None:
+        raise InputError("--tokens-per-step needs --seq-len beside a CONFIG: give it too")
+    length = question.seq_len or LENGTH
+    if tokens % length:
+        raise InputError(f"--tokens-per-step {tokens} is no multiple of the {length} tokens of a sequence: make it one")
+    return replace(question, batch_size=max(SIZE, tokens // length), micro_batches="auto")
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """A context in which the collector runs seldom, as imports and traces make much and drop little."""
+    often: Any = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)

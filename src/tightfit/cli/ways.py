@@ -1,0 +1,17 @@
+"""The ways out of a plan that cannot fit, on stderr under the error's line."""
+
+import typer
+
+from tightfit.cli.asking import columns
+from tightfit.errors import CannotFit
+
+
+def show_ways_out(error: CannotFit) -> None:
+    """A small table of them; nothing where no plan was asked for."""
+    if error.refusal is None:
+        return
+    typer.echo("Looking for ways out, each run dry ...", err=True)
+    from tightfit.recipes.describe_ways import describe_ways_out
+
+    if text := describe_ways_out(error.ways_out, columns()):
+        typer.echo(f"\n{text}", err=True)

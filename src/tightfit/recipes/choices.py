@@ -1,0 +1,124 @@
+"""The recipes worth a look on a device, and the least bytes that each can need by arithmetic."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from torch import nn
+
+from tightfit.config.schema import AdapterConfig
+from tightfit.devices.spec import DeviceSpec
+from tightfit.names.optimizers import parse_optimizer
+from tightfit.recipes.records import Autocast, Dtype, Recipe
+
+ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
+BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16
+
+# Of AdamW and its kin. Adam, SGD and plain AdamW are left out: the others need less, or learn as well with as much.
+FOR_FP32 = ("adamw_fused", "adamw8bit", "adamw4bit", "offloaded_adamw", "adafactor", "muon")
+FOR_BF16 = ("adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", *FOR_FP32[1:5])
+PACKAGES = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao"}
+NOT_ON_CPU = ("adamw4bit", "offloaded_adamw")  # one compiles its step for a minute, the other's host is the device
+NOT_IN_BACKWARD = ("offloaded_adamw", "muon")  # one has moved its gradients already, the other orders its matrices
+
+# Least bytes of states for each trained number, by the width of its weight in bytes.
+STATE_BYTES = {
+    "adamw8bit": lambda width: 2.0,
+    "adamw4bit": lambda width: 1.0,
+    "adamw_bf16": lambda width: 10.0 if width == 2 else 8.0,
+    "adamw_bf16_stochastic": lambda width: 8.0,
+    "offloaded_adamw": lambda width: 0.0,
+    "adafactor": lambda width: 0.0,
+    "muon": lambda width: float(width),
+    "sgd": lambda width: 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user has settled already. None, or empty, leaves it to the search."""
+
+    dtype: Dtype | None = None
+    adapter: AdapterConfig | None = None
+    base: str | None = None
+    optimizer: str | None = None
+    precision: Autocast | None = None
+    step_in_backward: bool | None = None
+    trains: str | None = None  # `all` or `adapters`
+
+
+def recipes_for(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips: bool = False) -> list[Recipe]:
+    """The recipes to try. `clips` says that gradients are clipped together, which a step in backward cannot do."""
+    found = [*_full(device, wanted)] if wanted.trains != "adapters" else []
+    if may_adapt and wanted.trains != "all" and find_spec("peft") is not None:
+        found += _adapted(device, wanted)
+    if wanted.step_in_backward is not None or clips:
+        asked = bool(wanted.step_in_backward)
+        found = [r for r in found if r.step_in_backward == asked]
+    return list(dict.fromkeys(found))
+
+
+def half_of(device: DeviceSpec) -> Autocast:
+    """The 16-bit dtype of a device's products."""
+    units = device.compute_capability
+    return "bf16" if device.kind == "cpu" or (units is not None and units >= BF16_UNITS) else "fp16"
+
+
+def _full(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+    half = half_of(device)
+    if wanted.dtype in (None, "fp32"):
+        usual = ("fp32",) if device.kind == "cpu" else ("fp32", half)
+        for precision in usual if wanted.precision is None else (wanted.precision,):
+            yield from _with_optimizers(Recipe("fp32", precision=precision), FOR_FP32, device, wanted)
+    if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
+        yield from _with_optimizers(Recipe("bf16", precision=wanted.precision or "fp32"), FOR_BF16, device, wanted)
+
+
+def _with_optimizers(recipe: Recipe, names: Sequence[str], device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+    for name in names if wanted.optimizer is None else (wanted.optimizer,):
+        kind = parse_optimizer(name).kind
+        if wanted.optimizer is None and not _is_available(kind, device):
+            continue
+        each = replace(recipe, optimizer=name)
+        yield each
+        if kind not in NOT_IN_BACKWARD and recipe.precision != "fp16":
+            yield replace(each, step_in_backward=True)
+
+
+def _is_available(kind: str, device: DeviceSpec) -> bool:
+    missing = kind in PACKAGES and find_spec(PACKAGES[kind]) is None
+    return not missing and not (device.kind == "cpu" and kind in NOT_ON_CPU)
+
+
+def _adapted(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+    half = half_of(device)
+    precision = wanted.precision or ("fp32" if device.kind == "cpu" else half)
+    kept: Dtype = wanted.dtype or ("bf16" if precision == "bf16" else "fp32")
+    # A base in fp32 under autocast costs twice the bytes of one in bf16 for the same products.
+    usual = [base for base in ("fp32", "bf16", "int8", "nf4") if base != ("fp32" if precision == "bf16" else "bf16")]
+    for base in usual if wanted.base is None else (wanted.base,):
+        if base == "nf4" and find_spec("bitsandbytes") is None:
+            continue
+        adapter = (wanted.adapter or ADAPTER).model_copy(update={"base": base})
+        dtype: Dtype = kept if base in ("int8", "nf4") else "bf16" if base == "bf16" else "fp32"
+        yield Recipe(dtype, adapter, wanted.optimizer or "adamw_fused", precision=precision)
+
+
+def least_state_bytes(recipe: Recipe, model: nn.Module) -> int:
+    """The least bytes of states that the recipe's optimizer has on the device, by arithmetic."""
+    kind, fraction = parse_optimizer(recipe.optimizer)
+    rule = STATE_BYTES.get(kind, lambda width: 2.0 * width)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(rule(p.element_size()) * p.numel() for p in trained)
+    if fraction is not None:
+        count = (1 - fraction) * sum(8.0 * p.numel() for p in trained)
+    return int(count)
+
+
+def least_bytes(recipe: Recipe, model: nn.Module, held: int) -> int:
+    """The least bytes that a step of the recipe can take: weights (`held`), states and gradients."""
+    kind = parse_optimizer(recipe.optimizer).kind
+    trained = [p.nbytes for p in model.parameters() if p.requires_grad]
+    frees = recipe.step_in_backward or kind == "offloaded_adamw"
+    gradients = max(trained, default=0) if frees else sum(trained)
+    return held + gradients + least_state_bytes(recipe, model)

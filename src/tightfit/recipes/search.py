@@ -1,0 +1,268 @@
+"""Finds what becomes of each recipe within a budget.
+
+Recipes that differ only in the optimizer have the same forward and backward. These are traced and priced once, without
+an optimizer's states (`variant_search`). Each optimizer then costs a short trace of its own phase, and a plan is solved
+for the memory that its states leave.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
+from tightfit.names.optimizers import OFFLOADED, parse_optimizer
+from tightfit.planner.api import as_plan, levers_of
+from tightfit.planner.asked import Asked
+from tightfit.planner.levers import Exactness
+from tightfit.planner.plans import Plan
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.search import Search
+from tightfit.recipes.choices import least_bytes
+from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.variant_search import VariantSearch
+from tightfit.recipes.variants import Models, OptimizerOf, Variant, held_bytes, optimizer_of, with_recipe
+from tightfit.runtime.nested import tensors_in
+from tightfit.step import Batch, TokenBatch
+from tightfit.tracing.joined import joined
+from tightfit.tracing.record import StepTrace
+from tightfit.units import is_share_of
+
+Notice = Callable[[str], None]
+OFFLOADED_AGAIN = 3  # how often the levers of such a step are chosen again, each time with a whole trace
+RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
+SMALL = 1500  # operators of a step whose plan is traced whole for every recipe, and not only for the first
+
+
+@dataclass(frozen=True)
+class Found:
+    """An outcome, and what it rests on. `candidate` is None if nothing fits."""
+
+    outcome: Outcome
+    variant: VariantSearch | None = None
+    candidate: Candidate | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.outcome.recipe
+
+
+@dataclass
+class RecipeSearch:
+    """Mutable: the models built, and the searches of variants whose traces recipes share."""
+
+    asked: Asked
+    budget: int | str
+    optimizer: OptimizerOf = optimizer_of
+    notice: Notice = lambda line: None
+    searches: dict[Variant, VariantSearch] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    updates: dict[tuple, StepTrace] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if is_share_of(self.budget, "x"):
+            raise BudgetError(f"budget {self.budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
+        self.models = Models(self.asked.model)
+
+    def asked_for(self, recipe: Recipe) -> Asked:
+        """The arguments of a plan for a recipe."""
+        return with_recipe(self.asked, recipe, self.models.of(recipe), self.optimizer)
+
+    def run(self, recipes: Sequence[Recipe]) -> list[Found]:
+        """What becomes of each recipe. Those of the same variant come together, in the order of `recipes`."""
+        found: list[Found] = []
+        done: set[Recipe] = set()
+        last = [r for r in recipes if parse_optimizer(r.optimizer).kind == OFFLOADED]  # each is traced whole
+        groups: dict[tuple[Variant, bool], list[Recipe]] = {}
+        for recipe in recipes:
+            groups.setdefault((Variant.of(recipe), recipe in last), []).append(recipe)
+        order = sorted(groups, key=lambda group: (group[1], group[0].step_in_backward))
+        for variant, alike in ((group[0], groups[group]) for group in order):
+            if variant.step_in_backward:
+                # The step in backward frees gradients and changes nothing else, so it is for what does not fit plainly.
+                alike = [r for r in alike if replace(r, step_in_backward=False) not in done]
+            if not alike:
+                continue
+            try:
+                for each in self.of_variant(variant, alike):
+                    found.append(each)
+                    if each.outcome.fits and not each.outcome.levers:
+                        done.add(each.recipe)
+                    self.notice(_line(each.outcome))
+            except ModelError as error:
+                self.notes.append(f"{alike[0].weights} was left out: {error}")
+        return found if any(each.outcome.fits for each in found) else self.last_resorts(found)
+
+    def of_variant(self, variant: Variant, recipes: Sequence[Recipe]) -> Iterator[Found]:
+        """What becomes of the recipes of one variant."""
+        first = recipes[0]
+        model = self.models.of(first)
+        held = held_bytes(model)
+        asked = replace(with_recipe(self.asked, first, model), optimizer="sgd")
+        if variant not in self.searches:
+            request, frees = asked.request(may_choose=True), variant.step_in_backward
+            self.searches[variant] = VariantSearch(request, self.budget, frees=frees, updates=self.updates)
+        search = self.searches[variant]
+        limit = search.budget_bytes - UNSEEN_BYTES
+        waiting = [r for r in recipes if least_bytes(r, model, held) <= limit]
+        for recipe in (r for r in recipes if r not in waiting):
+            yield Found(self.hopeless(recipe, least_bytes(recipe, model, held)), search)
+        for recipe in waiting:
+            try:
+                yield self.of_recipe(search, recipe)
+            except (InputError, DeviceError) as error:
+                self.notes.append(f"{recipe.name} was left out: {error}")
+
+    def hopeless(self, recipe: Recipe, least: int) -> Outcome:
+        """A recipe whose weights, gradients and states alone exceed the budget, so nothing of it is traced."""
+        return Outcome(recipe, False, least, least + UNSEEN_BYTES)
+
+    def of_recipe(self, search: VariantSearch, recipe: Recipe) -> Found:
+        if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+            return self.offloaded(search, recipe)
+        update = search.update(recipe.optimizer)
+        plain = search.plain_candidate(update)
+        if search.excess(plain) <= 0:
+            return self.found(search, recipe, plain)
+        fixed = search.update_peak(plain) + UNSEEN_BYTES
+        if fixed > search.budget_bytes:
+            return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
+        needed: list[int] = []
+        for rung in search.rungs():
+            candidate, least = search.solved(update, rung, plain)
+            if candidate is not None:
+                return self.found(search, recipe, candidate)
+            needed.append(least)
+        return Found(Outcome(recipe, False, plain.peak_bytes, min(needed)), search)
+
+    def offloaded(self, search: VariantSearch, recipe: Recipe) -> Found:
+        """An optimizer whose states and gradients leave the device in backward, which is traced as the whole step.
+
+        Its levers are those of a step that uses up each gradient at once and has no states.
+        """
+        freeing = self.freeing(recipe)
+        whole = Search(self.asked_for(recipe).request(may_choose=True), self.budget)
+        bound = freeing.budget_bytes - UNSEEN_BYTES
+        if freeing.plain.peak_bytes <= bound:
+            candidate = whole.trace_applied(whole.request.plain, {})
+            if whole.excess(candidate) <= 0:
+                return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
+        rung = freeing.rungs()[0]
+        needed = freeing.plain.peak_bytes + UNSEEN_BYTES
+        for _ in range(OFFLOADED_AGAIN):
+            levers = freeing.choice_within(rung, bound)
+            if levers is None:
+                break
+            candidate = whole.trace_applied(rung, *levers)
+            excess = whole.excess(candidate)
+            if excess <= 0:
+                return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
+            needed = candidate.needed_bytes
+            bound -= excess
+        least = freeing.least_of(rung) + UNSEEN_BYTES
+        return Found(Outcome(recipe, False, needed, max(least, search.budget_bytes + 1)), freeing)
+
+    def freeing(self, recipe: Recipe) -> VariantSearch:
+        """The search of the recipe's variant with the step in backward."""
+        variant = Variant.of(replace(recipe, step_in_backward=True))
+        if variant not in self.searches:
+            asked = replace(with_recipe(self.asked, recipe, self.models.of(recipe)), optimizer="sgd")
+            self.searches[variant] = VariantSearch(asked.request(may_choose=True), self.budget, frees=True)
+        return self.searches[variant]
+
+    def last_resorts(self, found: Sequence[Found]) -> list[Found]:
+        """The recipes that need least, with the levers of least memory, which take many traces to find."""
+        better = list(found)
+        order = sorted(range(len(found)), key=lambda i: found[i].outcome.needed_bytes)
+        for index in order[:RESORTS]:
+            recipe, search = found[index].recipe, found[index].variant
+            if search is None or parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+                continue
+            last = search.last_resort(search.update(recipe.optimizer))
+            if last is not None and search.excess(last) <= 0:
+                better[index] = self.found(search, recipe, last)
+            elif last is not None:
+                needed = max(last.needed_bytes, search.budget_bytes + 1)
+                better[index] = replace(found[index], outcome=replace(found[index].outcome, needed_bytes=needed))
+            self.notice(_line(better[index].outcome))
+        return better
+
+    def found(self, search: VariantSearch, recipe: Recipe, candidate: Candidate) -> Found:
+        """A candidate that fits, as an outcome."""
+        return Found(self.outcome(search, recipe, candidate), search, candidate)
+
+    def outcome(self, search: Search, recipe: Recipe, candidate: Candidate, plan: Plan | None = None) -> Outcome:
+        levers = levers_of(search.request, candidate) if plan is None else plan.levers
+        own = search.request.plain.levers
+        levers = tuple(lever for lever in levers if lever not in own)
+        seconds = candidate.seconds if plan is None else plan.step_seconds
+        tokens = token_count(self.asked.batch)
+        return Outcome(
+            recipe=recipe,
+            fits=True,
+            peak_bytes=candidate.peak_bytes if plan is None else plan.peak_bytes,
+            needed_bytes=candidate.needed_bytes,
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds if tokens and seconds else None,
+            levers=tuple(lever.name for lever in levers),
+            micro_batches=candidate.combination.micro_batches,
+            rounds=any(lever.exactness is not Exactness.EXACT for lever in levers),
+            plan=plan,
+        )
+
+    # Traced whole
+
+    def planned(self, recipe: Recipe, variant: VariantSearch | None = None) -> Found:
+        """A recipe planned as `tightfit.plan` would."""
+        search = Search(self.asked_for(recipe).request(may_choose=True), self.budget)
+        try:
+            candidate = search.run()
+        except CannotFit as error:
+            peak = search.plain.peak_bytes
+            return Found(Outcome(recipe, False, peak, max(error.least_bytes, search.budget_bytes + 1)), variant)
+        return Found(self.outcome(search, recipe, candidate, as_plan(search, candidate)), variant, candidate)
+
+    def confirmed(self, found: Found) -> Found:
+        """A recipe that fits, with its levers traced as the whole step, optimizer included, and its plan."""
+        outcome, variant, candidate = found.outcome, found.variant, found.candidate
+        if outcome.plan is not None or variant is None or candidate is None:
+            return found
+        search = Search(self.asked_for(outcome.recipe).request(may_choose=True), self.budget)
+        update = variant.update(outcome.recipe.optimizer)
+        # The plain step is known; a trace of it would say the same again.
+        search.__dict__["plain"] = joined(variant.plain, update, on_cuda=variant.on_cuda)
+        search.__dict__["paths"] = variant.paths
+        search.routing_matters = search.plain.peak_depends_on_data
+        whole = search.trace_applied(
+            candidate.combination, candidate.policies, candidate.priced, candidate.choice, candidate.joined
+        )
+        if search.excess(whole) > 0:
+            return self.planned(outcome.recipe, variant)
+        search.best = whole
+        return Found(self.outcome(search, outcome.recipe, whole, as_plan(search, whole)), variant, whole)
+
+
+def token_count(batch: Batch) -> int | None:
+    """The tokens of a batch; None where it is none of token ids."""
+    if isinstance(batch, TokenBatch):
+        return batch.size * batch.length
+    if isinstance(batch, dict) and "input_ids" in batch:
+        return batch["input_ids"].numel()
+    return None
+
+
+def is_small(search: VariantSearch) -> bool:
+    """Whether a whole trace of the step costs next to nothing."""
+    return len(search.plain.operators) <= SMALL
+
+
+def batch_bytes(batch: Batch) -> int:
+    """Bytes of a batch's tensors."""
+    tensors = batch.tensors() if isinstance(batch, TokenBatch) else batch
+    return sum(tensor.nbytes for tensor in tensors_in(tensors))
+
+
+def _line(outcome: Outcome) -> str:
+    from tightfit.units import format_bytes
+
+    if outcome.fits:
+        return f"{outcome.name}: fits with {format_bytes(outcome.peak_bytes)}"
+    return f"{outcome.name}: needs {format_bytes(outcome.needed_bytes)} at least"

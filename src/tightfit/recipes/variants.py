@@ -1,0 +1,92 @@
+"""A recipe applied to the arguments of a plan: the same step as the recipe would train it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tightfit.config.schema import AdapterConfig
+from tightfit.errors import ModelError
+from tightfit.memory.allocator import scales_of, storage_bytes
+from tightfit.models.dtypes import WEIGHT_DTYPES
+from tightfit.models.variants import as_recipe
+from tightfit.optim import step_in_backward
+from tightfit.optim.by_name import build_optimizer
+from tightfit.planner.asked import Asked
+from tightfit.planner.request import Optimizer
+from tightfit.recipes.records import Autocast, Dtype, Recipe
+from tightfit.tracing.step import plain_tensors
+
+OptimizerOf = Callable[[Recipe], Optimizer]
+
+
+class Variant(NamedTuple):
+    """What recipes have in common whose forward and backward are the same."""
+
+    dtype: Dtype
+    adapter: AdapterConfig | None
+    precision: Autocast
+    step_in_backward: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Variant":
+        return cls(recipe.dtype, recipe.adapter, recipe.precision, recipe.step_in_backward)
+
+
+@dataclass
+class Models:
+    """The models of all variants, built once each. Mutable: those built so far."""
+
+    model: nn.Module
+    built: dict[tuple[Dtype, AdapterConfig | None], nn.Module] = field(default_factory=dict)
+
+    def of(self, recipe: Recipe) -> nn.Module:
+        """The model that a recipe trains, without memory. Raises `ModelError`."""
+        key = (recipe.dtype, recipe.adapter)
+        if key not in self.built:
+            self.built[key] = self._made(recipe)
+        return self.built[key]
+
+    def _made(self, recipe: Recipe) -> nn.Module:
+        adapter = recipe.adapter
+        if adapter is None and all(p.dtype == WEIGHT_DTYPES[recipe.dtype] for p in self.model.parameters()):
+            return self.model  # dry runs leave it as it is
+        try:
+            return as_recipe(self.model, dtype=recipe.dtype, adapter=adapter)
+        except ModelError:
+            if adapter is None or adapter.target_modules is not None:
+                raise
+        # An architecture for which peft has no choice.
+        everywhere = adapter.model_copy(update={"target_modules": "all-linear"})
+        return as_recipe(self.model, dtype=recipe.dtype, adapter=everywhere)
+
+    def forget(self, recipe: Recipe) -> None:
+        """Release a model that no further recipe needs."""
+        self.built.pop((recipe.dtype, recipe.adapter), None)
+
+
+def optimizer_of(recipe: Recipe) -> Optimizer:
+    """The recipe's optimizer as an argument of a plan."""
+    if not recipe.step_in_backward:
+        return recipe.optimizer
+
+    def factory(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = list(parameters)
+        return step_in_backward(build_optimizer(recipe.optimizer, trained), trained).optimizer
+
+    return factory
+
+
+def with_recipe(asked: Asked, recipe: Recipe, model: nn.Module, optimizer: OptimizerOf = optimizer_of) -> Asked:
+    """The arguments of a plan for the recipe. `model` is the recipe's own."""
+    clip = None if recipe.step_in_backward else asked.grad_clip
+    return replace(asked, model=model, optimizer=optimizer(recipe), precision=recipe.precision, grad_clip=clip)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters, buffers and scales."""
+    parameters = list(model.parameters())
+    scales = [scale for parameter in parameters for scale in scales_of(parameter)]
+    return storage_bytes([*parameters, *model.buffers(), *plain_tensors(model), *scales])

@@ -1,0 +1,125 @@
+"""A recipe as a configuration that `tightfit train` and `tightfit plan` accept, or as a script for another library."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.config.load import parse_config
+from tightfit.config.schema import AdapterConfig
+from tightfit.config.yaml_text import write_yaml
+from tightfit.errors import InputError
+from tightfit.models.decoder_config import PRESETS
+from tightfit.models.pretrained import find
+from tightfit.models.published import published
+from tightfit.recipes.code import LIBRARIES, Job, as_code
+from tightfit.recipes.records import Outcome
+
+YAML = "yaml"
+KINDS = (YAML, *LIBRARIES)
+SMALLEST_VOCABULARY, USUAL_VOCABULARY = 257, 6400  # of `data.vocab_size`
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration holds beside the recipe: its sections, as far as they are known.
+
+    `model` names the model: a preset, or a path. `sections` are laid under the recipe's own keys.
+    """
+
+    model: Mapping[str, Any]
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    device: str = "auto"
+    budget: int | str | None = None
+    levers: Any = "rounding"
+    batch_size: int = 1
+    sequence_length: int = 1024
+    grad_clip: float | None = None
+    vocabulary: int | None = None
+
+
+def model_section(source: str) -> dict[str, Any]:
+    """The section `model` for what `--model` names. Raises `InputError` where a configuration cannot name it."""
+    if source in PRESETS:
+        return {"preset": source}
+    if ":" in source:
+        raise InputError(
+            f"--model {source}: a configuration cannot name a function: name a folder or a published model"
+        )
+    return {"path": source}
+
+
+def written(outcome: Outcome, setting: Setting, as_: str = YAML) -> str:
+    """The recipe as text: a configuration whose plan is the recipe's, or a script for one of `LIBRARIES`.
+
+    Raises `InputError` for another kind of text, and for what a script cannot train.
+    """
+    if as_ not in KINDS:
+        raise InputError(f"--as {as_} is not known: choose one of {', '.join(KINDS)}")
+    if as_ != YAML:
+        return as_code(as_, _job(outcome, setting))
+    text = write_yaml(configuration(outcome, setting))
+    parse_config(configuration(outcome, setting))  # our own text has to be a configuration
+    return f"# {outcome.name}, as `tightfit fit` chose it.\n{text}"
+
+
+def _job(outcome: Outcome, setting: Setting) -> Job:
+    """What a script trains. Raises `InputError` for a model that `transformers` does not load by a name."""
+    path = setting.model.get("path")
+    if path is None:
+        raise InputError(
+            "--as: the model is tightfit's own decoder, which other libraries do not load: write YAML, or export the "
+            "model first (tightfit export)"
+        )
+    known = published().get(path)
+    return Job.of(
+        outcome,
+        path if known is None else known.source,
+        "80%" if setting.budget is None else setting.budget,
+        batch_size=setting.batch_size,
+        sequence_length=setting.sequence_length,
+        levers=setting.levers,
+    )
+
+
+def configuration(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+    """The sections of the configuration."""
+    recipe = outcome.recipe
+    sections = {name: dict(section) for name, section in setting.sections.items()}
+    training = {
+        **sections.get("training", {}),
+        "batch_size": setting.batch_size,
+        "gradient_accumulation_steps": outcome.micro_batches,
+        "optimizer": recipe.optimizer,
+        "precision": recipe.precision,
+        "grad_clip": None if recipe.step_in_backward else setting.grad_clip,
+        "device": setting.device,
+    }
+    if recipe.step_in_backward:
+        training["step_in_backward"] = True
+    data = {"sequence_length": setting.sequence_length, **sections.get("data", {})}
+    if setting.vocabulary is not None and "vocab_size" not in data:
+        data["vocab_size"] = max(SMALLEST_VOCABULARY, min(USUAL_VOCABULARY, setting.vocabulary))
+    memory = {**sections.get("memory", {}), "budget": setting.budget, "levers": setting.levers}
+    found = {**sections, "model": _model(outcome, setting), "data": data, "training": training, "memory": memory}
+    return {name: section for name, section in found.items() if section}
+
+
+def _model(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+    recipe, model = outcome.recipe, dict(setting.model)
+    if "path" not in model:
+        return {**model, "dtype": recipe.dtype}
+    for key in ("adapter", "dtype", "random_init"):
+        model.pop(key, None)
+    if recipe.adapter is None:
+        has_weights = bool(model.get("gguf_file")) or find(model["path"]).has_weights
+        return {**model, "dtype": recipe.dtype, **({} if has_weights else {"random_init": True})}
+    if recipe.adapter.base in ("int8", "nf4") and recipe.dtype != "fp32":
+        model["dtype"] = recipe.dtype
+    return {**model, "adapter": _adapter(recipe.adapter)}
+
+
+def _adapter(adapter: AdapterConfig) -> dict[str, Any]:
+    """The keys of an adapter that are not as they would be anyway, and its rank, scale and base."""
+    said = {"r": adapter.r, "alpha": adapter.alpha, "base": adapter.base}
+    others = adapter.model_dump(mode="json", exclude_defaults=True)
+    return {**said, **{key: value for key, value in others.items() if key not in said}}

@@ -1,0 +1,107 @@
+"""Joins a trace of forward and backward with a trace of an optimizer's phase to the trace of a step.
+
+Several optimizers share one trace of forward and backward this way. The optimizer's states lie beside it from the
+beginning, and its phase follows. With the step in backward, each parameter's update happens where its gradient is
+ready.
+"""
+
+from dataclasses import replace
+
+from tightfit.tracing.cuda.replay import as_allocated
+from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
+from tightfit.tracing.step import STEPPED
+
+
+def state_bytes(update: StepTrace) -> int:
+    """Bytes of the optimizer's states."""
+    return sum(storage.bytes for storage in _states(update))
+
+
+def joined(part: StepTrace, update: StepTrace, *, on_cuda: bool) -> StepTrace:
+    """The trace of a whole step.
+
+    `part` was made by `trace_part` without states and `update` by `trace_update`, of the same model. Both were made for
+    the step in backward, or neither.
+    """
+    in_backward = any(operator.name.startswith(STEPPED) for operator in part.operators)
+    trace = _inside(part, update) if in_backward else _one_after_the_other(part, update)
+    return as_allocated(trace) if on_cuda else trace
+
+
+def _states(update: StepTrace) -> list[StorageRecord]:
+    """What the optimizer holds when a step begins: its states, and tables and generators of its own."""
+    others = (Category.PARAMETER, Category.GRADIENT)
+    existed = (s for s in update.storages if s.operator is None and s.category not in others and s.died != 0)
+    return [s for s in existed if s.dtype]  # memory that is reserved without a tensor is in the other trace too
+
+
+def _one_after_the_other(part: StepTrace, update: StepTrace) -> StepTrace:
+    count, states = len(part.operators), sum(s.bytes for s in _states(update))
+    freed = {s.name: s.died for s in update.storages if s.category is Category.GRADIENT and s.died}
+
+    def storage(record: StorageRecord) -> StorageRecord:
+        is_gradient = record.category is Category.GRADIENT and record.died is None
+        died = freed.get(record.name) if is_gradient else None
+        return record if died is None else replace(record, died=count + died)
+
+    held = [storage(record) for record in part.storages]
+    # What the optimizer makes, and its states. All else in its trace is in the other trace too.
+    made = [
+        replace(_later(s, count), operator=s.operator + count, born=s.born + count)
+        for s in update.storages
+        if s.operator is not None
+    ]
+    left = sum(s.bytes for s in part.storages if s.died is None)
+    shift = left - (update.starts[0] - states) if update.starts else 0
+    return replace(
+        part,
+        operators=(*part.operators, *map(_alone, update.operators)),
+        storages=(*held, *made, *(_later(state, count) for state in _states(update))),
+        levels=(*(level + states for level in part.levels), *(level + shift for level in update.levels)),
+        starts=(*(start + states for start in part.starts), *(start + shift for start in update.starts)),
+        assumptions=tuple(dict.fromkeys((*part.assumptions, *update.assumptions))),
+    )
+
+
+def _later(record: StorageRecord, count: int) -> StorageRecord:
+    return record if record.died is None else replace(record, died=record.died + count)
+
+
+def _alone(operator: OperatorRecord) -> OperatorRecord:
+    """An operator of the optimizer without its values, which are numbered as in its own trace."""
+    return replace(operator, reads=(), makes=(), call=-1)
+
+
+def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
+    updates = _by_parameter(update)
+    operators, levels = list(part.operators), list(part.levels)
+    states = sum(s.bytes for s in _states(update))
+    for index, operator in enumerate(operators):
+        levels[index] += states
+        if operator.name.startswith(STEPPED):
+            seconds, rise = updates.get(operator.name, (0.0, 0))
+            operators[index] = replace(operator, seconds=seconds, workspace_bytes=rise, phase=Phase.OPTIMIZER)
+            levels[index] += rise
+    return replace(
+        part,
+        operators=tuple(operators),
+        storages=(*part.storages, *_states(update)),
+        levels=tuple(levels),
+        starts=tuple(start + states for start in part.starts),
+        assumptions=tuple(dict.fromkeys((*part.assumptions, *update.assumptions))),
+    )
+
+
+def _by_parameter(update: StepTrace) -> dict[str, tuple[float, int]]:
+    """For each parameter, by the name of its note: the seconds of its update, and how far memory rises in it."""
+    found: dict[str, tuple[float, int]] = {}
+    name, base = "", 0
+    for operator, level, start in zip(update.operators, update.levels, update.starts, strict=True):
+        if operator.name.startswith(STEPPED):
+            name, base = operator.name, -1
+            found[name] = (0.0, 0)
+        elif name:
+            base = start if base < 0 else base
+            seconds, rise = found[name]
+            found[name] = (seconds + operator.seconds, max(rise, level - base))
+    return found

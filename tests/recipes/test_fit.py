@@ -1,0 +1,218 @@
+"""Recipes for a device: found, ordered, written, and trained for real in the bytes that were predicted."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+import tightfit
+from command_line import tightfit as run
+from made_up_devices import even
+from tightfit import TokenBatch
+from tightfit.config import AdapterConfig, parse_config
+from tightfit.devices.present import lookup
+from tightfit.errors import BudgetError, InputError
+from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
+from tightfit.recipes.choices import Wanted, half_of, recipes_for
+from tightfit.recipes.ranking import ranked
+from tightfit.recipes.records import Largest, Outcome, Recipe
+from tightfit.recipes.table import describe_recipes
+from tightfit.recipes.variants import optimizer_of
+from tightfit.recipes.written import Setting, written
+from tightfit.step import StepSettings
+from tiny import allocator_peak, decoder
+
+SHAPE = {"hidden_size": 32, "num_layers": 2}
+BATCH = TokenBatch(2, 32, 600)
+FIELDS = (
+    "name", "fits", "peak_bytes", "needed_bytes", "step_seconds", "tokens_per_second", "longest_sequence",
+    "largest_batch", "changes", "dtype", "trains", "optimizer", "levers",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Fused AdamW in fp32 and in bf16 in a budget for which fp32 needs levers."""
+    return tightfit.fit(decoder(**SHAPE), BATCH, device=even(), budget="1000KiB", optimizer="adamw_fused")
+
+
+def test_every_recipe_that_fits_trains_in_the_bytes_that_were_predicted(found):
+    assert {(outcome.recipe.dtype, outcome.fits) for outcome in found} >= {("fp32", True), ("bf16", True)}
+    assert any(outcome.levers for outcome in found.fitting)
+    for outcome in found.fitting:
+        model, recipe = decoder(**SHAPE), outcome.recipe
+        convert_weights(model, WEIGHT_DTYPES[recipe.dtype])
+        with outcome.plan.apply(model):
+            measured = allocator_peak(
+                model, BATCH.tensors(), optimizer=optimizer_of(recipe), settings=StepSettings(recipe.precision),
+                micro_batches=outcome.micro_batches,
+            )  # fmt: skip
+        assert outcome.peak_bytes == pytest.approx(measured, rel=1e-3)
+        assert measured <= found.budget_bytes
+
+
+def test_a_longer_sequence_and_a_larger_batch_are_named(found):
+    best = found.best
+    assert best.longest_sequence.confirmed
+    assert best.longest_sequence.value >= BATCH.length
+    assert best.largest_batch.value >= BATCH.size
+    longer = BATCH._replace(length=best.longest_sequence.value)
+    model = decoder(**SHAPE)
+    convert_weights(model, WEIGHT_DTYPES[best.recipe.dtype])
+    how = {"device": even(), "optimizer": optimizer_of(best.recipe), "levers": "rounding"}
+    assert tightfit.plan(model, longer, found.budget_bytes, **how).peak_bytes <= found.budget_bytes
+
+
+def test_the_table_is_within_the_terminal_and_says_what_it_leaves_out(found):
+    for width in (80, 120):
+        lines = describe_recipes(found, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert any("fp32 weights" in line for line in lines)
+    assert "Left out" in describe_recipes(found, 80)
+    assert str(found).startswith(found.sentence)
+
+
+def test_the_search_leaves_the_model_as_it_was():
+    model = decoder(hidden_size=16, num_layers=1, vocab_size=64)
+    before = {name: (p.data_ptr(), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    tightfit.fit(model, TokenBatch(1, 16, 64), device=even(), optimizer="sgd", dtype="fp32")
+    assert {name: (p.data_ptr(), p.dtype, p.requires_grad) for name, p in model.named_parameters()} == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_be_asked_is_one_line():
+    model = decoder(hidden_size=16, num_layers=1, vocab_size=64)
+    with pytest.raises(BudgetError, match=r"0\.5x"):
+        tightfit.fit(model, TokenBatch(1, 16, 64), device=even(), budget="0.5x")
+    with pytest.raises(InputError, match="wanted a"):
+        tightfit.fit(7)
+    with pytest.raises(InputError, match="give a batch"):
+        tightfit.fit(torch.nn.Linear(2, 2), device=even())
+
+
+# The recipes that are tried
+
+
+def test_the_recipes_that_everybody_uses_are_tried_on_a_card():
+    tried = {recipe.name for recipe in recipes_for(lookup("rtx4090"), Wanted(), may_adapt=True)}
+    assert tried >= {
+        "LoRA r 16 on nf4, fused AdamW",
+        "LoRA r 16 on bf16, fused AdamW",
+        "bf16 weights, 8-bit AdamW",
+        "bf16 weights, 8-bit AdamW, step in backward",
+        "fp32 weights, bf16 autocast, fused AdamW",
+    }
+
+
+def test_a_card_without_products_in_bf16_computes_in_fp16():
+    old = replace(lookup("rtx4090"), compute_capability=(7, 5))
+    assert half_of(old) == "fp16"
+    tried = recipes_for(old, Wanted(), may_adapt=True)
+    assert all(recipe.dtype == "fp32" and recipe.precision != "bf16" for recipe in tried)
+
+
+def test_what_is_settled_is_not_searched_and_clipping_excludes_steps_in_backward():
+    wanted = Wanted(dtype="bf16", optimizer="adamw8bit", trains="all")
+    tried = recipes_for(lookup("rtx4090"), wanted, may_adapt=True, clips=True)
+    assert tried == [Recipe("bf16", optimizer="adamw8bit")]
+
+
+# The order
+
+
+def outcome(recipe, seconds, *, fits=True, needed=10):
+    return Outcome(recipe, fits, 9, needed, step_seconds=seconds if fits else None)
+
+
+def test_the_order_weighs_what_changes_against_speed():
+    full, low = Recipe("bf16", optimizer="adamw8bit"), Recipe("bf16", AdapterConfig(base="bf16"), precision="bf16")
+    fast_low, slow_low = outcome(low, 0.5), outcome(low, 0.99)
+    assert [o.recipe for o in ranked([outcome(full, 1.0), slow_low])] == [full, low]
+    assert [o.recipe for o in ranked([outcome(full, 4.0), fast_low])] == [low, full]
+    none = outcome(Recipe(), None, fits=False, needed=30), outcome(full, None, fits=False, needed=20)
+    assert [o.needed_bytes for o in ranked([*none, fast_low])] == [10, 20, 30]
+
+
+def test_a_recipe_that_another_one_beats_stands_behind():
+    slow, fast = Recipe(optimizer="adamw"), Recipe(optimizer="adamw_fused")
+    other = Recipe("bf16", AdapterConfig(base="nf4"), precision="bf16")
+    order = ranked([outcome(slow, 1.0), outcome(fast, 0.9), outcome(other, 2.0)])
+    assert [o.recipe for o in order] == [fast, other, slow]
+
+
+# Written
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "keys"),
+    [
+        (Recipe("bf16", optimizer="adamw8bit"), {"preset": "cpu8"}, {"dtype": "bf16"}),
+        (
+            Recipe("bf16", AdapterConfig(r=16, base="nf4"), "adamw_fused", precision="bf16"),
+            {"path": "llama-3.1-8b"},
+            {"dtype": "bf16", "path": "llama-3.1-8b"},
+        ),
+        (Recipe("bf16"), {"path": "llama-3.1-8b"}, {"dtype": "bf16", "random_init": True}),
+    ],
+)
+def test_a_recipe_is_written_as_a_configuration(recipe, model, keys):
+    made = Outcome(recipe, True, 8, 8, longest_sequence=Largest(64), micro_batches=2)
+    text = written(made, Setting(model, budget="8GiB", batch_size=4, sequence_length=512))
+    config = parse_config(yaml.safe_load(text))
+    assert {key: getattr(config.model, key, None) for key in keys if key != "preset"} == keys
+    assert getattr(config.model, "adapter", None) == recipe.adapter
+    assert (config.training.optimizer, config.training.precision) == (recipe.optimizer, recipe.precision)
+    assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (4, 2)
+    assert (config.memory.budget, config.memory.levers, config.training.grad_clip) == ("8GiB", "rounding", None)
+
+
+# The command
+
+TINY = """
+model: {hidden_size: 32, num_layers: 2, num_heads: 2, vocab_size: 300, max_position_embeddings: 64}
+data: {sequence_length: 32, vocab_size: 300}
+training: {batch_size: 2, grad_clip: null, device: rtx3060}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def test_the_command_answers_as_json_and_writes_a_recipe_that_has_the_same_plan(config, tmp_path):
+    file = tmp_path / "run.yaml"
+    asked = run("fit", config, "--optimizer", "adamw_fused", "--json", "--output", file)
+    assert asked.code == 0
+    recipes = json.loads(asked.out)["recipes"]
+    assert all(set(FIELDS) <= recipe.keys() for recipe in recipes)
+    assert recipes[0]["fits"]
+    planned = json.loads(run("plan", file, "--json").out)
+    assert (planned["peak_bytes"], planned["step_seconds"]) == (recipes[0]["peak_bytes"], recipes[0]["step_seconds"])
+
+
+def test_where_nothing_fits_the_table_is_shown_and_the_exit_code_is_3(config):
+    asked = run("fit", config, "--budget", "1KiB", "--optimizer", "adamw_fused")
+    assert asked.code == 3
+    assert "None of" in asked.error
+    assert "needs" in asked.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--pick", "1"), "--output"),
+        (("--tokens-per-step", "64", "--batch-size", "2"), "keep one"),
+        (("--tokens-per-step", "33", "--seq-len", "32"), "multiple"),
+        (("--budget", "0.5x"), "0.5x"),
+        (("--precision", "fp8"), "precision"),
+    ],
+)
+def test_a_wrong_option_is_one_line(config, arguments, message):
+    asked = run("fit", config, *arguments)
+    assert asked.code == 2
+    assert message in asked.error

@@ -1,0 +1,141 @@
+"""A recipe as a script for another library."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from command_line import tightfit as run
+from tightfit.config.schema import AdapterConfig
+from tightfit.errors import InputError
+from tightfit.names.optimizers import OPTIMIZERS
+from tightfit.recipes.code import LIBRARIES, Job, as_code
+from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.written import Setting, written
+
+ADAPTER = AdapterConfig(r=16, alpha=32.0, target_modules="all-linear", base="nf4")
+each_library = pytest.mark.parametrize("library", LIBRARIES)
+
+
+def job(recipe, **settings):
+    return Job(recipe, "FOLDER", "22GiB", **{"batch_size": 4, "sequence_length": 128, **settings})
+
+
+@each_library
+def test_every_recipe_is_a_script_that_compiles(library):
+    for optimizer in (*OPTIMIZERS, "offloaded_adamw:0.5"):
+        for dtype in ("fp32", "bf16"):
+            compile(as_code(library, job(Recipe(dtype, None, optimizer))), library, "exec")
+    for base in ("fp32", "bf16", "int8", "nf4"):
+        adapter = ADAPTER.model_copy(update={"base": base, "target_modules": ("q_proj", "v_proj")})
+        compile(as_code(library, job(Recipe("bf16", adapter, precision="bf16"))), library, "exec")
+
+
+@each_library
+def test_a_script_names_what_the_recipe_says(library):
+    text = as_code(library, job(Recipe("bf16", ADAPTER, "adamw8bit", precision="bf16"), micro_batches=2))
+    for said in (
+        'BUDGET = "22GiB"',
+        "BATCH, LENGTH = 4, 128",
+        "PARTS = 2",
+        "dtype=torch.bfloat16",
+        'freeze_in_low_bits(model, "nf4")',
+        "r=16,",
+        "lora_alpha=32,",
+        'target_modules="all-linear"',
+        "bitsandbytes.optim.AdamW8bit(trained",
+        "bf16-mixed" if library == "lightning" else "bf16=True",
+    ):
+        assert said in text
+    stepping = as_code(library, job(Recipe("bf16", None, "adamw_bf16", True), levers=["exact", "offload"]))
+    assert "step_in_backward(optimizer, trained)" in stepping
+    assert ("gradient_clip_val=None" if library == "lightning" else "max_grad_norm=0.0") in stepping
+    assert 'LEVERS = ["exact", "offload"]' in stepping
+
+
+def test_what_cannot_be_written_is_one_line():
+    with pytest.raises(InputError, match="--as 'keras' is not known: choose one of transformers, trl, lightning"):
+        as_code("keras", job(Recipe()))
+    with pytest.raises(InputError, match="the loop of trl cannot step in backward"):
+        as_code("trl", job(Recipe(step_in_backward=True), micro_batches=2))
+    with pytest.raises(InputError, match="4 sequences do not split in 3 equal micro-batches"):
+        as_code("lightning", job(Recipe(), micro_batches=3))
+
+
+def test_names_with_quotes_do_not_leave_their_string():
+    text = as_code("trl", Job(Recipe(), 'a"b\\', 10**9))
+    assert 'default="a\\"b\\\\"' in text
+    compile(text, "trl", "exec")
+
+
+def test_fit_writes_a_script_with_the_hubs_name_and_refuses_what_no_library_loads():
+    outcome = Outcome(Recipe("bf16", None, "adamw8bit"), True, 1, 1, micro_batches=2)
+    setting = Setting({"path": "llama-3.1-8b"}, budget="80GiB", batch_size=4, sequence_length=64)
+    text = written(outcome, setting, "trl")
+    assert 'default="meta-llama/Llama-3.1-8B"' in text
+    assert "PARTS = 2" in text
+    with pytest.raises(InputError, match="tightfit's own decoder"):
+        written(outcome, Setting({"preset": "cpu8"}), "lightning")
+    with pytest.raises(InputError, match="--as keras is not known: choose one of yaml, transformers, trl, lightning"):
+        written(outcome, setting, "keras")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--as", "trl"), "--as says how --output is written"),
+        (("--as", "keras", "--output", "run.py"), "--as keras is not known: choose one of yaml"),
+    ],
+)
+def test_misuse_of_as_is_one_line(options, said):
+    outcome = run("fit", "--model", "cpu8", "--device", "rtx3060", *options)
+    assert outcome.code == 2
+    assert said in outcome.error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama with its tokenizer, and a file of texts."""
+    import tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("model")
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 300)}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    kept = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<eos>")
+    kept.save_pretrained(place)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=128)).save_pretrained(place)
+    texts = [{"text": " ".join(f"w{2 + (7 * i + j) % 298}" for j in range(60))} for i in range(24)]
+    (place / "texts.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+    return place
+
+
+RECIPES = {
+    "adapters": Recipe("fp32", ADAPTER.model_copy(update={"base": "bf16"}), precision="bf16"),
+    "bf16": Recipe("bf16", None, "adamw_bf16", True),
+    "8bit": Recipe("fp32", None, "adamw8bit"),
+}
+
+
+@pytest.mark.slow  # each script runs in a process of its own: ten seconds of imports, and a training
+@pytest.mark.parametrize("name", RECIPES)
+@each_library
+def test_a_script_trains_two_steps_within_its_budget(library, name, folder, tmp_path):
+    recipe = RECIPES[name]
+    parts = 1 if recipe.step_in_backward else 2
+    # trl's loss takes room for 32768 words a token, whatever the model has.
+    budget = "64MiB" if library == "trl" else "20MiB"
+    wanted = Job(recipe, str(folder), budget, 4, 48, "exact", parts)
+    script = tmp_path / "train.py"
+    script.write_text(as_code(library, wanted))
+    arguments = [str(script), str(folder / "texts.jsonl"), "--steps", "2", "--output", str(tmp_path / "trained")]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Peak " in done.stdout or "peak" in done.stdout, done.stdout
+    saved = {path.name for path in (tmp_path / "trained").iterdir()}
+    assert ("adapter_model.safetensors" if recipe.adapter else "model.safetensors") in saved

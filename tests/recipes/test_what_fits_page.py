@@ -1,0 +1,37 @@
+"""The page of what fits says what the file of results says, and the recipes that everybody uses are on it."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "what_fits.json", ROOT / "docs" / "what_fits.md"
+FIRST_ROWS = 5
+USUAL = {
+    ("llama-2-7b", "rtx3080,memory=8GiB"): "on nf4",
+    ("mistral-7b", "rtx3060-12"): "on nf4",
+    ("llama-3.1-8b", "rtx4090"): "LoRA",
+    ("llama-3.1-8b", "h100"): "bf16 weights, 8-bit AdamW",
+}
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RESULTS.read_text("utf-8"))
+
+
+def test_the_page_says_what_the_results_say(record, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page = importlib.import_module("what_fits").page(record["results"], record["environment"])
+    assert PAGE.read_text("utf-8") == page
+
+
+def test_the_recipes_that_everybody_uses_are_among_the_first_rows(record):
+    rows = {(row["model"], row["device"]): row["recipes"] for row in record["results"]}
+    asked = USUAL.keys() & rows.keys()
+    assert asked
+    for pair in asked:
+        first = [recipe["name"] for recipe in rows[pair][:FIRST_ROWS] if recipe["fits"]]
+        assert any(USUAL[pair] in name for name in first), (pair, first)
