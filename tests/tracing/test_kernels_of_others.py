@@ -366,6 +366,8 @@ def test_a_model_for_flash_attn_runs_dry_with_the_flash_kernel_of_pytorch_and_sa
     assert any(line.startswith("the package flash_attn, which is not installed") for line in found.assumptions)
     utilities = sys.modules["transformers.modeling_flash_attention_utils"]
     assert utilities._loaded_implementation is None
+    traced_code = tightfit.trace(lambda: flash(**batch), device="a100-80gb")
+    assert any(line.startswith("the package flash_attn") for line in traced_code.assumptions)
     joined = trace_step(flash, as_parts([padded], model_loss), model_loss, role=A100)
     names = [operator.name for operator in joined.operators]
     assert names.count("aten._flash_attention_forward.default") == 2  # over the 52 tokens that are not padding
