@@ -110,11 +110,12 @@ class CannotFit(TightfitError):
 
         They are looked for when this is first read, which takes several dry runs.
         """
-        if self._ways_out is None:
+        found = self._ways_out
+        if found is None:
             # By name: this file stands above the room that finds them, and most who catch the error do not ask.
             finder = import_module("tightfit.recipes.ways_out")
-            self._ways_out = finder.ways_out_of(self.refusal)
-        return self._ways_out
+            found = self._ways_out = finder.ways_out_of(self.refusal)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         # It crosses to another process whole, without the model that was asked about.
