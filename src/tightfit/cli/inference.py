@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 NEW_TOKENS = 128  # where a question gives no number
 
 # Options of `estimate` that say how a model is trained.
-OF_TRAINING = {"optimizer": "--optimizer", "micro_batches": "--micro-batches", "grad_clip": "--grad-clip"}
+OF_TRAINING = {
+    "optimizer": "--optimizer",
+    "step_in_backward": "--step-in-backward",
+    "micro_batches": "--micro-batches",
+    "grad_clip": "--grad-clip",
+}
 
 
 def check_inference(question: Question, is_inference: bool, new_tokens: int | None, others: Mapping[str, Any]) -> None:
@@ -55,7 +60,5 @@ def _prompt(subject: "Subject") -> "Tensor":
     batch = subject.batch.tensors() if isinstance(subject.batch, TokenBatch) else subject.batch
     ids = batch.get("input_ids") if isinstance(batch, dict) else None
     if ids is None:
-        raise InputError(
-            f"{subject.name} brings a batch without input_ids: --inference needs a model that reads tokens"
-        )
+        raise InputError(f"{subject.name} brings a batch without input_ids: --inference is for models of tokens")
     return ids

@@ -30,6 +30,7 @@ from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
+from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.products import takes_workspace
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
@@ -183,6 +184,7 @@ def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole 
                     ledger.announce(part, Category.INPUT, known=not is_unbacked(part))
             with (
                 nullcontext() if role is None else role.playing(),
+                FLASH_LOOKUP.active(),
                 _steps_followed(dry),
                 dry,
                 filling_off(),
