@@ -153,6 +153,7 @@ def test_the_command_line_answers_with_a_table_and_with_json():
         (("--new-tokens", 5), "--new-tokens is for --inference"),
         (("--inference", "--optimizer", "sgd"), "--optimizer is about a training step"),
         (("--inference", "--micro-batches", 2), "--micro-batches is about a training step"),
+        (("--inference", "--step-in-backward"), "--step-in-backward is about a training step"),
         (("--inference", "--grad-clip", 1), "--grad-clip is about a training step"),
         (("--inference", "--html", "x.html"), "--html is about a training step"),
         (("--inference", "--seq-len", 100, "--new-tokens", 29), "more than the 128 positions of Decoder"),

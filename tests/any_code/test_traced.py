@@ -273,7 +273,7 @@ def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
         loss = out.square().mean()
         loss.backward()
         optimizer.step()
-        return out.shape, loss.item(), nn.Linear(WIDTH, 10 * WIDTH)
+        return out.shape, loss.item(), nn.Linear(WIDTH, 20 * WIDTH)
 
     expected, losses, untouched = tightfit.trace(the_same, device=DEVICE), [], checksum(model)
     with tightfit.trace(device=DEVICE) as found:
@@ -282,7 +282,7 @@ def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        inner = nn.Linear(WIDTH, 10 * WIDTH)
+        inner = nn.Linear(WIDTH, 20 * WIDTH)
         with pytest.raises(InputError, match="after its block"):
             _ = found.peak_bytes
     assert found.peak_bytes == expected.peak_bytes

@@ -60,7 +60,5 @@ def _prompt(subject: "Subject") -> "Tensor":
     batch = subject.batch.tensors() if isinstance(subject.batch, TokenBatch) else subject.batch
     ids = batch.get("input_ids") if isinstance(batch, dict) else None
     if ids is None:
-        raise InputError(
-            f"{subject.name} brings a batch without input_ids: --inference needs a model that reads tokens"
-        )
+        raise InputError(f"{subject.name} brings a batch without input_ids: --inference is for models of tokens")
     return ids
