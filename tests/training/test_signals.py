@@ -52,6 +52,7 @@ def test_sigterm_keeps_what_is_done(tmp_path: Path):
     finished(tmp_path / "run")
 
 
+@pytest.mark.slow  # a training in a process of its own; SIGTERM is in the test before, SIGHUP in test_cut.py
 def test_a_terminal_that_is_closed_ends_a_training_like_ctrl_c(tmp_path: Path):
     config = endless(tmp_path)
     process, terminal = pty.fork()
