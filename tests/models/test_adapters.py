@@ -40,6 +40,7 @@ def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(fold
         assert made.peak_bytes == pytest.approx(allocator_peak(model, batch, settings=settings), rel=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_weight_that_is_widened_for_its_product_is_counted(tmp_path, base, precision):
@@ -82,6 +83,7 @@ def test_a_chunked_loss_on_adapters_is_proved(folder, base):
     assert report.planned_error is not None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", BASES)
 def test_a_model_too_large_to_be_there_is_estimated_with_its_adapters(folder, base):
     from tightfit.tracing.build import build_dry

@@ -65,6 +65,7 @@ def test_reading_in_pieces_with_a_cache_is_reading_at_once(settings):
     assert torch.equal(cached, grown)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_its_peak_is_predicted_and_recompute_changes_no_bit(packed):
     model, data = decoder(**HYBRID), token_batch(3, 48)

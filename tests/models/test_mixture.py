@@ -193,6 +193,7 @@ def test_no_tensor_is_left_on_a_module():
         assert not left, f"{name}: {left}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_its_peak_is_predicted_for_any_routing(precision):
     settings, data = StepSettings(precision=precision), token_batch(2, 64)

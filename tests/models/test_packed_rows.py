@@ -75,6 +75,7 @@ def test_rows_of_one_document_are_rows_without_positions(settings):
     assert torch.allclose(packed, model(row).logits, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "precision"),
     [

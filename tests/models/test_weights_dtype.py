@@ -115,6 +115,7 @@ def test_two_dtypes_for_the_frozen_weights_are_refused():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("precision", "experts"), [("fp32", None), ("fp32", 4), ("bf16", None)])
 def test_the_peak_of_a_step_on_bf16_weights_is_predicted(precision, experts):
     recipe = OptimizerRecipe(parse_config({}).training)

@@ -4,11 +4,19 @@ import signal
 from pathlib import Path
 
 import pytest
+from made_up_fits import leave_out_predictions
 from tiny_training import Listener, settings
 
+from quick_trainings import leave_out_pictures
 from tightfit.models.saving import load_model
 from tightfit.training import StepMetrics, train
 from tightfit.training.interrupt import ENDING, Interrupt
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out_pictures(monkeypatch)
+    leave_out_predictions(monkeypatch)
 
 
 class PressesCtrlC(Listener):

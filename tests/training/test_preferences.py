@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_up_fits import leave_out_predictions
 from test_resume import interrupted, timeless
 from tiny_training import Listener, metrics, settings
 from torch import nn
 
+from quick_trainings import leave_out_pictures
 from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder, DecoderConfig
@@ -21,6 +23,11 @@ from tightfit.training.preferences import REFERENCE, PreferenceLoss, answer_log_
 
 VOCABULARY, LENGTH, BETA = 61, 12, 0.5
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_position_embeddings": 96}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out_pictures(monkeypatch)
 
 
 def decoder(**experts: Any) -> Decoder:
@@ -134,7 +141,8 @@ def test_a_training_on_pairs_learns_to_prefer_the_chosen_answer(tmp_path: Path):
     assert any("preference pairs" in value for name, value in listener.told if name == "note")
 
 
-def test_an_interrupted_training_on_pairs_ends_as_the_whole_one(tmp_path: Path):
+def test_an_interrupted_training_on_pairs_ends_as_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    leave_out_predictions(monkeypatch)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()

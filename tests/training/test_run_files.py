@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_up_fits import leave_out_predictions
 from tiny_training import Listener, metrics, run, settings
 
 from drawn_figures import drawn_figures, lines
+from quick_trainings import leave_out_pictures
 from tightfit import Plan
 from tightfit.errors import OutputError
 from tightfit.training import train
@@ -47,6 +49,7 @@ def test_the_picture_shows_what_was_planned_and_measured(tmp_path: Path, monkeyp
     assert lines(planned)["measured peak"][0][1] == measured / 2**20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {}], ids=["plan", "by hand", "plain"])
 def test_the_page_says_what_was_measured(tmp_path: Path, memory: dict):
     run(tmp_path, memory=memory)
@@ -57,7 +60,11 @@ def test_the_page_says_what_was_measured(tmp_path: Path, memory: dict):
     assert "measured peak" in page
 
 
-def test_metrics_are_written_for_logged_steps_and_for_the_first_and_the_last(tmp_path: Path):
+def test_metrics_are_written_for_logged_steps_and_for_the_first_and_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    leave_out_pictures(monkeypatch)
+    leave_out_predictions(monkeypatch)
     run(tmp_path, training={"max_steps": 8, "log_every": 3})
 
     lines = metrics(tmp_path)
@@ -84,7 +91,9 @@ def test_a_training_without_what_draws_has_no_picture_but_says_so(
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_run_is_overwritten_only_where_that_is_allowed(tmp_path: Path):
+def test_a_run_is_overwritten_only_where_that_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    leave_out_pictures(monkeypatch)
+    leave_out_predictions(monkeypatch)
     run(tmp_path, memory=BUDGET)
 
     with pytest.raises(OutputError, match="holds an earlier run"):

@@ -52,6 +52,7 @@ def test_sigterm_keeps_what_is_done(tmp_path: Path):
     finished(tmp_path / "run")
 
 
+@pytest.mark.slow  # a training in a process of its own; SIGTERM is in the test before, SIGHUP in test_cut.py
 def test_a_terminal_that_is_closed_ends_a_training_like_ctrl_c(tmp_path: Path):
     config = endless(tmp_path)
     process, terminal = pty.fork()
@@ -112,7 +113,7 @@ def told_and_sent(config: Path, moment: str, number: signal.Signals, delay: floa
         said = words.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, said, usage.ru_utime + usage.ru_stime - spent.user - spent.system
+    return process.returncode, said, usage.ru_utime + usage.ru_stime - sum(spent[:4])  # of ended compilers too
 
 
 @pytest.mark.slow  # six trainings, five of them each in a process of its own
@@ -145,7 +146,7 @@ def test_after_a_signal_at_any_moment_the_process_is_gone_in_time_and_goes_on_bi
 
 
 @pytest.mark.slow  # PyTorch's compiler is imported, and compiles C++
-@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 0.5), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)])
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)])
 def test_a_signal_while_blocks_compile_ends_the_process_in_time_and_blocks_no_rerun(
     tmp_path: Path, one_thread: None, number: signal.Signals, delay: float
 ):

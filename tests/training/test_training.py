@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_up_fits import leave_out_predictions, made_up_fit
 from tiny_training import Listener, metrics, run, settings
 
 import tightfit
@@ -33,6 +34,7 @@ def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_pictures(monkeypatch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("memory", [{}, BUDGET], ids=["plain", "planned"])
 def test_the_measured_peak_is_the_predicted_one(tmp_path: Path, precision: str, memory: dict[str, Any]):
@@ -46,21 +48,30 @@ def test_the_measured_peak_is_the_predicted_one(tmp_path: Path, precision: str, 
         assert result.predicted_peak_bytes == result.plain_peak_bytes
 
 
-@pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {"recompute": {"segments": 2}}], ids=str)
-def test_recomputing_moves_no_loss_by_a_bit(tmp_path: Path, memory: dict[str, Any]):
-    plain, frugal = tmp_path / "plain", tmp_path / "frugal"
-    training = {"max_steps": 10}
-    model = {"dropout": 0.1}
-    for folder in (plain, frugal):
-        folder.mkdir()
+DROPPING: dict[str, dict[str, Any]] = {"training": {"max_steps": 10}, "model": {"dropout": 0.1}}
 
-    run(plain, training=training, model=model)
-    result = run(frugal, training=training, model=model, memory=memory)
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a training that recomputes nothing."""
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_pictures(patch)
+        leave_out_predictions(patch)
+        run(folder, **DROPPING)
+    return [line["loss"] for line in metrics(folder)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {"recompute": {"segments": 2}}], ids=str)
+def test_recomputing_moves_no_loss_by_a_bit(tmp_path: Path, plain_losses: list[float], memory: dict[str, Any]):
+    result = run(tmp_path, memory=memory, **DROPPING)
 
     assert result.predicted_peak_bytes < result.plain_peak_bytes
-    assert [line["loss"] for line in metrics(frugal)] == [line["loss"] for line in metrics(plain)]
+    assert [line["loss"] for line in metrics(tmp_path)] == plain_losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recompute_by_hand_is_predicted_too(tmp_path: Path, reentrant: bool):
     blocks = 3
@@ -114,6 +125,13 @@ def test_micro_batches_that_the_plan_counts_keep_the_batch_and_the_schedule(tmp_
     assert [line["loss"] for line in metrics(automatic)] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.fixture
+def _unpredicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are not about memory."""
+    leave_out_predictions(monkeypatch)
+
+
+@pytest.mark.usefixtures("_unpredicted")
 def test_the_loss_falls(tmp_path: Path):
     result = run(tmp_path, training={"max_steps": 40, "warmup_steps": 4})
 
@@ -123,13 +141,15 @@ def test_the_loss_falls(tmp_path: Path):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_the_shortest_trainings_are_measured_too(tmp_path: Path, steps: int):
+def test_the_shortest_trainings_are_measured_too(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tightfit.training.run.fit", made_up_fit)
     result = run(tmp_path, training={"max_steps": steps})
 
     assert result.measured_peak_bytes > 0
     assert (result.measured_step_seconds is None) == (steps < 3)
 
 
+@pytest.mark.usefixtures("_unpredicted")
 def test_a_step_that_overflows_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Extreme(torch.amp.GradScaler):
         """Its first scale is beyond what fp16 holds, its next one not."""
@@ -146,6 +166,7 @@ def test_a_step_that_overflows_is_skipped_and_counted(tmp_path: Path, monkeypatc
     assert result.last_loss < result.first_loss
 
 
+@pytest.mark.usefixtures("_unpredicted")
 def test_the_same_seed_gives_the_same_losses_and_another_one_others(tmp_path: Path):
     losses = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -158,6 +179,7 @@ def test_the_same_seed_gives_the_same_losses_and_another_one_others(tmp_path: Pa
     assert losses[0] != losses[2]
 
 
+@pytest.mark.usefixtures("_unpredicted")
 def test_the_number_of_threads_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before, inside = torch.get_num_threads(), []
     real = loop.memory_now
@@ -169,18 +191,15 @@ def test_the_number_of_threads_is_put_back(tmp_path: Path, monkeypatch: pytest.M
     assert torch.get_num_threads() == before
 
 
-def test_the_reporter_is_told_each_stage_in_order(tmp_path: Path):
+def test_the_reporter_is_told_each_stage_in_order_and_nothing_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     listener = Listener()
 
     train(settings(tmp_path, memory=BUDGET), reporter=listener)
 
     stages = [name for name, _ in listener.told if name != "note"]
     assert stages == ["plan", "start", "step", "peak", "step", "step", "peak", "step", "end"]
-
-
-def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    run(tmp_path, memory=BUDGET)
-
     assert capfd.readouterr() == ("", "")
 
 
@@ -203,6 +222,7 @@ def test_what_is_wrong_is_said_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.usefixtures("_unpredicted")
 def test_overrides_are_laid_over_a_configuration(tmp_path: Path):
     assert train(settings(tmp_path), ["training.max_steps=2"]).steps == 2
 
@@ -223,6 +243,7 @@ def test_a_plan_that_changes_a_gradient_is_not_trained_with(tmp_path: Path, monk
         run(tmp_path, memory={**BUDGET, "verify": True})
 
 
+@pytest.mark.usefixtures("_unpredicted")
 def test_the_public_name_trains_whatever_was_imported_before(tmp_path: Path):
     assert tightfit.train(settings(tmp_path)).steps == 4
 
@@ -255,8 +276,10 @@ def test_an_unwritable_folder_is_found_before_the_data_is_read(tmp_path: Path):
         train(config)
 
 
-def test_an_earlier_run_survives_a_training_that_never_begins(tmp_path: Path):
-    run(tmp_path)
+def test_an_earlier_run_survives_a_training_that_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        leave_out_predictions(patch)
+        run(tmp_path)
     before = (tmp_path / "run" / "result.json").read_text()
 
     with pytest.raises(CannotFit):
