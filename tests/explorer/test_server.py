@@ -36,7 +36,12 @@ def get(app, path, host="127.0.0.1:8000"):
             "client": ("127.0.0.1", 1), "http_version": "1.1", "asgi": {"version": "3.0"}, "root_path": "",
         }  # fmt: skip
 
+        asked = []
+
         async def receive():
+            if asked:
+                await asyncio.Event().wait()  # the browser stays
+            asked.append(True)
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message):
