@@ -1,15 +1,20 @@
 """The server: one address, nothing from outside, and one line for what is wrong with where it is to listen."""
 
 import asyncio
+import os
 import re
 import socket
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from command_line import tightfit
+from tightfit.errors import InputError
+from tightfit.explorer.page import upload_of
 from tightfit.explorer.serving import address_of, application, bound, settings
+from tightfit.explorer.uploads import Upload
 
 ADDRESS = re.compile(rb"https?:(?:\\?/){2}([\w.-]+)")
 
@@ -31,7 +36,12 @@ def get(app, path, host="127.0.0.1:8000"):
             "client": ("127.0.0.1", 1), "http_version": "1.1", "asgi": {"version": "3.0"}, "root_path": "",
         }  # fmt: skip
 
+        asked = []
+
         async def receive():
+            if asked:
+                await asyncio.Event().wait()  # the browser stays
+            asked.append(True)
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message):
@@ -60,6 +70,21 @@ def test_the_page_names_no_other_host_and_forbids_the_browser_to_ask_one():
         # Another site's page that resolves its own name to this machine gets nothing.
         assert get(app, "/", host="evil.example:8000")[0] == 421
         assert get(application(NoWorkers(), "0.0.0.0"), "/", host="space.example")[0] == 200
+
+
+def test_no_path_is_opened_but_of_the_folder_of_uploads(tmp_path):
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("model: {}")
+    with settings():
+        stored = Path(os.environ["GRADIO_TEMP_DIR"], "run.yaml")
+        stored.write_text("model: {}")
+        assert upload_of(str(stored)) == Upload("run.yaml", "model: {}")
+        assert not stored.exists()
+        for file in (str(secret), f"{stored.parent}/../{tmp_path.name}/secret.yaml", None, 7):
+            with pytest.raises(InputError, match="no file came"):
+                upload_of(file)
+    assert secret.exists()
+    assert not stored.parent.exists()
 
 
 def test_a_port_that_is_taken_is_one_line():

@@ -38,6 +38,7 @@ def read(text, name="run.yaml"):
         ("model: {nosuch: 1}", "nosuch"),
         ("model: [", "not valid YAML"),
     ],
+    ids=lambda text: text[:24],
 )
 def test_a_yaml_that_could_do_harm_is_refused_in_one_line(text, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ Runs in a worker process. What it yields is plain data, so the process of the pa
 
 import traceback
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,9 @@ def recipes(question: PageQuestion, model: nn.Module) -> Iterator[RecipesRecord]
     vocabulary = vocabulary_size(model)
     assert vocabulary is not None, "the plan has asked"
     batch = TokenBatch(question.batch_size, question.sequence_length, vocabulary)
-    yield plain_data(
-        RecipesRecord, search(model, batch, device=question.device, budget=question.budget, levers=question.allowed)
-    )
+    found = search(model, batch, device=question.device, budget=question.budget, levers=question.allowed)
+    outcomes = tuple(replace(outcome, plan=None) for outcome in found.outcomes)  # plans are read with torch
+    yield replace(plain_data(RecipesRecord, found), outcomes=outcomes)
 
 
 def plain_data(kind: type[Any], found: Any) -> Any:

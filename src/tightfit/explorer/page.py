@@ -1,14 +1,17 @@
 """The page: fields on the left, the memory bar on top, and the parts of an answer in tabs."""
 
 import importlib.resources
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tightfit
 from tightfit.errors import InputError, TightfitError
 from tightfit.explorer import drawings, writing
+from tightfit.explorer.limits import UPLOAD_BYTES
 from tightfit.explorer.messages import Failure, Refusal
 from tightfit.explorer.question import (
     ALLOWED,
@@ -170,7 +173,7 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
         number("batch_size", "Batch, sequences", minimum=1)
     choice("dtype", "Weights", DTYPES, min_width=120)
     choice("precision", "Arithmetic", PRECISIONS, min_width=120)
-    choice("optimizer", "Optimizer", choosable_optimizers())
+    choice("optimizer", "Optimizer", choosable_optimizers(), allow_custom_value=True)  # offloaded_adamw:0.5
     fields["step_in_backward"] = gr.Checkbox(
         default.step_in_backward, label="Update each weight in backward", elem_id="field-step_in_backward"
     )
@@ -255,8 +258,11 @@ def read(gr: Any, workers: Workers, file: Any, values: dict[str, Any]) -> tuple[
 
 
 def upload_of(file: Any) -> Upload:
-    """The file that Gradio has stored; Gradio gives no path but of its own folder of uploads. Raises `InputError`."""
-    if not isinstance(file, str):
+    """The file that Gradio has stored, which is removed; no other path is opened. Raises `InputError`."""
+    path = Path(str(file)).resolve()
+    if not isinstance(file, str) or not path.is_relative_to(Path(os.environ["GRADIO_TEMP_DIR"]).resolve()):
         raise InputError("no file came: choose one again")
-    with open(file, "rb") as stream:
-        return Upload.of(file, stream.read(10 * 2**20))
+    with path.open("rb") as stream:
+        upload = Upload.of(path.name, stream.read(UPLOAD_BYTES + 1))
+    path.unlink()
+    return upload

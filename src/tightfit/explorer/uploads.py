@@ -10,6 +10,7 @@ import yaml
 from tightfit.config.load import parse_config
 from tightfit.config.schema import PretrainedModel
 from tightfit.config.yaml_text import parse_yaml
+from tightfit.devices.known import find
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.explorer.limits import DEPTH, UPLOAD_BYTES, check_number
 from tightfit.models.decoder_config import DecoderConfig
@@ -39,6 +40,7 @@ LEFT_OUT = {
     "label2id",
 }
 OF_IMAGES_OR_SPEECH = ("vit", "whisper")  # `model_type` of published models that need more than token ids
+UNREAD = ("data.source", "data.tokenizer", "output.folder", "memory.offload_folder")  # places of another machine
 NO_SIZES = ("seed", "steps", "documents", "lines", "budget", "theta", "bytes")  # endings of keys of other numbers
 PATH_MARKS = ("/", "\\", "--", "..", ":")  # a text with one of them may name a file, a repository or a module
 
@@ -192,13 +194,12 @@ def _from_yaml(upload: Upload) -> Reading:
     }
     if config.memory.budget is not None:
         values["budget"] = str(config.memory.budget)
-    if training.device not in ("auto", "cpu", "cuda"):
-        values["device"] = training.device
-    unread = [
-        name
-        for name in ("data.source", "data.tokenizer", "output.folder", "memory.offload_folder")
-        if _is_given(raw, name)
-    ]
+    unread = [name for name in UNREAD if _is_given(raw, name)]
+    card = find(training.device)
+    if card is not None:
+        values["device"] = card.key
+    elif training.device != "auto":
+        unread.append("training.device")
     notes = (f"{upload.name}: not read here: {', '.join(unread)}",) if unread else ()
     return Reading(described, values, notes)
 
