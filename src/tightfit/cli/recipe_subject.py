@@ -7,9 +7,10 @@ from typing import Any
 
 import typer
 
+from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, SIZE, Question
 from tightfit.cli.subject import budget_of, built, subject_of
-from tightfit.config import Config, PretrainedModel, load_config
+from tightfit.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.models.loading import build_model, vocabulary_size
@@ -77,13 +78,15 @@ def recipe_subject(question: Question) -> RecipeSubject:
 
 
 def _of_model(question: Question) -> RecipeSubject:
-    source = question.model
+    source, attention = question.model, question.attention
     assert source is not None, "the question has a --model"
+    wanted = _wanted(question, None if question.adapter is None else adapter_of(question.adapter, question.base))
+    question = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
     asked = _measured(replace(built(question, dry=True).asked, levers=question.allowed or "rounding"))
 
     def setting() -> Setting:
         return Setting(
-            model=_section_of(source),
+            model={**_section_of(source), **({} if attention is None else {"attention": attention})},
             device=question.device or "auto",
             budget=_budget(question.budget, asked),
             levers=question.allowed or "rounding",
@@ -93,7 +96,6 @@ def _of_model(question: Question) -> RecipeSubject:
             vocabulary=vocabulary_size(asked.model),
         )
 
-    wanted = Wanted(optimizer=question.optimizer, precision=_precision(question))
     return RecipeSubject(question, asked, wanted, source, question.budget, setting)
 
 
@@ -135,7 +137,7 @@ def _of_config(question: Question) -> RecipeSubject:
             grad_clip=training.grad_clip,
         )
 
-    wanted = Wanted(adapter=adapter, optimizer=question.optimizer, precision=_precision(question))
+    wanted = _wanted(question, adapter)
     budget = config.memory.budget
     return RecipeSubject(question, asked, wanted, question.config, budget, setting, optimizer)
 
@@ -153,6 +155,20 @@ def _measured(asked: Asked) -> Asked:
 
 def _budget(budget: int | str | None, asked: Asked) -> int | str:
     return budget if budget is not None else "100%" if asked.device.kind == "cuda" else "80%"
+
+
+def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
+    """What options have settled. An adapter of a CONFIG settles its shape, and `--base` what it is on."""
+    dtype: Any = None if question.dtype == "auto" else question.dtype
+    return Wanted(
+        dtype=dtype,
+        adapter=adapter,
+        base=question.base,
+        optimizer=question.optimizer,
+        precision=_precision(question),
+        step_in_backward=question.step_in_backward,
+        trains="adapters" if question.adapter is not None else "all" if dtype is not None else None,
+    )
 
 
 def _precision(question: Question) -> Any:

@@ -19,7 +19,15 @@ from tightfit.planner.search.search import Search
 from tightfit.recipes.choices import least_bytes
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.variant_search import VariantSearch
-from tightfit.recipes.variants import Models, OptimizerOf, Variant, held_bytes, optimizer_of, with_recipe
+from tightfit.recipes.variants import (
+    Models,
+    OptimizerOf,
+    Variant,
+    held_bytes,
+    optimizer_of,
+    with_recipe,
+    without_optimizer,
+)
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import joined
@@ -96,7 +104,7 @@ class RecipeSearch:
         first = recipes[0]
         model = self.models.of(first)
         held = held_bytes(model)
-        asked = replace(with_recipe(self.asked, first, model), optimizer="sgd")
+        asked = without_optimizer(self.asked, first, model)
         if variant not in self.searches:
             request, frees = asked.request(may_choose=True), variant.step_in_backward
             self.searches[variant] = VariantSearch(request, self.budget, frees=frees, updates=self.updates)
@@ -164,7 +172,7 @@ class RecipeSearch:
         """The search of the recipe's variant with the step in backward."""
         variant = Variant.of(replace(recipe, step_in_backward=True))
         if variant not in self.searches:
-            asked = replace(with_recipe(self.asked, recipe, self.models.of(recipe)), optimizer="sgd")
+            asked = without_optimizer(self.asked, recipe, self.models.of(recipe))
             self.searches[variant] = VariantSearch(asked.request(may_choose=True), self.budget, frees=True)
         return self.searches[variant]
 

@@ -82,7 +82,19 @@ def optimizer_of(recipe: Recipe) -> Optimizer:
 def with_recipe(asked: Asked, recipe: Recipe, model: nn.Module, optimizer: OptimizerOf = optimizer_of) -> Asked:
     """The arguments of a plan for the recipe. `model` is the recipe's own."""
     clip = None if recipe.step_in_backward else asked.grad_clip
-    return replace(asked, model=model, optimizer=optimizer(recipe), precision=recipe.precision, grad_clip=clip)
+    return replace(
+        asked,
+        model=model,
+        optimizer=optimizer(recipe),
+        precision=recipe.precision,
+        grad_clip=clip,
+        step_in_backward=recipe.step_in_backward,
+    )
+
+
+def without_optimizer(asked: Asked, recipe: Recipe, model: nn.Module) -> Asked:
+    """The arguments for the recipe's forward and backward, which no optimizer follows."""
+    return replace(with_recipe(asked, recipe, model), optimizer="sgd", step_in_backward=False)
 
 
 def held_bytes(model: nn.Module) -> int:
