@@ -13,6 +13,7 @@ COMMANDS = (
     "estimate",
     "verify",
     "fit",
+    "explore",
     "generate",
     "score",
     "runs",

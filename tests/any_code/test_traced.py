@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -271,7 +273,7 @@ def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
         loss = out.square().mean()
         loss.backward()
         optimizer.step()
-        return out.shape, loss.item()
+        return out.shape, loss.item(), nn.Linear(WIDTH, 10 * WIDTH)
 
     expected, losses, untouched = tightfit.trace(the_same, device=DEVICE), [], checksum(model)
     with tightfit.trace(device=DEVICE) as found:
@@ -280,6 +282,7 @@ def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        inner = nn.Linear(WIDTH, 10 * WIDTH)
         with pytest.raises(InputError, match="after its block"):
             _ = found.peak_bytes
     assert found.peak_bytes == expected.peak_bytes
@@ -287,6 +290,8 @@ def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
     assert checksum(model) == untouched
     assert all(p.grad is None for p in model.parameters())
     assert (loss.is_meta, out.is_meta, out.shape) == (True, True, x.shape)
+    assert inner.weight.is_meta
+    assert not any(t.is_meta for t in (x, *model.parameters()))
     assert any("was assumed 1.0" in line for line in found.assumptions)
     with pytest.raises(InputError, match="has run already"), found:
         pass
@@ -387,3 +392,13 @@ def test_the_answer_is_a_short_table_and_json(tmp_path):
     written = json.loads((tmp_path / "trace.json").read_text())
     assert (written["peak_bytes"], written["step_seconds"]) == (found.peak_bytes, found.step_seconds)
     assert written["timeline"] == {category: list(levels) for category, levels in found.timeline.items()}
+
+
+def test_the_code_of_the_page_runs_and_prints_what_it_shows(capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "any_code.md").read_text("utf-8")
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "docs/any_code.md", "exec"), names)
+    shown, printed = re.findall(r"^```\n(.*)\n(Peak) ", page, re.MULTILINE), capsys.readouterr().out.splitlines()
+    assert shown == [(printed[0], printed[1].split()[0])]  # the bytes differ between releases of PyTorch
+    assert names["loss"].is_meta

@@ -120,7 +120,7 @@ class Traced:
             stack.__exit__(kind, error, traceback)
         finally:
             # A read of memory that is not there would end the process; one of a tensor on meta raises an exception.
-            forget_numbers(Reached.of_frame(frame).tensors, before.tensors)
+            forget_numbers(Reached.of_frame(frame).all_tensors(), before.all_tensors())
 
     def running(self, reached: Reached, name: str) -> "_Running":
         """A context whose code is run dry and recorded here."""

@@ -6,7 +6,19 @@ import typer
 from typer.core import TyperGroup
 
 import tightfit
-from tightfit.cli import asking, exporting, generating, measuring, minimind, observing, recipes, runs, scoring, training
+from tightfit.cli import (
+    asking,
+    exploring,
+    exporting,
+    generating,
+    measuring,
+    minimind,
+    observing,
+    recipes,
+    runs,
+    scoring,
+    training,
+)
 from tightfit.cli.light import leave_out_idle_lines
 from tightfit.cli.ways import show_ways_out
 from tightfit.errors import CannotFit, OutputError, TightfitError
@@ -84,6 +96,7 @@ app.command()(asking.plan)
 app.command()(asking.estimate)
 app.command()(asking.verify)
 app.command()(recipes.fit)
+app.command()(exploring.explore)
 app.command()(generating.generate)
 app.command()(scoring.score)
 app.command()(exporting.export)

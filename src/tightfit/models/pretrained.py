@@ -3,7 +3,8 @@
 import difflib
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,26 +45,45 @@ def build_pretrained(
             f"model.path {config.path!r} is a config without weights: set model.random_init to true{named}"
         )
     transformers = _transformers()
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
+    with _one_line(config.path):
         if config.random_init:
             model = _new(transformers, place, config, dtype, any_task)
         else:
             model = _loaded(transformers, place, config, dtype, any_task)
-    except ImportError as error:
-        raise ModelError(f"model.path {config.path!r} needs a package that is not installed: {_line(error)}") from error
-    except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
-        raise ModelError(f"model.path {config.path!r} cannot be built: {_line(error)}") from error
-    except StrictDataclassError as error:
-        raise ModelError(f"model.path {config.path!r}: its config holds what cannot be: {_line(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path {config.path!r} is not a language model: {_line(error)}") from error
     if config.attention == FLASH and is_building():
         play_flash(model)
     # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
     model.config.use_cache = False
     return model
+
+
+def build_described(name: str, fields: Mapping[str, Any]) -> nn.Module:
+    """A language model of `transformers` with new fp32 weights, from the fields of a config.json that errors call
+    `name`. No file and no hub is asked. Raises `ModelError`.
+    """
+    transformers = _transformers()
+    with _one_line(name):
+        place = Place(name, Published(source=name, parameters=0, config=dict(fields)), has_weights=False)
+        model = _new(transformers, place, PretrainedModel(path=name), torch.float32, any_task=False)
+    model.config.use_cache = False
+    return model
+
+
+@contextmanager
+def _one_line(path: str) -> Iterator[None]:
+    """What `transformers` raises about a model, as a `ModelError` that names it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(f"model.path {path!r} needs a package that is not installed: {_line(error)}") from error
+    except (RuntimeError, MemoryError) as error:  # also where the weights find no room on this machine
+        raise ModelError(f"model.path {path!r} cannot be built: {_line(error)}") from error
+    except StrictDataclassError as error:
+        raise ModelError(f"model.path {path!r}: its config holds what cannot be: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path {path!r} is not a language model: {_line(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole 
     if now.dry:
         raise InputError("trace runs inside of another dry run, which records already: trace one of them")
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
-    modules = dict(reached.module_tensors())
+    modules = dict(reached.paths_and_modules())
     parameters, buffers, plain = _module_tensors(modules)
     states = [state for optimizer in reached.optimizers for _, _, state in named_states(optimizer)]
     owned = [p for o in reached.optimizers for group in o.param_groups for p in group["params"]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
-from tightfit.runtime.module_paths import named_modules
+from tightfit.runtime.module_paths import named_modules, tensors_of
 
 _DEPTH = 4  # levels of containers and objects below a name that are searched
 _MANY = 100_000  # a container with more items than this holds data, not models
@@ -70,11 +70,15 @@ class Reached:
         found._sort()
         return found
 
-    def module_tensors(self) -> Iterator[tuple[str, nn.Module]]:
+    def paths_and_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module with its path; the paths of several outermost modules begin with their names."""
         for prefix, root in self.modules.items():
             for path, module in named_modules(root):
                 yield f"{prefix}.{path}".strip("."), module
+
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors of the modules, and all others."""
+        return [*(t for _, module in self.paths_and_modules() for t in tensors_of(module)), *self.tensors]
 
     def put_names_back(self) -> None:
         """Let closures' and global variables that the code has rebound refer to what they referred to before."""

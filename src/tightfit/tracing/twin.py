@@ -127,9 +127,11 @@ def forget_numbers(tensors: Iterable[Tensor], but: Iterable[Tensor]) -> None:
     """Move tensors that a dry run left without memory to the meta device, in place, but for some of them."""
     kept = {id(tensor) for tensor in but}
     for tensor in tensors:
-        if id(tensor) not in kept and type(tensor) is Tensor and not tensor.is_meta and is_unbacked(tensor):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+        if is_plain and id(tensor) not in kept and is_unbacked(tensor):
+            on_meta = tensor.detach().to("meta")
             with suppress(RuntimeError):  # a view or a graph holds it too: it stays as it is
-                exchange(tensor, tensor.detach().to("meta"))
+                exchange(tensor, nn.Parameter(on_meta) if isinstance(tensor, nn.Parameter) else on_meta)
 
 
 def _as_leaf(content: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,19 @@
+"""What a worker says beside the parts of an answer, as plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """That no plan fits: why, the least that a plan reaches, and ways out as lines."""
+
+    line: str
+    least_bytes: int
+    ways_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """That a question has no answer, or none from here on, in one line."""
+
+    line: str

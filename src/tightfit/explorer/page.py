@@ -1,0 +1,262 @@
+"""The page: fields on the left, the memory bar on top, and the parts of an answer in tabs."""
+
+import importlib.resources
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tightfit
+from tightfit.errors import InputError, TightfitError
+from tightfit.explorer import drawings, writing
+from tightfit.explorer.messages import Failure, Refusal
+from tightfit.explorer.question import (
+    ALLOWED,
+    BASES,
+    DTYPES,
+    PRECISIONS,
+    PageQuestion,
+    choosable_devices,
+    choosable_models,
+    choosable_optimizers,
+)
+from tightfit.explorer.uploads import Reading, Upload
+from tightfit.explorer.workers import Workers
+from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
+from tightfit.recipes.records import RecipesRecord
+from tightfit.units import parse_budget
+
+if TYPE_CHECKING:
+    import gradio
+
+INSTALL_HINT = "pip install 'tightfit[explore]'"
+FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")  # of the reader's machine
+MONO_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace")
+WAITING = 64  # questions that may wait for a worker, over all readers
+FIELDS = (
+    "model", "device", "sequence_length", "batch_size", "precision", "dtype", "optimizer", "step_in_backward", "rank",
+    "targets", "base", "budget", "levers",
+)  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """The parts of an answer that are known. Mutable: parts come one after the other."""
+
+    estimate: EstimateRecord | None = None
+    plan: PlanRecord | None = None
+    refusal: Refusal | None = None
+    curve: CurveRecord | None = None
+    recipes: RecipesRecord | None = None
+    failure: Failure | None = None
+    is_complete: bool = False
+
+    def take(self, part: Any) -> None:
+        for name, kind in (
+            ("estimate", EstimateRecord),
+            ("plan", PlanRecord),
+            ("refusal", Refusal),
+            ("curve", CurveRecord),
+            ("recipes", RecipesRecord),
+            ("failure", Failure),
+        ):
+            if isinstance(part, kind):
+                setattr(self, name, part)
+
+
+def gradio_package() -> Any:
+    """The package. Raises `InputError` with the line that installs it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that it imports
+            import gradio
+    except ImportError as error:
+        raise InputError(f"the page needs the package gradio: {INSTALL_HINT}") from error
+    return gradio
+
+
+def has_recipes() -> bool:
+    """Whether this version searches for recipes."""
+    return "fit" in tightfit.__all__
+
+
+def stylesheet() -> str:
+    return importlib.resources.files("tightfit.explorer").joinpath("page.css").read_text("utf-8")
+
+
+def theme() -> Any:
+    """Fonts of the reader's machine: those of Gradio's own themes come from another host."""
+    gr = gradio_package()
+    return gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=FONTS, font_mono=MONO_FONTS)
+
+
+def build_page(workers: Workers) -> "gradio.Blocks":
+    """The page, answered by `workers`. Raises `InputError` where Gradio is not installed."""
+    gr = gradio_package()
+    default = PageQuestion()
+    with gr.Blocks(title="tightfit: what fits this card?", analytics_enabled=False, fill_width=True) as page:
+        gr.HTML(
+            "<h1>What fits this card?</h1><p>Peak memory and time of one training step, from a dry run of the real "
+            "step. No weights are loaded, nothing leaves this machine.</p>",
+            elem_id="head",
+        )
+        head = gr.HTML(drawings.waiting("Starting ..."), elem_classes="tf", elem_id="answer")
+        uploaded = gr.State(None)
+        with gr.Row():
+            with gr.Column(scale=1, min_width=290):
+                fields = _fields(gr, default)
+                with gr.Row():
+                    ask = gr.Button("Predict", variant="primary", elem_id="ask")
+            with gr.Column(scale=3, min_width=330):
+                with gr.Tab("Timeline"):
+                    timeline = gr.HTML("", elem_classes="tf", elem_id="timeline")
+                with gr.Tab("Recipes", visible=has_recipes()):
+                    recipes = gr.HTML("", elem_classes="tf", elem_id="recipes")
+                with gr.Tab("Trade-off"):
+                    curve = gr.HTML("", elem_classes="tf", elem_id="curve")
+                with gr.Tab("Run it"):
+                    yaml = gr.Code("", language="yaml", label="run.yaml", interactive=False, elem_id="yaml")
+                    python = gr.Code("", language="python", label="Python", interactive=False, elem_id="python")
+        shown = [head, timeline, recipes, curve, yaml, python]
+        inputs = [uploaded, *(fields[name] for name in FIELDS)]
+
+        def on_ask(upload: Upload | None, *values: Any) -> Iterator[tuple[Any, ...]]:
+            yield from answers(workers, upload, dict(zip(FIELDS, values, strict=True)))
+
+        def on_upload(file: Any, *values: Any) -> tuple[Any, ...]:
+            return read(gr, workers, file, dict(zip(FIELDS, values, strict=True)))
+
+        # One question a reader at a time, and as many readers at once as there are workers.
+        how: dict[str, Any] = {"concurrency_limit": workers.count, "concurrency_id": "questions"}
+        private = {"api_visibility": "private", "show_progress": "hidden"}
+        asked = ask.click(on_ask, inputs, shown, **how, **private, trigger_mode="always_last")
+        page.load(on_ask, inputs, shown, **how, **private)
+        fields["file"].upload(
+            on_upload,
+            [fields["file"], *(fields[name] for name in FIELDS)],
+            [uploaded, fields["notes"], fields["file"], *(fields[name] for name in FIELDS)],
+            **how,
+            **private,
+        ).then(on_ask, inputs, shown, **how, **private)
+        fields["model"].input(
+            lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, cancels=[asked], **private
+        )
+    page.queue(max_size=WAITING, api_open=False)
+    return page
+
+
+def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
+    """The fields of a question, in their order on the page."""
+    fields: dict[str, Any] = {}
+
+    def choice(name: str, label: str, options: dict[str, str], **more: Any) -> None:
+        pairs = [(text, key) for key, text in options.items()]
+        value = getattr(default, name)
+        fields[name] = gr.Dropdown(pairs, value=value, label=label, elem_id=f"field-{name}", **more)
+
+    def number(name: str, label: str, **more: Any) -> None:
+        value = getattr(default, name)
+        fields[name] = gr.Number(value, label=label, precision=0, elem_id=f"field-{name}", min_width=120, **more)
+
+    choice("model", "Model", choosable_models())
+    # The upload's own name stays in the list of models until another one is chosen.
+    fields["file"] = gr.UploadButton(
+        "Upload a YAML or config.json", file_types=[".yaml", ".yml", ".json"], size="sm", elem_id="upload"
+    )
+    fields["notes"] = gr.HTML("", elem_classes="tf", elem_id="notes")
+    choice("device", "Card", choosable_devices())
+    with gr.Row():
+        number("sequence_length", "Sequence, tokens", minimum=1)
+        number("batch_size", "Batch, sequences", minimum=1)
+    choice("dtype", "Weights", DTYPES, min_width=120)
+    choice("precision", "Arithmetic", PRECISIONS, min_width=120)
+    choice("optimizer", "Optimizer", choosable_optimizers())
+    fields["step_in_backward"] = gr.Checkbox(
+        default.step_in_backward, label="Update each weight in backward", elem_id="field-step_in_backward"
+    )
+    with gr.Accordion("Adapters (LoRA, QLoRA)", open=False):
+        number("rank", "Rank; 0 trains all weights", minimum=0)
+        choice("base", "Frozen weights", BASES)
+        fields["targets"] = gr.Textbox(
+            default.targets, label="Layers", placeholder="q_proj+v_proj, or all-linear; empty: peft's choice",
+            elem_id="field-targets", max_length=200,
+        )  # fmt: skip
+    fields["budget"] = gr.Textbox(
+        default.budget, label="Budget", info="22GiB, 80% of the card, or 0.5x of the plain peak",
+        elem_id="field-budget", max_length=40,
+    )  # fmt: skip
+    choice("levers", "A plan may use", ALLOWED)
+    return fields
+
+
+# What happens
+
+
+def answers(workers: Workers, upload: Upload | None, values: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The six places of an answer, again and again, as its parts come."""
+    try:
+        question = PageQuestion.of({**values, "upload": upload})
+        described = question.described
+    except TightfitError as error:
+        yield (drawings.failure(str(error)), "", "", "", "", "")
+        return
+    texts = writing.yaml_text(question, described), writing.python_text(question, described)
+    answer = Answer()
+    yield (drawings.waiting("Running the step dry ..."), "", "", "", *texts)
+    try:
+        for part in workers.ask(question):
+            answer.take(part)
+            if answer.estimate is not None:
+                yield (*places(question, answer), *texts)
+    except TightfitError as error:
+        answer.failure = Failure(str(error))
+    answer.is_complete = True
+    yield (*places(question, answer), *texts)
+
+
+def places(question: PageQuestion, answer: Answer) -> tuple[str, str, str, str]:
+    """Head, timeline, recipes and curve, as far as they are known."""
+    estimate, plan = answer.estimate, answer.plan
+    if estimate is None:
+        line = answer.failure.line if answer.failure is not None else "the answer has no parts: ask again"
+        return drawings.failure(line), "", "", ""
+    refusal = answer.refusal
+    head = drawings.headline(estimate, plan, None if refusal is None else refusal.line, is_complete=answer.is_complete)
+    head += drawings.bars(estimate, plan, question.budget)
+    head += drawings.sentences(plan, None if refusal is None else refusal.line)
+    if refusal is not None and refusal.ways_out:
+        head += f"<h3>Ways out</h3>{drawings.paragraphs(refusal.ways_out)}"
+    if answer.failure is not None:
+        head += drawings.failure(answer.failure.line)
+    working = "" if answer.is_complete else drawings.waiting("Running dry ...")
+    recipes = drawings.recipes(answer.recipes) if answer.recipes is not None else working
+    drawn = working
+    if answer.curve is not None:
+        budget = parse_budget(question.budget, device_bytes=estimate.device_bytes, plain_peak_bytes=estimate.peak_bytes)
+        drawn = drawings.curve(answer.curve, plan, budget)
+    return head, drawings.timelines(estimate, plan), recipes, drawn
+
+
+def read(gr: Any, workers: Workers, file: Any, values: dict[str, Any]) -> tuple[Any, ...]:
+    """The upload, a line about it, and the values of the fields as it has them."""
+    try:
+        upload = upload_of(file)
+        reading: Reading | None = None
+        for part in workers.ask(upload):
+            if isinstance(part, Failure):
+                raise InputError(part.line)
+            reading = part
+        assert isinstance(reading, Reading), "an upload that is read gives a reading"
+        question = PageQuestion.of({**values, **reading.values, "upload": upload})
+    except TightfitError as error:
+        return (None, drawings.failure(str(error)), gr.skip(), *(gr.skip() for _ in FIELDS))
+    notes = drawings.paragraphs([f"Asking about {reading.described.name}, not the model above.", *reading.notes])
+    return (upload, notes, gr.skip(), *(getattr(question, name) for name in FIELDS))
+
+
+def upload_of(file: Any) -> Upload:
+    """The file that Gradio has stored; Gradio gives no path but of its own folder of uploads. Raises `InputError`."""
+    if not isinstance(file, str):
+        raise InputError("no file came: choose one again")
+    with open(file, "rb") as stream:
+        return Upload.of(file, stream.read(10 * 2**20))

@@ -1,0 +1,74 @@
+"""Workers: processes that answer one question each, and are replaced where one is too slow or ends."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from tightfit.explorer.workers import WorkerError, Workers
+
+
+@pytest.fixture(scope="module")
+def workers():
+    found = Workers(2, answer="stub_answers:answer")
+    yield found
+    found.close()
+
+
+def ask(workers, *question):
+    return list(workers.ask(question))
+
+
+def test_a_slow_question_does_not_block_another(workers, tmp_path):
+    gate = tmp_path / "gate"
+    slow = threading.Thread(target=ask, args=(workers, "wait", str(gate)))
+    slow.start()
+    while workers.idle.qsize() == 2:
+        time.sleep(0.01)
+    assert ask(workers, "say", "fast") == ["fast"]
+    assert slow.is_alive()
+    gate.touch()
+    slow.join()
+
+
+def test_a_question_that_takes_too_long_ends_in_one_line_and_its_worker_is_replaced(workers, monkeypatch):
+    monkeypatch.setattr(workers, "seconds", 0)
+    with pytest.raises(WorkerError, match="no answer within 0 seconds: ask for a smaller model"):
+        ask(workers, "wait", "/there is no such file")
+    monkeypatch.undo()
+    assert ask(workers, "say", 1) == [1]
+    assert len(workers.all) == workers.idle.qsize() == 2
+
+
+def test_a_process_that_dies_ends_one_answer_and_no_other(workers):
+    with pytest.raises(WorkerError, match="the process that computed this answer ended"):
+        ask(workers, "die", 0)
+    assert ask(workers, "say", "here") == ["here"]
+    assert len(workers.all) == workers.idle.qsize() == 2
+
+
+def test_a_worker_has_no_network(workers):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        said, _ = ask(workers, "connect", listening.getsockname()[1])
+    assert "no network (socket." in said
+
+
+def test_the_same_question_is_answered_once(workers):
+    assert ask(workers, "pid", "same") == ask(workers, "pid", "same")
+
+
+def test_a_reader_that_leaves_frees_its_worker(workers):
+    parts = workers.ask(("pid", "left"))
+    next(parts)
+    parts.close()
+    assert workers.idle.qsize() == 2
+
+
+def test_closing_ends_the_processes():
+    closing = Workers(1, answer="stub_answers:answer")
+    (worker,) = closing.all
+    closing.close()
+    assert not worker.process.is_alive()
+    with pytest.raises(WorkerError, match="closing"):
+        ask(closing, "say", 1)
