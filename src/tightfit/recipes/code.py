@@ -348,6 +348,7 @@ def _trainer_settings(job: Job) -> str:
         f"max_grad_norm={clip}",
         f"bf16={recipe.precision == 'bf16'},",
         f"fp16={recipe.precision == 'fp16'},",
+        "use_cpu=not torch.cuda.is_available(),  # else autocast is refused there",
         "logging_steps=1,",
         'save_strategy="no",',
         "report_to=[],",
