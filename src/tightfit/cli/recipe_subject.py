@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
+from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, SIZE, Question
 from tightfit.cli.subject import budget_of, built, subject_of
-from tightfit.config import Config, PretrainedModel, load_config
+from tightfit.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.models.loading import build_model, vocabulary_size
@@ -79,7 +80,8 @@ def recipe_subject(question: Question) -> RecipeSubject:
 def _of_model(question: Question) -> RecipeSubject:
     source = question.model
     assert source is not None, "the question has a --model"
-    asked = _measured(replace(built(question, dry=True).asked, levers=question.allowed or "rounding"))
+    bare = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)  # recipes say these
+    asked = _measured(replace(built(bare, dry=True).asked, levers=question.allowed or "rounding"))
 
     def setting() -> Setting:
         return Setting(
@@ -93,8 +95,8 @@ def _of_model(question: Question) -> RecipeSubject:
             vocabulary=vocabulary_size(asked.model),
         )
 
-    wanted = Wanted(optimizer=question.optimizer, precision=_precision(question))
-    return RecipeSubject(question, asked, wanted, source, question.budget, setting)
+    adapter = None if question.adapter is None else adapter_of(question.adapter, question.base)
+    return RecipeSubject(question, asked, _wanted(question, adapter), source, question.budget, setting)
 
 
 def _section_of(source: str) -> dict[str, Any]:
@@ -116,7 +118,8 @@ def _of_config(question: Question) -> RecipeSubject:
     else:
         bare = replace(section, dtype="fp32")
     levers = config.memory.levers or "exact"
-    asked = _measured(replace(asked, model=build_dry(lambda: build_model(bare)), levers=levers))
+    asked = replace(asked, model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
+    asked = _measured(asked)
 
     def optimizer(recipe: Recipe) -> Optimizer:
         keys = {"optimizer": recipe.optimizer, "step_in_backward": recipe.step_in_backward}
@@ -135,7 +138,7 @@ def _of_config(question: Question) -> RecipeSubject:
             grad_clip=training.grad_clip,
         )
 
-    wanted = Wanted(adapter=adapter, optimizer=question.optimizer, precision=_precision(question))
+    wanted = _wanted(question, adapter)
     budget = config.memory.budget
     return RecipeSubject(question, asked, wanted, question.config, budget, setting, optimizer)
 
@@ -144,6 +147,20 @@ def _dumped(config: Config) -> dict[str, Any]:
     """The keys that are not as they would be anyway."""
     found = config.model_dump(mode="json", exclude_defaults=True)
     return {**found, "model": found.get("model", {})}
+
+
+def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
+    """What the options settle, on the command line."""
+    dtypes: dict[str | None, Literal["fp32", "bf16"]] = {"fp32": "fp32", "bf16": "bf16"}
+    return Wanted(
+        dtype=dtypes.get(question.dtype),
+        adapter=adapter,
+        base=question.base,
+        optimizer=question.optimizer,
+        precision=_precision(question),
+        step_in_backward=question.step_in_backward or None,
+        trains=None if question.adapter is None else "adapters",
+    )
 
 
 def _measured(asked: Asked) -> Asked:
