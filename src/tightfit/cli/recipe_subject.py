@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
@@ -118,7 +118,8 @@ def _of_config(question: Question) -> RecipeSubject:
     else:
         bare = replace(section, dtype="fp32")
     levers = config.memory.levers or "exact"
-    asked = _measured(replace(asked, model=build_dry(lambda: build_model(bare)), levers=levers))
+    asked = replace(asked, model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
+    asked = _measured(asked)
 
     def optimizer(recipe: Recipe) -> Optimizer:
         keys = {"optimizer": recipe.optimizer, "step_in_backward": recipe.step_in_backward}
@@ -146,6 +147,20 @@ def _dumped(config: Config) -> dict[str, Any]:
     """The keys that are not as they would be anyway."""
     found = config.model_dump(mode="json", exclude_defaults=True)
     return {**found, "model": found.get("model", {})}
+
+
+def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
+    """What the options settle, on the command line."""
+    dtypes: dict[str | None, Literal["fp32", "bf16"]] = {"fp32": "fp32", "bf16": "bf16"}
+    return Wanted(
+        dtype=dtypes.get(question.dtype),
+        adapter=adapter,
+        base=question.base,
+        optimizer=question.optimizer,
+        precision=_precision(question),
+        step_in_backward=question.step_in_backward or None,
+        trains=None if question.adapter is None else "adapters",
+    )
 
 
 def _measured(asked: Asked) -> Asked:
