@@ -105,7 +105,7 @@ def adapted(request: Request, recipe: Recipe) -> list[Recipe]:
     if not trains_all(request.model) or kind_of(request.optimizer) is None or find_spec("peft") is None:
         return []
     targets = layers_to_adapt(request.model, request.blocks)
-    if not targets:
+    if targets == ():
         return []
     optimizer = recipe.optimizer if recipe.optimizer in ("adam", "sgd", *PLAIN) else "adamw"
     narrowest = "nf4" if find_spec("bitsandbytes") is not None else "int8"
@@ -127,7 +127,7 @@ def trains_all(model: nn.Module) -> bool:
 
 
 def layers_to_adapt(model: nn.Module, blocks: str | None) -> str | tuple[str, ...] | None:
-    """The layers that adapters go on: all linear ones, except the head; None if there is none."""
+    """The layers that adapters go on: those that peft chooses (None), or the linear ones of all blocks."""
     if _is_of_transformers(model):
         return ADAPTER.target_modules
     names = {
@@ -136,7 +136,7 @@ def layers_to_adapt(model: nn.Module, blocks: str | None) -> str | tuple[str, ..
         for path, module in module_at(model, block).named_modules()
         if isinstance(module, nn.Linear)
     }
-    return tuple(sorted(names - {""})) or None
+    return tuple(sorted(names - {""}))
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
