@@ -19,6 +19,9 @@ _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _PROCESSES > 1:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _PROCESSES))
 
+# Tables and lines fit the terminal: what the suite reads must not depend on the one in which it runs.
+os.environ["COLUMNS"] = "100"
+
 _YEAR = 365 * 24 * 3600
 _MANY_MODULES = 100
 _frozen_at = 0  # modules imported when the collector was last told to leave alone what there is
