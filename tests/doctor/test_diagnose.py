@@ -171,7 +171,8 @@ def test_a_model_without_blocks_head_or_rows_to_split_is_offered_other_optimizer
         loss=lambda m, b: m(*b).sum(),
         precision="bf16",
     )
-    assert all(remedy.name.startswith("optimizer ") for remedy in found.remedies)
+    names = {remedy.name for remedy in found.remedies}
+    assert {name for name in names if not name.startswith("optimizer ")} <= {"step in backward"}
     assert found.expected_bytes > 0
 
 

@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def tiny(**more):
-    return PageQuestion(upload=Upload("run.yaml", TINY), sequence_length=32, batch_size=2, device="rtx4090", **more)
+    return PageQuestion(upload=Upload("run.yaml", TINY), sequence_length=512, batch_size=8, device="rtx4090", **more)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def filled(parts):
 def test_the_parts_are_the_figures_of_estimate_and_plan_as_plain_data(parts):
     assert [type(part) for part in parts] == [EstimateRecord, PlanRecord, CurveRecord]
     question = tiny(budget="0.9x")
-    model, batch = build(question.described), tightfit.TokenBatch(2, 32, 64)
+    model, batch = build(question.described), tightfit.TokenBatch(8, 512, 64)
     asked = {"optimizer": "adamw_fused", "precision": "bf16", "device": "rtx4090"}
     assert parts[0].peak_bytes == tightfit.estimate(model, batch, **asked).peak_bytes
     assert parts[1].peak_bytes == tightfit.plan(model, batch, "0.9x", levers="rounding", **asked).peak_bytes
@@ -78,6 +78,7 @@ def test_the_page_shows_the_bar_against_the_card_first_and_every_part(parts):
     assert recipes == ""
 
 
+@pytest.mark.slow  # searches for the least, and for recipes that fit
 def test_what_cannot_fit_says_the_least_and_keeps_the_bar():
     estimate, refusal, curve = answered(tiny(budget="0.01x"))
     assert isinstance(refusal, Refusal)

@@ -1,6 +1,7 @@
 """The server: one address, nothing from outside, and one line for what is wrong with where it is to listen."""
 
 import asyncio
+import gc
 import os
 import re
 import socket
@@ -60,7 +61,8 @@ def test_the_page_names_no_other_host_and_forbids_the_browser_to_ask_one():
         app = application(NoWorkers(), "127.0.0.1")
         status, headers, page = get(app, "/")
         assert status == 200
-        assert {host for host in ADDRESS.findall(page) if host not in (b"127.0.0.1", b"gradio.app")} == set()
+        # Gradio's own texts link to its pages. Nothing loads these.
+        assert set(ADDRESS.findall(page)) <= {b"127.0.0.1", b"gradio.app", b"github.com"}
         assert b"What fits this card?" in page
         assert b"fonts.googleapis" not in page + get(app, "/theme.css")[2]
         policy = headers[b"content-security-policy"].decode()
@@ -70,6 +72,8 @@ def test_the_page_names_no_other_host_and_forbids_the_browser_to_ask_one():
         # Another site's page that resolves its own name to this machine gets nothing.
         assert get(app, "/", host="evil.example:8000")[0] == 421
         assert get(application(NoWorkers(), "0.0.0.0"), "/", host="space.example")[0] == 200
+    del app
+    gc.collect()  # Gradio leaves event loops open, which another test would be blamed for
 
 
 def test_no_path_is_opened_but_of_the_folder_of_uploads(tmp_path):

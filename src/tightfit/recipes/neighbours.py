@@ -13,6 +13,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Optimizer, Request
 from tightfit.recipes.choices import ADAPTER, NOT_IN_BACKWARD, half_of
 from tightfit.recipes.records import Recipe
+from tightfit.recipes.variants import holds_fp32
 from tightfit.runtime.module_paths import module_at
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -94,7 +95,7 @@ def narrow_weights(request: Request, recipe: Recipe) -> list[Recipe]:
     """Recipes with weights in bf16, where the whole model is trained in fp32 by AdamW."""
     if recipe.dtype != "fp32" or not trains_all(request.model) or half_of(request.device) != "bf16":
         return []
-    if kind_of(request.optimizer) not in PLAIN:
+    if kind_of(request.optimizer) not in PLAIN or holds_fp32(request.batch):
         return []
     low = replace(recipe, dtype="bf16", precision="fp32")
     return [replace(low, optimizer=name) for name in ("adamw_bf16", "adamw_bf16_stochastic")]

@@ -17,6 +17,8 @@ from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.asked import Asked
 from tightfit.planner.request import Optimizer
 from tightfit.recipes.records import Autocast, Dtype, Recipe
+from tightfit.runtime.nested import tensors_in
+from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.step import plain_tensors
 
 OptimizerOf = Callable[[Recipe], Optimizer]
@@ -79,8 +81,16 @@ def optimizer_of(recipe: Recipe) -> Optimizer:
     return factory
 
 
+def holds_fp32(batch: Batch) -> bool:
+    """Whether a batch holds numbers in fp32, which weights in 16 bits do not take without autocast."""
+    return not isinstance(batch, TokenBatch) and any(t.dtype == torch.float32 for t in tensors_in(batch))
+
+
 def with_recipe(asked: Asked, recipe: Recipe, model: nn.Module, optimizer: OptimizerOf = optimizer_of) -> Asked:
-    """The arguments of a plan for the recipe. `model` is the recipe's own."""
+    """The arguments of a plan for the recipe. `model` is the recipe's own. Raises `ModelError`."""
+    narrow = recipe.dtype == "bf16" and recipe.precision == "fp32"
+    if narrow and model is not asked.model and holds_fp32(asked.batch):
+        raise ModelError("the batch holds numbers in fp32, which weights in bf16 do not take")
     clip = None if recipe.step_in_backward else asked.grad_clip
     return replace(
         asked,
