@@ -297,6 +297,7 @@ def test_after_a_training_that_failed_the_model_is_as_it_was(tmp_path):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow  # two plans, two trainings
 def test_after_a_training_that_failed_the_model_can_be_planned_for_anew(tmp_path, caplog):
     class Breaks(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):

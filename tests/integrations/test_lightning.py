@@ -271,6 +271,7 @@ class Steady:
     """Trains all its layers."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("own", "callbacks", "budget"),
     [
@@ -334,6 +335,7 @@ def fit_lengths(model, *callbacks):
     return model
 
 
+@pytest.mark.slow  # two plans for each model
 @pytest.mark.parametrize("kind", [CausalLM, Picky])
 def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs(kind):
     plain = fit_lengths(kind())

@@ -134,6 +134,7 @@ def test_a_plan_survives_its_file_and_reads_well(made, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["choices"][0]["share"] == share
 
 
+@pytest.mark.slow  # compiles for each share
 def test_the_curve_has_its_points(model, batch):
     curve = tightfit.curve(model, batch, levers=["compile"], points=1)
     assert any("compiled" in point.levers for point in curve.points)
@@ -186,6 +187,7 @@ def test_on_a_card_it_is_refused_by_name(model, batch):
         tightfit.plan(model, batch, "0.6x", levers=["compile"], device="rtx4090")
 
 
+@pytest.mark.slow  # compiles for each share
 def test_the_command_line_takes_it():
     sizes = ("model.num_layers=2", "model.hidden_size=64", "training.batch_size=16", "data.max_documents=20")
     outcome = command("plan", "examples/quickstart.yaml", "memory.budget=0.95x", "memory.levers=[compile]", *sizes)

@@ -42,6 +42,7 @@ def test_more_levers_reach_further():
     assert values[1] > values[0]
 
 
+@pytest.mark.slow  # a search for the largest batch
 def test_the_largest_batch_runs_in_the_micro_batches_that_were_given():
     model = decoder()
     found = maximise(
