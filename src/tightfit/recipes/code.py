@@ -243,7 +243,7 @@ def _script(job: Job, *, imports: list[str], data: str, training: str, classes: 
     levers_text = _quoted(short[0]) if is_class else _list(short)
     budget = job.budget if isinstance(job.budget, int) else _quoted(job.budget)
     return f'''\
-"""Trains {job.model}: {recipe.name}. Written by tightfit.
+"""Trains {_in_docstring(job.model)}: {recipe.name}. Written by tightfit.
 
     python THIS_FILE [MODEL] DATA
 
@@ -273,6 +273,10 @@ options = parser.parse_args()
 {_optimizer(recipe, name, settings)}
 {data}
 {training}'''
+
+
+def _in_docstring(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _quoted(text: str) -> str:
