@@ -69,6 +69,7 @@ def test_a_preset_is_asked_about_and_a_plan_with_its_curve_written(tmp_path):
     assert json.loads(file.read_text())["peak_bytes"] <= 145_000_000
 
 
+@pytest.mark.slow  # a search
 def test_micro_batches_are_counted_by_the_plan(config):
     by_option = tightfit("plan", config, "--micro-batches", "auto", "--budget", "0.7x", "--json")
     by_key = tightfit("plan", config, "training.gradient_accumulation_steps=auto", "memory.budget=0.7x", "--json")
@@ -101,6 +102,7 @@ def test_what_makes_no_sense_is_one_line(config, arguments, said):
     assert said in outcome.error
 
 
+@pytest.mark.slow  # a search; tests/planner/test_maximise.py asks for less
 def test_not_even_the_smallest_is_exit_code_three(config):
     outcome = tightfit("plan", config, "--maximise", "sequence_length", "--budget", "100kB")
     assert outcome.code == 3

@@ -122,6 +122,7 @@ def test_remedies_that_fit_come_first_the_quickest_at_the_head(remedied):
     assert any(remedy.name.startswith("a plan for") for remedy in remedied.remedies)
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_without_a_limit_the_largest_saving_comes_first():
     found = tightfit.diagnose(tightfit.estimate(decoder(), token_batch()), model=decoder(), batch=token_batch())
     saved = [remedy.saved_bytes for remedy in found.remedies]

@@ -35,6 +35,7 @@ def run(budget=None):
     return losses, applied and applied.plan, measured.end()
 
 
+@pytest.mark.slow  # twenty steps twice
 def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget():
     plain, _, _ = run()
     within, plan, peak = run("0.5x")

@@ -131,6 +131,7 @@ class Contrasting(OwnMean):
         return torch.nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
 
 
+@pytest.mark.slow  # two trainings and a plan
 def test_a_loss_of_the_users_own_that_is_a_mean_is_one_over_micro_batches_too(tmp_path):
     class Plain(OwnMean, transformers.Trainer):
         pass
@@ -148,6 +149,7 @@ def test_a_loss_of_the_users_own_that_is_a_mean_is_one_over_micro_batches_too(tm
     assert norms(within) == pytest.approx(norms(plain), rel=1e-4)
 
 
+@pytest.mark.slow  # two trainings and a plan
 def test_a_loss_over_pairs_of_samples_is_not_split(tmp_path):
     class Within(Contrasting, FrugalTrainer):
         pass
@@ -198,6 +200,7 @@ def test_plan_and_memory_are_in_the_logs(tmp_path):
     assert all(entry["memory_rss_bytes"] > 0 for entry in history)
 
 
+@pytest.mark.slow  # plans, and proves gradients
 def test_a_plan_is_verified_on_request_before_the_training(tmp_path, caplog):
     trainer = frugal(tmp_path, "0.5x", memory={"memory_verify": True}, max_steps=1)
     trainer.train()

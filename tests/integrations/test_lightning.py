@@ -404,6 +404,7 @@ class SkippingTheFirst:
             super().on_train_batch_end(outputs, batch, batch_idx)
 
 
+@pytest.mark.slow  # two trainings and a plan
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_where_the_first_batch_is_skipped_the_next_one_is_planned_for():
     made = type("Own", (SkippingTheFirst, module_class(pl)), {})
@@ -415,6 +416,7 @@ def test_where_the_first_batch_is_skipped_the_next_one_is_planned_for():
     assert peak.bytes <= budget.plan.budget_bytes
 
 
+@pytest.mark.slow  # three trainings
 def test_gradient_checkpointing_is_one_line_and_changes_no_loss():
     class Frugal(FrugalModule, module_class(pl)):
         pass

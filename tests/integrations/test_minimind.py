@@ -49,7 +49,7 @@ def under(script, *arguments, **flags):
     return run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moe", [0, pytest.param(1, marks=pytest.mark.slow)])  # a plan for experts has five routings
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, moe, alone, capsys):
@@ -102,7 +102,7 @@ def test_as_predicted_is_said_only_where_it_is():
     assert against_prediction(1_002_000, 1_000_000) == "0.2% more than the 976.56 KiB predicted"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", [{}, {"segments": 2}, {"ffn_only": True}], ids=str)
 @pytest.mark.parametrize("moe", [0, 1])
 def test_blocks_recompute_by_rule_with_the_same_losses_and_weights(flags, moe, alone, capsys):

@@ -54,7 +54,7 @@ class FrugalSFTTrainer(FrugalTrainer, trl.SFTTrainer):
     pass
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # twenty steps twice
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.usefixtures("narrow_head")
 def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget(tmp_path, lora):

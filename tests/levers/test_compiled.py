@@ -149,6 +149,7 @@ def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
         assert tightfit.estimate(without_memory, batch).peak_bytes == found
 
 
+@pytest.mark.slow  # compiles
 @by_the_compiler
 def test_the_seconds_of_kernels_are_predicted_too():
     model, batch = decoder(num_layers=2), token_batch(2)
@@ -225,6 +226,7 @@ def test_a_block_that_is_compiled_in_parts_is_predicted_as_it_was_written():
         assert tightfit.estimate(model, batch, loss=sum_of_squares).peak_bytes == plain
 
 
+@pytest.mark.slow  # compiles
 @by_the_compiler
 def test_random_numbers_that_would_be_drawn_anew_are_refused():
     model, batch = decoder(dropout=0.1), token_batch(2)

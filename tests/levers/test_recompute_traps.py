@@ -44,7 +44,7 @@ def test_the_plain_step_of_a_trap_is_repeatable(name):
     assert_bit_equal(plain_step(name), step(name))
 
 
-@pytest.mark.sampled(250)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("name", CASES)
 def test_recompute_leaves_everything_bit_equal(name, lever):

@@ -59,7 +59,7 @@ def test_frozen_weights_have_neither_gradients_nor_states(folder):
     assert 0 < max(found.step_figures.timeline["gradients"]) <= trained
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # a plan for each budget
 @pytest.mark.parametrize("base", BASES)
 def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen(folder, base):
     model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600)
@@ -72,7 +72,7 @@ def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen
     assert max(peaks) < plain
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # plans, and proves gradients
 @pytest.mark.parametrize("base", ["fp32", "nf4"])
 def test_a_chunked_loss_on_adapters_is_proved(folder, base):
     model, batch = adapted(folder, base=base), TokenBatch(4, 64, 600).tensors()

@@ -31,7 +31,7 @@ def test_a_window_as_wide_as_the_text_changes_nothing():
     assert torch.equal(decoder(attention_window=40)(**batch).logits, decoder()(**batch).logits)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # plans of long sequences
 @pytest.mark.parametrize("settings", [{}, {"attention": "chunked", "attention_chunk_size": 32}], ids=str)
 def test_its_peak_is_predicted_and_a_plan_keeps_to_its_budget_and_changes_no_bit(settings):
     model, batch = decoder(attention_window=24, **settings), token_batch()

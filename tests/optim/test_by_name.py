@@ -15,6 +15,7 @@ from tightfit.optim.in_backward import steps_in_backward
 from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
 
 LOW_BIT = ("adamw8bit", "adamw4bit")
+low_bit = pytest.mark.parametrize("name", ["adamw8bit", pytest.param("adamw4bit", marks=pytest.mark.slow)])  # compiles
 FREE = sorted(OPTIMIZERS.keys() - set(LOW_BIT))
 
 
@@ -50,7 +51,7 @@ def test_one_for_bf16_weights_is_refused_where_there_are_none(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler, which 4-bit states step with
-@pytest.mark.parametrize("name", LOW_BIT)
+@low_bit
 def test_low_bit_states_train_and_resume_bit_for_bit(name):
     resumed_equals_uninterrupted(recipe(name), wide)
 
@@ -59,7 +60,7 @@ def recipe(name):
     return lambda model: OptimizerRecipe(TrainingConfig(optimizer=name))(model.parameters())
 
 
-@pytest.mark.parametrize("name", LOW_BIT)
+@low_bit
 def test_a_missing_package_is_one_line_with_what_to_install(name, monkeypatch):
     for package in ("bitsandbytes", "torchao.optim"):
         monkeypatch.setitem(sys.modules, package, None)  # as Python remembers what is not there

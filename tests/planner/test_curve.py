@@ -34,6 +34,7 @@ def with_curve(model):
     return tightfit.plan(model, token_batch(8), "0.7x", curve=True)
 
 
+@pytest.mark.slow  # a curve of many points
 def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
     assert len(curve.points) > POINTS
     for left, right in pairwise(curve.points):

@@ -45,7 +45,7 @@ def least(model, device, levers):
     return caught.value.least_bytes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # the least is searched at each price
 @pytest.mark.parametrize("levers", [("recompute",), ("recompute", "chunked_loss"), ("recompute", "offload")])
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_the_least_is_the_same_at_every_price(build, levers):

@@ -87,6 +87,7 @@ def test_what_makes_no_sense_is_told(how, error, said):
         maximise(lambda n: (model, TokenBatch(n, 16, VOCABULARY)), **arguments)
 
 
+@pytest.mark.slow  # a search
 def test_a_value_that_changes_nothing_is_found_out():
     model, batch = decoder(), token_batch(2, 16)
     with pytest.raises(InputError, match="any width fits: nothing grows with it"):

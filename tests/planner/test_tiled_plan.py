@@ -44,6 +44,7 @@ def made(model, batch, least_without):
     return tightfit.plan(model, batch, int(0.99 * least_without), levers="rounding")
 
 
+@pytest.mark.slow  # searches for the least
 def test_below_what_the_other_levers_need_feed_forwards_are_tiled(model, batch, made):
     assert made.lever(TiledModules) is not None
     assert made.lever(TiledModules).paths == ("layers.0.mlp", "layers.1.mlp", "layers.2.mlp")

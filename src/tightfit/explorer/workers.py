@@ -3,6 +3,7 @@
 A worker is asked one question at a time. One that is too slow is killed, and another one takes its place.
 """
 
+import importlib
 import math
 import multiprocessing
 import os
@@ -187,4 +188,4 @@ def _limit_memory() -> None:
 def _loaded(answer: str) -> Callable[[Any], Iterator[Any]]:
     """The function that `module:function` names, once the process is set up."""
     module, _, name = answer.partition(":")
-    return getattr(__import__(module, fromlist=[name]), name)
+    return getattr(importlib.import_module(module), name)
