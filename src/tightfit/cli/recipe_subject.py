@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
@@ -149,20 +149,6 @@ def _dumped(config: Config) -> dict[str, Any]:
     return {**found, "model": found.get("model", {})}
 
 
-def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
-    """What the options settle, on the command line."""
-    dtypes: dict[str | None, Literal["fp32", "bf16"]] = {"fp32": "fp32", "bf16": "bf16"}
-    return Wanted(
-        dtype=dtypes.get(question.dtype),
-        adapter=adapter,
-        base=question.base,
-        optimizer=question.optimizer,
-        precision=_precision(question),
-        step_in_backward=question.step_in_backward or None,
-        trains=None if question.adapter is None else "adapters",
-    )
-
-
 def _measured(asked: Asked) -> Asked:
     """The arguments with the device's figures, which are measured now, if ever."""
     return replace(asked, device=lookup(asked.device, notice=lambda line: typer.echo(line, err=True)))
@@ -181,7 +167,7 @@ def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
         base=question.base,
         optimizer=question.optimizer,
         precision=_precision(question),
-        step_in_backward=question.step_in_backward,
+        step_in_backward=question.step_in_backward or None,
         trains="adapters" if question.adapter is not None else "all" if dtype is not None else None,
     )
 

@@ -1,5 +1,7 @@
 """The ways out of a plan that cannot fit, on stderr under the error's line."""
 
+from typing import Any
+
 import typer
 
 from tightfit.cli.asking import columns
@@ -13,5 +15,6 @@ def show_ways_out(error: CannotFit) -> None:
     typer.echo("Looking for ways out, each run dry ...", err=True)
     from tightfit.recipes.describe_ways import describe_ways_out
 
-    if text := describe_ways_out(error.ways_out, columns()):
+    found: Any = error.ways_out  # `errors` stands above the room that finds them, and cannot name their type
+    if text := describe_ways_out(found, columns()):
         typer.echo(f"\n{text}", err=True)

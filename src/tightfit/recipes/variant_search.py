@@ -17,6 +17,7 @@ from tightfit.step import Batch
 from tightfit.tracing.joined import joined, state_bytes
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.step import trace_part, trace_update
+from tightfit.units import parse_budget
 
 Choice = tuple[int, ...]
 SOLVED_AGAIN = 4  # how often a choice whose trace is over the budget is solved again
@@ -71,6 +72,11 @@ class VariantSearch(Search):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tracer = PartTracer(self.request, self.frees)
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """The budget in bytes. It is no share of the plain peak, so a variant that arithmetic excludes has no trace."""
+        return parse_budget(self.budget, device_bytes=self.request.device.memory_bytes)
 
     @cached_property
     def plain(self) -> StepTrace:
