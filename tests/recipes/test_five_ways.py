@@ -56,7 +56,7 @@ def test_8b_has_the_ways_that_people_take():
 
 WIDE = {"hidden_size": 128, "num_layers": 3}
 MEASURED = {
-    "held by states": (WIDE, (1, 16), "0.7x", {}),
+    "held by states": (WIDE, (1, 16), "0.87x", {}),
     "held by activations": ({}, (4, 96), "0.6x", {"levers": ["tile"]}),
 }
 
@@ -70,6 +70,8 @@ def test_on_the_cpu_every_way_is_within_the_budget_that_the_allocator_measures(c
     fitting = error.ways_out.fitting
     assert len(fitting) >= 2
     for way in fitting:
+        if way.asked.step_in_backward:
+            continue  # tests/recipes/test_ways_out.py measures it
         names = {"model": decoder(**shape), "batch": batch, "torch": torch}
         exec(way.python, names)
         plan, model = names["plan"], names["model"]
