@@ -3,7 +3,9 @@
 import gc
 import os
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _PROCESSES > 1:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _PROCESSES))
+
+# A shell without job control starts what it runs in the background with SIGINT ignored. Tests that send it need the
+# default.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tables and lines fit the terminal: what the suite reads must not depend on the one in which it runs.
 os.environ["COLUMNS"] = "100"
