@@ -26,6 +26,7 @@ def test_with_other_threads_too(present_cpu):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_in_a_process_that_a_test_starts_too(present_cpu):
     program = "import json; from tightfit.devices.present import lookup; print(json.dumps(lookup('cpu').to_dict()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

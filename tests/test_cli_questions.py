@@ -68,6 +68,7 @@ def test_options_beside_a_config_stand_for_its_keys(config):
     assert tightfit("estimate", config, "--json").out != by_key.out
 
 
+@pytest.mark.slow  # a model of many layers
 def test_a_model_larger_than_any_memory_here_can_be_asked_about(tmp_path):
     path = tmp_path / "llama-8b.json"
     path.write_text(json.dumps(LLAMA))
@@ -104,6 +105,7 @@ def test_a_plan_as_json_is_what_output_writes(tmp_path):
     assert json.loads(outcome.out) == json.loads(file.read_text())
 
 
+@pytest.mark.slow  # a plan with its curve
 def test_a_curve_is_asked_for_by_name_and_comes_as_table_json_picture_and_page(tmp_path):
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     files = ("--html", page, "--png", picture)

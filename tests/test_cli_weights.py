@@ -74,6 +74,7 @@ def mistake(*args):
     return outcome.error
 
 
+@pytest.mark.sampled(2)
 def test_the_dtype_of_the_weights_is_an_option_for_every_kind_of_model(tmp_path, folder, config):
     for asked in (DECODER, ("--model", folder, *SIZES), (config(),)):
         # Buffers, such as the decoder's table of angles, stay in fp32.
@@ -115,6 +116,7 @@ def test_a_step_in_backward_is_an_option_and_a_key(config):
     assert "step_in_backward and grad_clip 1 exclude each other" in mistake("estimate", *DECODER, *both)
 
 
+@pytest.mark.slow  # a plan for each kind of attention
 def test_attention_is_chosen_by_name(tmp_path, config):
     on_card = ("--device", "rtx4090", "--precision", "bf16", "--seq-len", 256)
     asked = ("--model", written(tmp_path, LLAMA), *on_card)

@@ -61,6 +61,7 @@ def test_without_a_gpu_the_suite_says_so(suite, tmp_path, capsys):
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # a benchmark
 def test_the_benchmark_of_offload_runs_at_small_size(suite, tmp_path, monkeypatch, capsys):
     from benchmarks.gpu import offload
 

@@ -101,6 +101,7 @@ def test_a_plan_in_bf16_that_asks_whether_strides_are_dense_loads_no_sympy_and_i
     assert json.loads(out) == json.loads(tightfit(*ask, "--precision", "bf16", "--budget", "0.8x", "--json").out)
 
 
+@pytest.mark.slow  # an interpreter that imports everything
 def test_what_was_left_out_answers_what_it_knows_and_is_the_real_thing_afterwards():
     code = (
         "import json, sys\n"

@@ -34,6 +34,7 @@ def test_the_chunked_loss_head_takes_a_fraction_of_the_memory_and_is_as_exact(ru
     assert sides["chunked"]["gradient_error"] <= 2 * sides["plain"]["gradient_error"]
 
 
+@pytest.mark.slow  # a benchmark
 def test_offloaded_blocks_hold_less(run):
     sides = run("offload_step")["sides"]
     assert sides["all blocks"]["activations_of_plain"] < sides["one block"]["activations_of_plain"] < 1
@@ -49,6 +50,7 @@ def test_optimizers_are_compared_by_bytes_and_by_time(run):
     assert sides["adamw8bit, step in backward"]["bytes_per_parameter"] < 0.65 * sides["adamw"]["bytes_per_parameter"]
 
 
+@pytest.mark.slow  # a benchmark, and two interpreters
 def test_an_optimizer_that_is_not_installed_is_named(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = run("optimizer_step")
@@ -56,6 +58,7 @@ def test_an_optimizer_that_is_not_installed_is_named(run, monkeypatch):
     assert "adamw8bit, step in backward" not in found["sides"]
 
 
+@pytest.mark.slow  # a benchmark
 def test_the_trainer_is_timed_against_a_loop_by_hand(run, monkeypatch):
     """On a clock that only the two sides move: three seconds a step in the trainer, two by hand."""
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -37,6 +37,7 @@ def command(before, *arguments, **options):
     return subprocess.run([sys.executable, "-c", code, *arguments], text=True, **options)
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_after_an_answer_the_process_ends_without_taking_itself_apart():
     done = command(TEARDOWN, *ASK)
     assert (done.returncode, done.stderr) == (0, "")
@@ -72,6 +73,7 @@ def test_an_answer_that_finds_no_room_is_no_success():
         assert command(ANSWERED, stdout=full).returncode != 0
 
 
+@pytest.mark.slow  # two interpreters
 def test_what_transformers_reads_of_its_own_files_is_the_same():
     # In processes of their own: it is read when `transformers` is imported.
     code = (

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tightfit
 from command_line import tightfit as run
 
@@ -29,6 +31,7 @@ def test_every_public_name_is_loaded_from_its_home():
         assert getattr(tightfit, name) is getattr(importlib.import_module(home), name)
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_python_m_tightfit_is_the_command():
     # In a process of its own: that is what it is about.
     asked = ["--version"], ["estimate", "--model", "nosuch", "--seq-len", "8"]

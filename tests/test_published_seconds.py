@@ -57,6 +57,7 @@ def test_a_row_has_a_source_and_a_figure_or_the_reason_why_it_is_not_judged(publ
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow  # every published rate
 def test_the_committed_predictions_are_those_of_this_commit(judged):
     committed = {row["id"]: row["predicted"] for row in RESULTS["rows"]}
     for name, row in judged.items():

@@ -123,6 +123,7 @@ def test_a_plain_run_that_is_not_repeatable_is_told():
     assert "two plain runs differ" in str(report)
 
 
+@pytest.mark.slow  # a plan with every lever
 def test_verification_leaves_the_model_as_it_was():
     model, batch = decoder(dropout=0.1), token_batch(8)
     made = plan(model, batch, "0.6x", levers="rounding")
@@ -152,6 +153,7 @@ def test_buffers_and_losses_are_compared(what, monkeypatch):
     assert not verify(model, batch, made).ok
 
 
+@pytest.mark.slow  # a plan of micro-batches
 def test_micro_batches_whose_losses_do_not_add_up_are_found_and_said():
     def mean(model, batch):
         return model(**batch).loss

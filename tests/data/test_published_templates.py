@@ -50,6 +50,7 @@ def test_of_a_published_template_without_marks_every_answer_is_learnt_behind_its
     assert theirs.decode(items[-1].ids) == whole
 
 
+@pytest.mark.slow  # every published template
 def test_no_published_template_gets_past_the_errors_that_are_meant_for_it():
     """Conversations that many templates are not made for are a bad line for those, and nothing worse."""
     odd = [

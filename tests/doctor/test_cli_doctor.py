@@ -53,6 +53,7 @@ def test_with_a_model_remedies_have_a_price(log):
     assert all(remedy["saved_bytes"] is not None for remedy in raw["remedies"])
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_the_table_of_remedies_keeps_within_the_terminal(log, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     lines = tightfit("doctor", log, *DECODER).out.splitlines()

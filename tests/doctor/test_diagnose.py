@@ -177,6 +177,7 @@ def test_a_model_without_blocks_head_or_rows_to_split_is_offered_other_optimizer
     assert found.expected_bytes > 0
 
 
+@pytest.mark.slow  # a training that is watched
 def test_a_watch_is_compared_with_what_was_expected():
     model, batch = decoder(), token_batch()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -56,6 +56,7 @@ def refused(model, error, said, budget="0.5x"):
     assert [module.__dict__.get("forward") for module in model.modules()] == before
 
 
+@pytest.mark.slow  # the least is searched
 def test_a_budget_below_the_least_is_one_line():
     refused(llama(), CannotFit, "the least is", budget="1MiB")
 
@@ -91,6 +92,7 @@ def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(caplo
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow  # a plan that is made and given up
 def test_checkpointing_is_given_back_where_a_plan_cannot_be_applied(monkeypatch):
     def refused(*args):
         raise LeverError("no room to offload to")

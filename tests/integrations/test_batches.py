@@ -103,6 +103,7 @@ def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     assert plan.peak_bytes == of_wide > of_long
 
 
+@pytest.mark.slow  # a plan for each batch
 def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step):
     other, plan_settings = wide(56_000), PlanSettings("0.7x")
     plan = plan_for_all(step, [other, LONG], plan_settings)
@@ -115,6 +116,7 @@ def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step)
     assert max(peaks_under(step, plan, LONG, other)) == plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow  # a plan for each batch
 def test_where_no_plan_fits_all_what_another_batch_takes_is_told(step):
     with pytest.raises(
         CannotFit, match=r"the plan for the longest batch does not fit another one, which needs .* under"

@@ -97,6 +97,7 @@ def test_a_plan_with_chunked_loss_holds_for_the_batch_with_the_most_labels(tmp_p
     assert peak.bytes + inputs <= plan.budget_bytes
 
 
+@pytest.mark.slow  # two whole trainings
 def test_where_the_trainer_takes_means_micro_batches_count_by_their_valid_tokens(tmp_path):
     class Meaning(transformers.LlamaForCausalLM):
         accepts_loss_kwargs = False
@@ -194,6 +195,7 @@ def test_what_is_no_budget_is_refused_where_it_is_written(tmp_path, budget):
         frugal(tmp_path, budget)
 
 
+@pytest.mark.slow  # a whole training
 def test_plan_and_memory_are_in_the_logs(tmp_path):
     history = train(tmp_path, callbacks=[budget := MemoryBudget("0.6x")], max_steps=2).state.log_history
     assert history[0]["memory_planned_peak_bytes"] == budget.plan.peak_bytes <= history[0]["memory_budget_bytes"]
@@ -249,6 +251,7 @@ def test_a_callback_refuses_to_split_batches_and_names_who_can(tmp_path):
         train(tmp_path, callbacks=[MemoryBudget("0.5x", levers=["micro_batch"])])
 
 
+@pytest.mark.slow  # a whole training
 def test_samples_of_unknown_length_need_the_longest_named(tmp_path):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -271,6 +274,7 @@ def test_samples_of_unknown_length_need_the_longest_named(tmp_path):
     assert "input_ids (8, 96)" in longest.memory_plan.batch
 
 
+@pytest.mark.slow  # two whole trainings
 def test_what_a_loss_logs_counts_and_collects_is_of_the_training_alone(tmp_path):
     class Noting(FrugalTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
@@ -289,6 +293,7 @@ def test_what_a_loss_logs_counts_and_collects_is_of_the_training_alone(tmp_path)
     assert noted == [loss.item() for loss in trainer.collected["losses"]]
 
 
+@pytest.mark.slow  # a whole training
 def test_after_a_training_that_failed_the_model_is_as_it_was(tmp_path):
     class Breaks(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):

@@ -121,6 +121,7 @@ def test_precision_accumulation_and_clipping_are_respected():
     assert peak.bytes <= budget.plan.budget_bytes
 
 
+@pytest.mark.slow  # two whole trainings
 def test_a_checkpoint_holds_the_plan_and_a_resumed_training_keeps_it(tmp_path, monkeypatch):
     first = MemoryBudget("0.6x")
     fit(pl, module_class(pl)(), first, limit_train_batches=4).save_checkpoint(tmp_path / "last.ckpt")
@@ -245,6 +246,7 @@ def collated(kind):
     return torch.utils.data.DataLoader([kind(row) for row in rows], batch_size=None, collate_fn=lambda row: row)
 
 
+@pytest.mark.slow  # a whole training
 def test_a_batch_that_is_a_dataclass_is_planned_for():
     plain, within, budget = module_class(pl)(), module_class(pl)(), MemoryBudget("0.5x")
     fit(pl, plain, loader=collated(lambda row: Pair(**row)))

@@ -126,6 +126,7 @@ def test_the_flags_stand_among_the_scripts_own(alone):
     assert "step 2, recorded operator by operator" in " ".join(outcome.err.split())
 
 
+@pytest.mark.slow  # the least is searched
 def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():
     outcome = tightfit("minimind", PRETRAIN, "--memory_budget", "0.1x")
     assert (outcome.code, outcome.out) == (CannotFit.exit_code, "")

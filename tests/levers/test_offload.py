@@ -100,6 +100,7 @@ with offload(model, "*", folder=sys.argv[1], smallest=1) as applied:
 """
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_no_file_is_left_after_kill_9(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_FOREVER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -28,7 +28,7 @@ def plain_step(name):
     return step(name)
 
 
-@pytest.mark.sampled(120)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_offload_leaves_everything_bit_equal(name, way):

@@ -206,6 +206,7 @@ def test_its_peak_is_predicted_for_any_routing(precision):
     assert found.peak_bytes == pytest.approx(allocator_peak(model, data, settings=settings), rel=1e-3)
 
 
+@pytest.mark.slow  # two plans of experts
 def test_a_plan_keeps_to_its_budget_and_changes_no_bit():
     model, data = decoder(num_layers=2, hidden_size=32, **EXPERTS), token_batch(2, 32)
     budget = int(0.85 * estimate(model, data).peak_bytes)

@@ -132,6 +132,7 @@ def test_a_script_that_ends_early_ends_as_it_would_have(end, code, forked):
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow  # six runs of a script
 def test_a_script_that_runs_out_of_memory_leaves_what_a_doctor_needs(forked):
     done = forked["profiled", "memory"]
     assert done.code == 1
@@ -140,6 +141,7 @@ def test_a_script_that_runs_out_of_memory_leaves_what_a_doctor_needs(forked):
     assert done.record.traced_step == 2
 
 
+@pytest.mark.slow  # six runs of a script
 def test_a_script_that_trains_nothing_says_so(forked):
     done = forked["profiled", "untrained"]
     assert done.code == 0

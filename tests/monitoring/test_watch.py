@@ -1,5 +1,6 @@
 """`tightfit.monitor` around real loops."""
 
+import gc
 import json
 
 import pytest
@@ -288,6 +289,7 @@ def test_a_recomputing_model_is_watched_as_it_runs():
 
 
 def test_the_pool_of_what_is_offloaded_is_in_the_record(tmp_path):
+    gc.collect()  # pools of other tests that are garbage by now
     model = decoder()
     with tightfit.offload(model, "layers.*", folder=tmp_path, smallest=1024) as offloaded:
         watch = Loop(model).run()

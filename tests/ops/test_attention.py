@@ -75,7 +75,7 @@ def bound(operator, how):
     return call
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     ("limit", "shape"), [(limit, shape) for limit in LIMITS for shape in SHAPES if is_defined(limit, shape)], ids=str
 )

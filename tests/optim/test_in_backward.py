@@ -56,6 +56,25 @@ def test_micro_batches_accumulate_where_the_loop_says_so():
     assert_same_weights(plain, frugal)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "fused", "offloaded"])
+def test_a_step_whose_closure_runs_backward_computes_the_same(kind, by_name):
+    plain, frugal = net(), net()
+    reference = KINDS[kind](plain.parameters())
+    optimizer = step_in_backward(KINDS[kind], frugal).optimizer
+    for model, stepped in ((plain, reference), (frugal, optimizer)):
+        for ids in batches(5):
+
+            def closure(model=model, stepped=stepped, ids=ids):
+                stepped.zero_grad()
+                loss = loss_of(model, ids)
+                loss.backward()
+                return loss
+
+            assert (stepped.step(closure=closure) if by_name else stepped.step(closure)) is not None
+    assert_same_weights(plain, frugal)
+
+
 def test_a_second_backward_that_was_not_announced_is_refused():
     model = net()
     handle = step_in_backward(torch.optim.AdamW(model.parameters()), model)

@@ -132,6 +132,7 @@ def test_counters_of_steps_stay_on_the_host():
 # Budgets
 
 
+@pytest.mark.slow  # two plans for a card
 def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
     card = lookup("rtx4090")
     model = build_dry(decoder)

@@ -84,6 +84,7 @@ def test_what_is_added_up_from_one_micro_batch_is_the_whole_step(model, micro_ba
     assert search.with_optimizer(search.part(combination)) == pytest.approx(whole.step_seconds)
 
 
+@pytest.mark.slow  # a plan with its curve
 def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(with_curve, tmp_path):
     made = with_curve
     assert made.peak_bytes in [point.peak_bytes for point in made.curve.points]

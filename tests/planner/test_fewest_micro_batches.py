@@ -25,6 +25,7 @@ def test_what_fits_whole_is_not_split():
     assert plan(model, batch, "0.8x", micro_batches="auto").micro_batches == 1
 
 
+@pytest.mark.slow  # a plan of micro-batches
 def test_the_gradient_is_that_of_the_whole_batch():
     model, batch = decoder(), token_batch(8)
     batch["labels"][0, 10:] = -100

@@ -65,6 +65,7 @@ def test_a_bound_of_ones_own_is_kept_and_said():
     assert "no larger one was allowed" in str(found)
 
 
+@pytest.mark.slow  # the least is searched
 def test_where_not_even_the_smallest_fits_the_least_is_told():
     with pytest.raises(CannotFit, match=r"not even sequence_length 64 fits: .* the least is") as caught:
         maximise(longest, "1MB", what="sequence_length", multiple_of=64)

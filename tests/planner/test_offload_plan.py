@@ -49,6 +49,7 @@ def test_the_peak_of_what_is_offloaded_by_hand_is_predicted(model, batch, how):
         assert predicted == allocator_peak(model, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("levers", [["offload"], ["recompute", "offload"]])
 def test_the_measured_peak_is_the_planned_one(model, batch, levers):
     plan = tightfit.plan(model, batch, "0.6x", levers=levers)

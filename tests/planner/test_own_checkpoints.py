@@ -84,6 +84,7 @@ def test_an_estimate_is_what_the_allocator_records(way):
     assert estimate(Model(way), BATCH).peak_bytes == allocator_peak(Model(way), BATCH)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("budget", ["0.9x", "least"])
 def test_a_plan_takes_what_it_says_and_changes_no_bit(way, budget):

@@ -40,6 +40,7 @@ def test_the_measured_peak_is_the_planned_one_and_within_the_budget(budget, prec
     assert made.budget_bytes <= made.plain_peak_bytes * float(budget[:-1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_an_exact_plan_changes_no_bit(dropout):
     model, batch = decoder(dropout=dropout), token_batch(8)
@@ -74,6 +75,7 @@ def test_the_peak_never_rises_when_the_budget_falls():
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow  # a plan whose search is cut
 def test_a_choice_that_was_not_proved_to_be_the_fastest_says_how_far_from_it_it_may_be(monkeypatch):
     def not_proved(made):
         return [line for line in made.assumptions if line.startswith("the choice was not proved to be the fastest")]

@@ -40,6 +40,7 @@ def test_a_plan_takes_it_and_its_peak_is_what_the_allocator_sees(made):
     assert "forward" not in model.layers[0].mlp.__dict__
 
 
+@pytest.mark.slow  # a plan and its page
 def test_it_is_left_out_where_it_is_not_named_and_tables_say_so():
     plan = tightfit.plan(decoder(), token_batch(), "0.9x", levers="rounding")
     assert find(plan.levers, HalvedModules) is None
@@ -88,6 +89,7 @@ def test_the_doctor_offers_it_with_its_price():
     assert 'levers=["halved"]' in offered.python
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_the_help_of_the_command_line_names_it():
     program = (
         "import sys; sys.path[:0] = sys.argv[1:2]; from lever_of_a_user import HalvedModules, register; "

@@ -163,6 +163,7 @@ def test_choices_equal_in_seconds_and_peak_resolve_to_the_lowest_indices():
     assert least_peak(uniform_chain(5, (twin, twin, twin))).choice == (0,) * 5
 
 
+@pytest.mark.slow  # many budgets
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 20))
 def test_peak_never_rises_and_seconds_never_fall_as_the_budget_falls(seed, blocks):

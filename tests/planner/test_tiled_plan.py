@@ -61,10 +61,12 @@ def test_the_least_falls_and_there_is_a_plan_for_it(model, batch, least_without)
     assert tightfit.plan(model, batch, after, levers="rounding").peak_bytes <= after
 
 
+@pytest.mark.slow  # two plans
 def test_where_something_else_fits_nothing_is_tiled(model, batch, least_without):
     assert tightfit.plan(model, batch, least_without, levers="rounding").lever(TiledModules) is None
 
 
+@pytest.mark.slow  # the least is searched
 def test_it_is_not_among_the_bit_exact_levers(model, batch):
     with pytest.raises(CannotFit, match="the least is"):
         tightfit.plan(model, batch, int(0.99 * least(model, batch, ["recompute"])))

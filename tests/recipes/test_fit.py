@@ -55,6 +55,7 @@ def test_every_recipe_that_fits_trains_in_the_bytes_that_were_predicted(found):
         assert measured <= found.budget_bytes
 
 
+@pytest.mark.slow  # a search beside every recipe
 def test_a_longer_sequence_and_a_larger_batch_are_named(found):
     best = found.best
     assert best.longest_sequence.confirmed
@@ -197,6 +198,7 @@ def test_the_command_answers_as_json_and_writes_a_recipe_that_has_the_same_plan(
     assert (planned["peak_bytes"], planned["step_seconds"]) == (recipes[0]["peak_bytes"], recipes[0]["step_seconds"])
 
 
+@pytest.mark.slow  # the least of three recipes is searched
 def test_where_nothing_fits_the_table_is_shown_and_the_exit_code_is_3(config):
     asked = run("fit", config, "--budget", "1KiB", "--optimizer", "adamw_fused")
     assert asked.code == 3

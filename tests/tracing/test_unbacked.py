@@ -72,6 +72,7 @@ def test_computing_with_one_ends_in_one_line_with_the_operator(use, told):
     assert "has a shape but no memory" in end.stderr
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_a_fault_of_somebody_elses_ends_as_it_would_have():
     end = ended(
         """

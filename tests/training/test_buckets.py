@@ -88,6 +88,7 @@ def test_no_batch_of_an_epoch_is_over_its_prediction_and_none_over_the_budget(na
         assert len(seen) > 1
 
 
+@pytest.mark.slow  # a plan for each length
 def test_a_shorter_length_never_has_more_micro_batches_than_a_longer_one():
     fitted = fitted_for("micro-batches")
     counts = [each.micro_batches for each in fitted.buckets]

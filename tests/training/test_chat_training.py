@@ -59,6 +59,7 @@ def test_an_objective_that_the_data_is_not_for_is_refused(tmp_path, objective, s
         prepare_data(config.data, config.model, objective=objective)
 
 
+@pytest.mark.slow  # a whole training
 def test_a_run_on_conversations_keeps_its_template_answers_and_loads_in_transformers(tmp_path):
     data = {"source": chats(tmp_path, "{\n[]\n"), "bad_lines": "skip", "sequence_length": 64, "vocab_size": 300}
     model = {"max_position_embeddings": 64}

@@ -78,6 +78,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_weights_elsewhere(tmp_path: P
     assert f"The run is in {kept}" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow  # an interpreter of its own
 @pytest.mark.skipif(not own_mounts(), reason="no file systems of one's own here")
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(tmp_path: Path):
     disk = tmp_path / "disk"

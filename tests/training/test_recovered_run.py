@@ -71,6 +71,7 @@ def test_a_recovered_run_is_the_uninterrupted_one_and_a_resumed_one_keeps_its_pl
     assert dict(later.told)["start"].predicted_peak_bytes == result.predicted_peak_bytes
 
 
+@pytest.mark.slow  # a whole training
 def test_where_nothing_is_tighter_the_steps_before_are_in_a_checkpoint(tmp_path, monkeypatch):
     plain, failing = tmp_path / "plain", tmp_path / "failing"
     plain.mkdir()

@@ -29,6 +29,7 @@ def test_the_result_names_what_was_predicted_measured_and_reached(tmp_path: Path
     assert len(result["sample"]) > 0
 
 
+@pytest.mark.slow  # a whole training with its pictures
 def test_the_picture_shows_what_was_planned_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures = drawn_figures(monkeypatch)
 

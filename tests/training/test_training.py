@@ -86,6 +86,7 @@ def test_recompute_by_hand_is_predicted_too(tmp_path: Path, reentrant: bool):
     assert result.measured_peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=1e-3)
 
 
+@pytest.mark.slow  # two whole trainings
 def test_accumulated_micro_batches_train_as_the_whole_batch_does(tmp_path: Path):
     whole, split = tmp_path / "whole", tmp_path / "split"
     for folder in (whole, split):

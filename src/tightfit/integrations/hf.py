@@ -31,6 +31,7 @@ from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.memory.counters import read_counters
+from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.step import Batch
@@ -240,6 +241,14 @@ class FrugalTrainer(Trainer):
             with self._counting(part.weight):
                 losses.append(super().training_step(model, part.batch, num_items_in_batch, **kwargs))
         return torch.stack(losses).sum()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # The Trainer reads the norm for its log even where it clips nothing. With the step in backward no gradient is
+        # left to read, and the log has no norm.
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        if grad_norm is None and steps_in_backward(optimizer):
+            return None
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     @contextmanager
     def _counting(self, share: float) -> Iterator[None]:

@@ -77,23 +77,37 @@ class _Stepping:
         parameter.grad = SpentGradient(parameter)
         self._spent.append(parameter)
 
-    def step_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    def step_begins(self, optimizer: torch.optim.Optimizer, arguments: tuple, keywords: dict) -> tuple | None:
         """The loop calls `step`: it must skip the parameters that were stepped in backward."""
         # It still steps those whose gradients come only from earlier micro-batches.
-        if not self._is_inside:
-            self.has_begun = False
-            for parameter in self._spent:
-                if isinstance(parameter.grad, SpentGradient):
-                    parameter.grad = None
-            self._spent.clear()
+        if self._is_inside:
+            return None
+        self._release()
+        self.has_begun = False
+        itself, *given = arguments
+        closure = given[0] if given else keywords.get("closure")
+        if closure is None:
+            return None
 
-    def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        def stepped_within() -> Any:
+            # Lightning runs backward in here, so the gradients are used up only now.
+            result = closure()
+            self._release()
+            return result
+
+        return (itself, stepped_within, *given[1:]), {k: v for k, v in keywords.items() if k != "closure"}
+
+    def _release(self) -> None:
+        """Take the gradients away that were used up."""
         for parameter in self._spent:
             if isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
         self._spent.clear()
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._release()
 
 
 _STEPPING: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepping]" = weakref.WeakKeyDictionary()
