@@ -37,6 +37,7 @@ from tightfit.units import is_share_of
 Notice = Callable[[str], None]
 OFFLOADED_AGAIN = 3  # how often the levers of such a step are chosen again, each time with a whole trace
 RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
+BITS = {"nf4": 4, "int8": 8, "bf16": 16, "fp32": 32}  # of a weight, by the names of dtypes and of adapters' bases
 SMALL = 1500  # operators of a step whose plan is traced whole for every recipe, and not only for the first
 
 
@@ -82,7 +83,8 @@ class RecipeSearch:
         groups: dict[tuple[Variant, bool], list[Recipe]] = {}
         for recipe in recipes:
             groups.setdefault((Variant.of(recipe), recipe in last), []).append(recipe)
-        order = sorted(groups, key=lambda group: (group[1], group[0].step_in_backward))
+        # Those of the smallest weights come first: where anything fits, they do, and a person waits for the first row.
+        order = sorted(groups, key=lambda group: (group[1], group[0].step_in_backward, _weight_bits(group[0])))
         for variant, alike in ((group[0], groups[group]) for group in order):
             if variant.step_in_backward:
                 # The step in backward frees gradients and changes nothing else, so it is for what does not fit plainly.
@@ -266,6 +268,11 @@ def batch_bytes(batch: Batch) -> int:
     """Bytes of a batch's tensors."""
     tensors = batch.tensors() if isinstance(batch, TokenBatch) else batch
     return sum(tensor.nbytes for tensor in tensors_in(tensors))
+
+
+def _weight_bits(variant: Variant) -> int:
+    base = variant.dtype if variant.adapter is None else variant.adapter.base
+    return BITS[base]
 
 
 def _line(outcome: Outcome) -> str:

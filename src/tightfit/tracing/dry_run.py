@@ -139,10 +139,12 @@ class DryRun(Recording):
             return False
         if traits.is_random and not inputs:
             return False
-        # Outputs too: an outer product of small vectors is large.
+        # Outputs too: an outer product of small vectors is large. Integers that an optimizer makes are its states in
+        # few bits, up to a byte a parameter, and nothing branches on them.
+        integers_too = self.phase is Phase.OPTIMIZER
         return all(
             not shape.is_vast
-            if not (shape.dtype.is_floating_point or shape.dtype.is_complex)
+            if not (shape.dtype.is_floating_point or shape.dtype.is_complex or integers_too)
             else shape.numel <= KNOWN_LIMIT
             for shape in shapes_in(self.shapes(func, args, kwargs, key))
         )
