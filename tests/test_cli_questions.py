@@ -135,6 +135,7 @@ def test_tables_are_as_wide_as_the_terminal(monkeypatch):
     assert max(map(len, tightfit("estimate", *DECODER).out.splitlines())) <= 60
 
 
+@pytest.mark.slow  # a plan at the command line
 def test_a_plan_for_a_config_takes_its_budget(config):
     plan = json.loads(tightfit("plan", config, "memory.budget=0.8x", "training.batch_size=2", "--json").out)
     assert plan["budget_bytes"] == int(0.8 * plan["plain_peak_bytes"])

@@ -210,6 +210,7 @@ def test_skipped_steps_and_unknown_times_are_told():
     assert "25.0%" in text
 
 
+@pytest.mark.slow  # a whole training
 def test_a_long_path_is_told_whole(config, tmp_path):
     folder = tmp_path / "-".join(["a-rather-long-name"] * 8)
     done = tightfit("train", config(), f"output.folder={folder}")

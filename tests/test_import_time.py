@@ -173,7 +173,7 @@ def test_a_stand_in_gives_way_to_whatever_it_does_not_know(use, ways):
     assert ways.get(use, "kept").startswith(("sympy.name", "torch.fx.experimental.symbolic_shapes.free_symbols"))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # two interpreters that import everything
 @pytest.mark.parametrize(
     "trouble",
     [

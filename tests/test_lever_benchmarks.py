@@ -106,6 +106,7 @@ def test_packed_and_padded_rows_are_compared_by_their_tokens(run):
     assert found["best_fit"]["fill"] > 0.999
 
 
+@pytest.mark.slow  # a benchmark: two trainings
 def test_planned_steps_have_the_losses_of_plain_ones_at_half_the_peak(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     leave_out_pictures(monkeypatch)

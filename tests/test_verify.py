@@ -84,6 +84,7 @@ def test_a_broken_recompute_beside_offload_is_named(offloading, monkeypatch):
     assert verify(model, batch, made).worst.lever == "recompute"
 
 
+@pytest.mark.slow  # a plan that offloads
 def test_the_plain_run_opens_no_offload_store(offloading, monkeypatch):
     model, batch, made = offloading
     events, applied, opened = [], verification.apply_plan, Offload.offload_store

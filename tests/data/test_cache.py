@@ -164,6 +164,7 @@ build(KEY, Items(before_last=wait), silent, Path({folder!r}))
 """
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_a_killed_builder_leaves_nothing_that_blocks_and_its_files_go(tmp_path):
     script = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:

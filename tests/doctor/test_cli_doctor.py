@@ -45,6 +45,7 @@ def test_a_log_tells_phase_and_line_and_which_command_tells_more(log):
     assert "tightfit doctor FILE CONFIG, or --model" in outcome.out
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_with_a_model_remedies_have_a_price(log):
     raw = json.loads(tightfit("doctor", log, *DECODER, "--json").out)
     assert raw["expected_bytes"] == json.loads(tightfit("estimate", *DECODER, "--json").out)["peak_bytes"]

@@ -96,6 +96,7 @@ def remedied():
     return tightfit.diagnose(out_of_memory("0 bytes", "0 bytes", f"{limit} bytes"), model=model, batch=batch)
 
 
+@pytest.mark.slow  # every remedy is priced, and each runs
 def test_remedies_have_the_bytes_of_the_real_step(remedied):
     by_name = {remedy.name: remedy for remedy in remedied.remedies}
     plain = allocator_peak(decoder(), token_batch())
@@ -112,6 +113,7 @@ def test_remedies_have_the_bytes_of_the_real_step(remedied):
     assert two.peak_bytes == pytest.approx(allocator_peak(decoder(), token_batch(), micro_batches=2), rel=1e-3)
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_remedies_that_fit_come_first_the_quickest_at_the_head(remedied):
     fits = [remedy.fits for remedy in remedied.remedies]
     assert True in fits
@@ -139,6 +141,7 @@ def test_the_lines_of_python_run_as_they_stand(remedied):
             model_loss(names["model"], names["batch"]).backward()
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_the_lines_of_yaml_are_keys_of_the_configuration(remedied, tmp_path):
     for remedy in remedied.remedies:
         path = tmp_path / "training.yaml"
@@ -146,6 +149,7 @@ def test_the_lines_of_yaml_are_keys_of_the_configuration(remedied, tmp_path):
         load_config(str(path), ())
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_every_lever_is_offered_and_other_optimizers_too(remedied):
     names = " ".join(remedy.name for remedy in remedied.remedies)
     offers = (
@@ -219,6 +223,7 @@ def test_anything_else_is_refused(subject, said):
         tightfit.diagnose(subject)
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_a_diagnosis_is_written_as_json(remedied, tmp_path):
     remedied.to_json(tmp_path / "diagnosis.json")
     raw = json.loads((tmp_path / "diagnosis.json").read_text())

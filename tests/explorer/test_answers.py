@@ -52,6 +52,7 @@ def filled(parts):
     return answer
 
 
+@pytest.mark.slow  # a plan with its curve for a card, twice
 def test_the_parts_are_the_figures_of_estimate_and_plan_as_plain_data(parts):
     assert [type(part) for part in parts] == [EstimateRecord, PlanRecord, CurveRecord]
     question = tiny(budget="0.9x")
@@ -63,6 +64,7 @@ def test_the_parts_are_the_figures_of_estimate_and_plan_as_plain_data(parts):
     assert pickle.loads(pickle.dumps(parts)) == parts
 
 
+@pytest.mark.slow  # a plan with its curve for a card
 def test_the_page_shows_the_bar_against_the_card_first_and_every_part(parts):
     head, timeline, recipes, curve = places(tiny(budget="0.9x"), filled(parts))
     assert "Fits RTX 4090 with" in head

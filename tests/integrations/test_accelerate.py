@@ -81,6 +81,7 @@ def checkpointing():
     return accelerator, model, optimizer
 
 
+@pytest.mark.slow  # a plan and its loop
 def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(caplog):
     accelerator, model, optimizer = checkpointing()
     applied = apply_budget(accelerator, model, optimizer, padded(samples(8)), "0.6x")

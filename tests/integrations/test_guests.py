@@ -29,6 +29,7 @@ def test_an_example_runs_and_shows_its_plan(name, capsys):
     assert "Fits: " in capsys.readouterr().out
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_importing_tightfit_imports_no_guest():
     code = "import sys, tightfit, tightfit.integrations; tightfit.plan; print(*sys.modules)"
     assert not set(fresh("-c", code).stdout.split()) & set(GUESTS)

@@ -173,6 +173,7 @@ def test_mixed_precision_and_no_clipping_are_respected(tmp_path):
     assert peak.bytes <= budget.plan.budget_bytes
 
 
+@pytest.mark.slow  # two whole trainings
 def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(tmp_path, caplog):
     plain, model, budget = train(tmp_path, max_steps=3), llama(), MemoryBudget("0.6x")
     within = train(tmp_path, model, callbacks=[budget], max_steps=3, **{CHECKPOINTING: True})
@@ -209,6 +210,7 @@ def test_a_plan_is_verified_on_request_before_the_training(tmp_path, caplog):
     assert "bit-equal" in caplog.text
 
 
+@pytest.mark.slow  # the least is searched
 def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained(tmp_path):
     model = llama()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -155,6 +155,7 @@ class Plans(pl.Callback):
         self.peaks.append(self.measured.end())
 
 
+@pytest.mark.slow  # two plans and two trainings
 def test_a_larger_batch_is_planned_for_before_it_runs():
     generator, lengths = torch.Generator().manual_seed(1), (16, 32, 48, 40)
     data = [{n: torch.randn(8, t, 64, generator=generator) for n in ("inputs", "targets")} for t in lengths]
@@ -273,7 +274,7 @@ class Steady:
     """Trains all its layers."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # two plans and a training
 @pytest.mark.parametrize(
     ("own", "callbacks", "budget"),
     [
@@ -347,6 +348,7 @@ def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs(kind):
     assert max(within.peaks[1:]) <= budget.plan.budget_bytes
 
 
+@pytest.mark.slow  # the least is searched
 def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained():
     model = module_class(pl)()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -436,6 +438,7 @@ def test_gradient_checkpointing_is_one_line_and_changes_no_loss():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow  # a whole training
 def test_a_plan_takes_over_the_modules_own_checkpointing(caplog):
     class Frugal(FrugalModule, module_class(pl)):
         pass

@@ -85,6 +85,7 @@ def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
     assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.002)
 
 
+@pytest.mark.slow  # a training of another project's script
 def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path, alone):
     """The script holds on to it: its states are the optimizer's, its half weights lie beside the model's."""
     alone(PRETRAIN, "--save_to", str(tmp_path / "resume.pth"))

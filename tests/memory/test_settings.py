@@ -30,6 +30,7 @@ def _as_before(monkeypatch):
     set_allocator_settings(before)
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_a_setting_reaches_torch_and_the_processes_that_are_started():
     assert set_allocator("expandable_segments") == "expandable_segments:True"
     assert allocator_settings() == "expandable_segments:True"

@@ -121,7 +121,7 @@ def test_a_script_that_raises_ends_as_it_would_have(tmp_path):
     assert done.record.failure.message == "bad luck"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # six runs of a script
 @pytest.mark.parametrize(("end", "code"), [("exit", 3), ("interrupt", 128 + 15)])
 def test_a_script_that_ends_early_ends_as_it_would_have(end, code, forked):
     done, alone = forked["profiled", end], forked["plain", end]

@@ -94,7 +94,7 @@ def test_memory_grows_with_the_sequence_and_hardly_with_the_window(causal):
     assert extra_bytes(1024, 512, causal) <= 1.3 * narrow
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # long sequences
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_work_grows_with_window_times_sequence(causal):
     def pairs(length, window):

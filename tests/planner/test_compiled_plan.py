@@ -119,6 +119,7 @@ def slow_compiled_code(monkeypatch):
     monkeypatch.setattr(Tracer, "whole", slower)
 
 
+@pytest.mark.slow  # two plans, one with compiled blocks
 def test_it_is_used_only_where_it_is_named(model, batch):
     assert not shares(tightfit.plan(model, batch, "0.6x", levers="rounding"))
 

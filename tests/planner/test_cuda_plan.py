@@ -144,6 +144,7 @@ def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
     assert fits_device(found.trace, small.memory_bytes - CONTEXT_BYTES)
 
 
+@pytest.mark.slow  # a plan for a card
 def test_a_share_of_the_device_includes_the_context():
     model, card = build_dry(decoder), lookup("rtx4090")
     share = 100 * (CONTEXT_BYTES + tiny_peak(model)) / card.memory_bytes

@@ -54,6 +54,7 @@ def test_no_recipe_beats_the_curve(model, curve):
         assert made.peak_bytes <= recipe.peak_bytes
 
 
+@pytest.mark.slow  # a curve of many points
 def test_a_recipe_is_what_the_allocator_records(model, curve):
     peaks = {recipe.levers: recipe.peak_bytes for recipe in curve.recipes}
     batch = token_batch(8)

@@ -69,6 +69,7 @@ def test_a_plan_with_offload_changes_no_bit(model, batch):
     assert_bit_equal(plain, run(model, batch, loss, levers=plan.apply))
 
 
+@pytest.mark.slow  # two plans and their measured peaks
 def test_offload_reaches_lower_than_recompute_alone(model, batch):
     assert least(model, batch, ["recompute", "offload"]) < least(model, batch, ["recompute"])
 

@@ -25,7 +25,7 @@ def planned(budget, levers="exact", precision="fp32"):
     return plan(decoder(), token_batch(8), budget, precision=precision, levers=levers)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_measured_peak_is_the_planned_one_and_within_the_budget(budget, precision):
@@ -50,6 +50,7 @@ def test_an_exact_plan_changes_no_bit(dropout):
         assert report.planned_error is None
 
 
+@pytest.mark.slow  # a plan of every lever that rounds
 def test_levers_exact_to_rounding_are_as_far_from_fp64_as_the_plain_run():
     model, batch = decoder(), token_batch(8)
     made = plan(model, batch, "0.45x", levers=["chunked_loss", "micro_batch"])  # no recompute, however fast it is
@@ -204,6 +205,7 @@ def test_the_table_says_plain_and_planned_each_block_and_what_was_not_taken():
         assert any(row.startswith(f"{rejected.levers}{figures or ' '}") and rejected.reason in row for row in table)
 
 
+@pytest.mark.slow  # two plans
 def test_a_budget_of_exactly_the_plain_peak_needs_no_lever_and_holds_when_measured():
     model, batch = decoder(), token_batch()
     plain = plan(model, batch, "2x").plain_peak_bytes

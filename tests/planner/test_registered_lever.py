@@ -79,6 +79,7 @@ def test_the_configuration_takes_its_name():
         tightfit.plan(decoder(), token_batch(), "0.9x", levers=["halve"])
 
 
+@pytest.mark.slow  # every remedy is priced
 def test_the_doctor_offers_it_with_its_price():
     found = tightfit.diagnose(tightfit.estimate(decoder(), token_batch()), model=decoder(), batch=token_batch())
     offered = next(remedy for remedy in found.remedies if remedy.name == "feed-forwards halved")

@@ -72,6 +72,7 @@ def test_it_is_not_among_the_bit_exact_levers(model, batch):
         tightfit.plan(model, batch, int(0.99 * least(model, batch, ["recompute"])))
 
 
+@pytest.mark.slow  # a plan with tiled blocks
 def test_a_plan_survives_its_file_and_says_so(made, tmp_path):
     made.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == made

@@ -53,7 +53,7 @@ def test_8b_has_the_ways_that_people_take():
     names = " / ".join(way.name for way in found.fitting)
     for said in ("offloaded_adamw", "bf16 weights", "adamw8bit", "low-rank adapters"):
         assert said in names
-    # Weights and states take 89.75 GiB, and autocast keeps copies of all weights in bf16 until forward ends: 14.96 more.
+    # Weights and states take 89.75 GiB. Autocast keeps a bf16 copy of each weight until forward ends: 14.96 GiB more.
     (stepping,) = [way for way in found.ways if way.name == "step in backward"]
     assert not stepping.fits
     assert stepping.needed_bytes > 104 * 2**30

@@ -127,6 +127,7 @@ def test_the_table_reads_well_on_a_terminal_of_80_columns(held_by_states):
     assert "1. --step-in-backward" in lines
 
 
+@pytest.mark.slow  # every way is run dry
 @pytest.mark.usefixtures("without_packages")
 def test_levers_that_were_not_allowed_are_a_way_where_activations_are_too_large():
     error = refused(decoder(num_layers=2, hidden_size=32), token_batch(4, 32), "0.7x", levers=["tile"])

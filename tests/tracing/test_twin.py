@@ -46,6 +46,7 @@ def test_a_batch_on_meta_does_for_a_model_with_memory():
     assert estimate(decoder(), meta_batch(token_batch()), device=round_device()).peak_bytes == expected
 
 
+@pytest.mark.slow  # a plan
 def test_a_plan_made_on_meta_is_for_the_model_with_weights(tmp_path):
     model = on_meta()
     made = plan(model, meta_batch(token_batch()), "0.7x", device=round_device())
@@ -91,6 +92,7 @@ def test_tied_weights_and_buffers_stay_tied_on_meta():
     )
 
 
+@pytest.mark.slow  # a plan in every mode
 def test_within_fake_tensor_mode_and_after_it():
     expected = estimate(decoder(), token_batch(), device=round_device()).peak_bytes
     with FakeTensorMode():

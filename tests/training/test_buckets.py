@@ -99,6 +99,7 @@ def test_a_shorter_length_never_has_more_micro_batches_than_a_longer_one():
     assert fitted.buckets[-1].length == LONGEST
 
 
+@pytest.mark.slow  # two plans for each length
 def test_one_micro_batch_fewer_would_not_fit():
     config, fitted, model = config_of(LEVERS["micro-batches"]), fitted_for("micro-batches"), decoder()
     data = data_of(config)
@@ -123,6 +124,7 @@ def test_losses_and_gradients_do_not_depend_on_the_micro_batches_of_a_bucket():
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.slow  # a plan for each length
 def test_held_out_documents_of_any_length_are_evaluated_within_the_prediction():
     config, fitted = config_of(LEVERS["plan"], validation_fraction=0.4), fitted_for("plan")
     model, data = decoder(), data_of(config)

@@ -25,6 +25,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_pictures(monkeypatch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [{}, {"budget": "0.9x", "levers": "exact"}], ids=["plain", "planned"])
 def test_the_copy_of_a_background_save_is_in_the_predicted_peak_and_in_the_budget(
     tmp_path: Path, memory: dict[str, Any]

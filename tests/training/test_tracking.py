@@ -62,6 +62,7 @@ def test_tensorboard_has_every_figure_while_the_training_runs_and_purges_what_ru
     assert scalars(tmp_path) == {"train/loss": [(1, 4.0), (2, 3.0), (3, 2.5)]}
 
 
+@pytest.mark.slow  # wandb starts a process of its own
 def test_wandb_without_a_key_writes_offline_into_the_runs_folder_and_goes_on_with_its_id(tmp_path, capfd):
     pytest.importorskip("wandb")
     for steps in ((1, 2), (2, 3)):

@@ -99,6 +99,7 @@ def test_accumulated_micro_batches_train_as_the_whole_batch_does(tmp_path: Path)
     assert [line["loss"] for line in metrics(split)] == pytest.approx([line["loss"] for line in metrics(whole)])
 
 
+@pytest.mark.slow  # a plan of every lever, and a training
 def test_every_lever_together_stays_within_the_budget(tmp_path: Path):
     result = run(tmp_path, training={"batch_size": 4}, memory={"budget": "0.5x", "levers": "rounding"})
 
@@ -254,6 +255,7 @@ def test_a_budget_below_zero_is_refused(tmp_path: Path):
         run(tmp_path, memory={"budget": 0})
 
 
+@pytest.mark.slow  # a whole training
 def test_the_run_folder_holds_everything_and_nothing_half_written(tmp_path: Path):
     config = settings(tmp_path, memory=BUDGET)
 
