@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tightfit.explorer.workers import WorkerError, Workers
+from tightfit.explorer.workers import Readers, WorkerError, Workers
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,27 @@ def test_a_slow_question_does_not_block_another(workers, tmp_path):
     assert slow.is_alive()
     gate.touch()
     slow.join()
+
+
+def test_a_reader_who_leaves_or_asks_again_frees_the_worker(workers, tmp_path):
+    readers, ended = Readers(), []
+
+    def wait(has_left):
+        with pytest.raises(WorkerError, match="or nobody waits"):
+            list(workers.ask(("wait", str(tmp_path / "no gate")), has_left))
+        ended.append(True)
+
+    slow = [threading.Thread(target=wait, args=(readers.asks(reader),)) for reader in ("one", "other", "third")]
+    for thread in slow:  # the third waits for a worker
+        thread.start()
+    asks_again = readers.asks("one")
+    readers.leaves("other")
+    readers.leaves("third")
+    for thread in slow:
+        thread.join()
+    assert len(ended) == 3
+    assert list(workers.ask(("say", "again"), asks_again)) == ["again"]
+    assert len(workers.all) == workers.idle.qsize() == 2
 
 
 def test_a_question_that_takes_too_long_ends_in_one_line_and_its_worker_is_replaced(workers, monkeypatch):

@@ -3,7 +3,7 @@
 import importlib.resources
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from tightfit.explorer.question import (
     choosable_optimizers,
 )
 from tightfit.explorer.uploads import Reading, Upload
-from tightfit.explorer.workers import Workers
+from tightfit.explorer.workers import Readers, Workers
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.recipes.records import RecipesRecord
 from tightfit.units import parse_budget
@@ -123,13 +123,19 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         shown = [head, timeline, recipes, curve, yaml, python]
         inputs = [uploaded, *(fields[name] for name in FIELDS)]
 
-        def on_ask(upload: Upload | None, *values: Any) -> Iterator[tuple[Any, ...]]:
-            yield from answers(workers, upload, dict(zip(FIELDS, values, strict=True)))
+        readers = Readers()
+
+        def on_ask(asking: Any, upload: Upload | None, *values: Any) -> Iterator[tuple[Any, ...]]:
+            has_left = readers.asks(str(asking.session_hash))
+            yield from answers(workers, upload, dict(zip(FIELDS, values, strict=True)), has_left)
+
+        # Gradio passes what it knows of the reader to arguments of this type, which is known once it is imported.
+        on_ask.__annotations__["asking"] = gr.Request
 
         def on_upload(file: Any, *values: Any) -> tuple[Any, ...]:
             return read(gr, workers, file, dict(zip(FIELDS, values, strict=True)))
 
-        # One question a reader at a time, and as many readers at once as there are workers.
+        # One question a reader at a time, the newest, and as many readers at once as there are workers.
         how: dict[str, Any] = {"concurrency_limit": workers.count, "concurrency_id": "questions"}
         private = {"api_visibility": "private", "show_progress": "hidden"}
         asked = ask.click(on_ask, inputs, shown, **how, **private, trigger_mode="always_last")
@@ -144,6 +150,12 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         fields["model"].input(
             lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, cancels=[asked], **private
         )
+
+        def on_leave(leaving: Any) -> None:
+            readers.leaves(str(leaving.session_hash))
+
+        on_leave.__annotations__["leaving"] = gr.Request
+        page.unload(on_leave)
     page.queue(max_size=WAITING, api_open=False)
     return page
 
@@ -195,8 +207,10 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
 # What happens
 
 
-def answers(workers: Workers, upload: Upload | None, values: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """The six places of an answer, again and again, as its parts come."""
+def answers(
+    workers: Workers, upload: Upload | None, values: dict[str, Any], has_left: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[Any, ...]]:
+    """The six places of an answer, again and again, as its parts come. It ends where the reader `has_left`."""
     try:
         question = PageQuestion.of({**values, "upload": upload})
         described = question.described
@@ -207,11 +221,13 @@ def answers(workers: Workers, upload: Upload | None, values: dict[str, Any]) -> 
     answer = Answer()
     yield (drawings.waiting("Running the step dry ..."), "", "", "", *texts)
     try:
-        for part in workers.ask(question):
+        for part in workers.ask(question, has_left):
             answer.take(part)
             if answer.estimate is not None:
                 yield (*places(question, answer), *texts)
     except TightfitError as error:
+        if has_left():  # a newer question of this reader writes to the same places
+            return
         answer.failure = Failure(str(error))
     answer.is_complete = True
     yield (*places(question, answer), *texts)

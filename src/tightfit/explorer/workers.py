@@ -26,10 +26,11 @@ REMEMBERED = 64  # answers
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request")
 READY, END = "the worker is ready", "the answer is complete"
+OVER = "the page is closing, or nobody waits for this answer any more: ask again"
 
 
 class WorkerError(TightfitError):
-    """A question that no worker can answer now: it took too long, its process ended, or the page is closing."""
+    """A question that no worker can answer now: it took too long, its process ended, or nobody waits for it."""
 
 
 class Worker:
@@ -43,22 +44,22 @@ class Worker:
         theirs.close()
         self.is_ready = False
 
-    def ask(self, question: Any, is_closing: Callable[[], bool], seconds: float) -> Iterator[Any]:
-        """The parts of an answer, as they come. Raises `WorkerError`."""
+    def ask(self, question: Any, is_over: Callable[[], bool], seconds: float) -> Iterator[Any]:
+        """The parts of an answer, as they come. Raises `WorkerError`, also where `is_over` says that nobody waits."""
         try:
             while not self.is_ready:  # the imports are not the question's
-                self.is_ready = self._next(is_closing, math.inf, seconds) == READY
+                self.is_ready = self._next(is_over, math.inf, seconds) == READY
             deadline = time.monotonic() + seconds
             self.pipe.send(question)
-            while (part := self._next(is_closing, deadline, seconds)) != END:
+            while (part := self._next(is_over, deadline, seconds)) != END:
                 yield part
         except (EOFError, OSError) as error:
             raise WorkerError("the process that computed this answer ended: ask for less, or ask again") from error
 
-    def _next(self, is_closing: Callable[[], bool], deadline: float, seconds: float) -> Any:
+    def _next(self, is_over: Callable[[], bool], deadline: float, seconds: float) -> Any:
         while not self.pipe.poll(LOOK_SECONDS):
-            if is_closing():
-                raise WorkerError("the page is closing")
+            if is_over():
+                raise WorkerError(OVER)
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"no answer within {seconds:.0f} seconds: ask for a smaller model or batch, or use the command line"
@@ -70,6 +71,21 @@ class Worker:
         self.pipe.close()
         self.process.kill()
         self.process.join()
+
+
+class Readers:
+    """Which question each reader asked last. One that is older, or whose page is gone, need not be answered."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, object] = {}
+
+    def asks(self, reader: str) -> Callable[[], bool]:
+        """Note a question. Returns a function that says whether the reader has left it since."""
+        question = self.last[reader] = object()
+        return lambda: self.last.get(reader) is not question
+
+    def leaves(self, reader: str) -> None:
+        self.last.pop(reader, None)
 
 
 class Workers:
@@ -89,17 +105,24 @@ class Workers:
             assert worker is not None, "nothing closes what is being made"
             self.idle.put(worker)
 
-    def ask(self, question: Hashable) -> Iterator[Any]:
-        """The parts of an answer, from memory or from the first worker that is free. Raises `WorkerError`."""
+    def ask(self, question: Hashable, has_left: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+        """The parts of an answer, from memory or from the first worker that is free.
+
+        Where `has_left` says that the reader no longer waits, its worker becomes free. Raises `WorkerError`.
+        """
         known = self.remembered.get(question)
         if known is not None:
             yield from known
             return
-        worker: Worker | None = self._free_worker()
+
+        def is_over() -> bool:
+            return self.closing.is_set() or has_left()
+
+        worker: Worker | None = self._free_worker(is_over)
         parts: list[Any] = []
         is_whole = False
         try:
-            for part in worker.ask(question, self.closing.is_set, self.seconds):
+            for part in worker.ask(question, is_over, self.seconds):
                 parts.append(part)
                 yield part
             is_whole = True
@@ -119,13 +142,13 @@ class Workers:
         for worker in workers:
             worker.end()
 
-    def _free_worker(self) -> Worker:
-        while not self.closing.is_set():
+    def _free_worker(self, is_over: Callable[[], bool]) -> Worker:
+        while not is_over():
             try:
                 return self.idle.get(timeout=LOOK_SECONDS)
             except queue.Empty:
                 continue
-        raise WorkerError("the page is closing")
+        raise WorkerError(OVER)
 
     def _started(self) -> Worker | None:
         with self.lock:
