@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from command_line import tightfit
-from tightfit.cli.light import IDLE
+from tightfit.runtime.idle_lines import IDLE
 
 HEAVY = ("torch", "numpy", "transformers", "pydantic", "rich", "typer", "matplotlib", "highspy")
 

@@ -1,5 +1,7 @@
 """Workers: processes that answer one question each, and are replaced where one is too slow or ends."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -86,9 +88,12 @@ def test_a_reader_that_leaves_frees_its_worker(workers):
     assert workers.idle.qsize() == 2
 
 
-def test_closing_ends_the_processes():
+def test_ctrl_c_leaves_a_worker_that_starts_alone_and_closing_ends_it(capfd):
     closing = Workers(1, answer="stub_answers:answer")
     (worker,) = closing.all
+    os.kill(worker.process.pid, signal.SIGINT)
+    assert ask(closing, "say", 1) == [1]
+    assert capfd.readouterr().err == ""
     closing.close()
     assert not worker.process.is_alive()
     with pytest.raises(WorkerError, match="closing"):

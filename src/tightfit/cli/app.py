@@ -19,10 +19,10 @@ from tightfit.cli import (
     scoring,
     training,
 )
-from tightfit.cli.light import leave_out_idle_lines
 from tightfit.cli.ways import show_ways_out
 from tightfit.errors import CannotFit, OutputError, TightfitError
 from tightfit.memory.disk import NO_ROOM
+from tightfit.runtime.idle_lines import leave_out_idle_lines
 
 PROFILE, MINIMIND = "profile", "minimind"  # the commands whose arguments belong to somebody else's script
 

@@ -1,8 +1,7 @@
-"""What a command that only asks may leave out, and the lines of other packages that nobody asked for."""
+"""What a command that only asks may leave out."""
 
 import atexit
 import gc
-import logging
 import os
 import sys
 import threading
@@ -14,12 +13,6 @@ from typing import NoReturn
 from tightfit.cli.question import Question
 from tightfit.errors import CannotFit, TightfitError
 
-# Loggers of other packages, and how a message begins or goes on that says nothing to whoever runs a command: torchao
-# cannot load extensions for cards that are not here, and uses a name that PyTorch will drop.
-IDLE = {
-    "torchao": "Failed to load ",
-    "torch.utils._pytree": "is an Enum subclass and is now natively supported",
-}
 COMPILED = ("adamw8bit", "adamw4bit")  # optimizers whose packages compile code of theirs when they are imported
 ALL_LOADED = "TIGHTFIT_ALL_LOADED"  # set in the environment of a command that was started again
 # The collector of cycles begins at 700 new objects. An import makes hundreds of thousands, and next to no garbage.
@@ -110,22 +103,3 @@ def start_again() -> NoReturn:
         stream.flush()
     os.environ[ALL_LOADED] = "1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def leave_out_idle_lines() -> None:
-    """Drop the messages of `IDLE` and no others."""
-    for name, text in IDLE.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _Without) for known in logger.filters):
-            logger.addFilter(_Without(text))
-
-
-class _Without(logging.Filter):
-    """Lets everything through but messages with a text in them."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.text = text
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.text not in record.getMessage()

@@ -14,11 +14,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tightfit.errors import TightfitError
 from tightfit.explorer.limits import SECONDS
+from tightfit.runtime.idle_lines import leave_out_idle_lines
 
 MEMORY_BYTES = 8 * 2**30  # of data that a worker may allocate; dry runs of the largest models need 1 GiB
 LOOK_SECONDS = 0.2  # how often a wait looks whether the page is closing
@@ -33,6 +35,19 @@ class WorkerError(TightfitError):
     """A question that no worker can answer now: it took too long, its process ended, or nobody waits for it."""
 
 
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes started here do not see Ctrl-C, which goes to every process of the terminal, while they import."""
+    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Worker:
     """One process, and the pipe to it."""
 
@@ -40,7 +55,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of the server
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, answer), daemon=True)
-        self.process.start()
+        with interrupts_blocked():
+            self.process.start()
         theirs.close()
         self.is_ready = False
 
@@ -174,6 +190,7 @@ class Workers:
 def serve(pipe: Connection, answer: str) -> None:
     """A worker's life: read a question, send the parts of its answer, until the page is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of the terminal; the page ends us
+    leave_out_idle_lines()
     os.environ.update(OFFLINE)
     sys.addaudithook(refuse_network)
     _limit_memory()
