@@ -97,4 +97,4 @@ def test_ctrl_c_leaves_a_worker_that_starts_alone_and_closing_ends_it(capfd):
     closing.close()
     assert not worker.process.is_alive()
     with pytest.raises(WorkerError, match="closing"):
-        ask(closing, "say", 1)
+        ask(closing, "say", "another thing")
