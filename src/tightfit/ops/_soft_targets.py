@@ -7,6 +7,7 @@ linear head.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf, log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,27 +34,27 @@ class Mix:
     hard_weight: float
 
     def losses_(
-        self, logits: Tensor, labels: Tensor, scale: Tensor | None, divergence: Callable[[Tensor], Tensor]
+        self, logits: Tensor, labels: Tensor, scale: Tensor | None, divergence: Callable[[Tensor, slice], Tensor]
     ) -> Tensor:
-        """The losses (rows,) of `logits` (rows, V), which are overwritten by their gradient times `scale` (rows, 1).
+        """The losses (rows,) of `logits` (rows, V) and `labels` (rows,), a part of the rows at a time.
 
-        `divergence` overwrites logits over the temperature by its gradient, and returns the losses. `labels` (rows, 1).
+        `divergence` gets logits over the temperature, and their place in `logits`. It overwrites them by its gradient,
+        and returns its losses. With `scale` (rows, 1), the logits become the gradient of the mixed losses, times
+        `scale`.
         """
-        soft_weight, hard = 1 - self.hard_weight, None
-        if self.hard_weight:
-            hard = logits.log_softmax(dim=1)
-            hard_losses = -hard.gather(1, labels).squeeze(1)
-        losses = divergence(self.softened_(logits)) * (soft_weight * self.temperature**2)
-        if scale is not None:
-            logits.mul_(scale * (soft_weight * self.temperature))
-        if hard is None:
-            return losses
-        if scale is not None:
-            part = scale * self.hard_weight
-            logits.add_(hard.exp_().mul_(part))
-            # Each row has one label, so a plain scatter is deterministic on every device.
-            logits.scatter_(1, labels, logits.gather(1, labels) - part)
-        return losses + self.hard_weight * hard_losses
+        found = []
+        for part in parts(len(logits)):
+            student, of_part = logits[part], labels[part].unsqueeze(1)
+            hard = Hard.of(student, of_part) if self.hard_weight else None
+            losses = divergence(self.softened_(student), part) * ((1 - self.hard_weight) * self.temperature**2)
+            if hard is not None:
+                losses = losses + self.hard_weight * hard.losses
+            found.append(losses)
+            if scale is not None:
+                student.mul_(scale[part] * ((1 - self.hard_weight) * self.temperature))
+                if hard is not None:
+                    hard.add_gradient_(student, of_part, scale[part] * self.hard_weight)
+        return torch.cat(found)
 
     def softened_(self, logits: Tensor) -> Tensor:
         """The logits over the temperature, in place."""
@@ -67,15 +68,28 @@ def check_mix(name: str, mix: Mix) -> None:
         raise InputError(f"{name}: hard_weight={mix.hard_weight} is not between 0 and 1")
 
 
-def parts(rows: int, chunk: int) -> Iterator[slice]:
-    """The parts of `rows` tokens, where a whole chunk has `chunk`."""
-    size = max(chunk // PARTS_OF_A_CHUNK, 1)
+def parts(rows: int) -> Iterator[slice]:
+    size = max(rows // PARTS_OF_A_CHUNK, 1)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
 
 
-def of_part(scale: Tensor | None, part: slice) -> Tensor | None:
-    return None if scale is None else scale[part]
+class Hard(NamedTuple):
+    """The cross-entropy of each label (rows,), and the log-probabilities (rows, V)."""
+
+    losses: Tensor
+    log_q: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor) -> "Hard":
+        log_q = logits.log_softmax(dim=1)
+        return cls(-log_q.gather(1, labels).squeeze(1), log_q)
+
+    def add_gradient_(self, gradient: Tensor, labels: Tensor, scale: Tensor) -> None:
+        """Add d loss / d l = softmax(l) - [v = y], times `scale`. The log-probabilities are overwritten."""
+        gradient.add_(self.log_q.exp_().mul_(scale))
+        # Each row has one label, so a plain scatter is deterministic on every device.
+        gradient.scatter_(1, labels, gradient.gather(1, labels) - scale)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:

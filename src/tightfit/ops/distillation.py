@@ -3,7 +3,7 @@
 The student's gradients are made in forward, as `linear_cross_entropy` makes them. The teacher has none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import ClassVar, Literal, get_args
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import InputError
-from tightfit.ops._chunked_head import Chunk, ChunkLoss, Head, Tokens, accumulation_dtype
-from tightfit.ops._soft_targets import Mix, check_mix, divergence_of, mean_square, of_part, parts
+from tightfit.ops._chunked_head import Chunk, ChunkLoss, Head, Tokens
+from tightfit.ops._soft_targets import Mix, check_mix, divergence_of, mean_square
 from tightfit.ops.head_loss import (
     Reduction,
     check_dtypes,
@@ -24,6 +24,8 @@ from tightfit.ops.head_loss import (
     chunked_loss,
     default_chunk_size,
     product_dtype,
+    reduced,
+    widened,
 )
 
 __all__ = ["distillation_loss", "hidden_state_loss", "plain_distillation_loss", "plain_hidden_state_loss"]
@@ -212,18 +214,6 @@ def unprojected(hidden: Tensor, teacher_hidden: Tensor, tokens: Tokens, reductio
     return losses.sum() / max(tokens.count, 1) if reduction == "mean" else losses.sum()
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """In the dtype of sums: at least fp32."""
-    return tensor.to(accumulation_dtype(tensor.dtype))
-
-
-def reduced(losses: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-    """The losses of all tokens, zero for ignored ones, as `reduction` says."""
-    if reduction == "none":
-        return losses
-    return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
-
-
 @dataclass(frozen=True)
 class TeacherLoss:
     """The distillation loss of a token. Its targets are the teacher's hidden states, weight and bias."""
@@ -250,15 +240,10 @@ class TeacherLoss:
             # The student's narrow buffer is free until its gradient is rounded.
             narrow = None if self.dtype == head.accumulate else chunk.narrow if own is None else own
             logits = teacher.logits(states, buffer, narrow)
-            labels = tokens.labels[chunk.start : chunk.stop].unsqueeze(1)
-            losses = [
-                self.mix.losses_(chunk.logits[part], labels[part], of_part(scale, part), against(logits[part]))
-                for part in parts(len(labels), rows)
-            ]
-            return torch.cat(losses)
-
-        def against(logits: Tensor) -> Callable[[Tensor], Tensor]:
-            return lambda student: divergence(student, self.mix.softened_(logits))
+            labels = tokens.labels[chunk.start : chunk.stop]
+            return self.mix.losses_(
+                chunk.logits, labels, scale, lambda student, part: divergence(student, self.mix.softened_(logits[part]))
+            )
 
         return of_chunk
 
@@ -300,8 +285,8 @@ def check_teacher(weight: Tensor, hidden: Tensor, teacher_weight: Tensor, bias: 
         raise InputError(f"{name}: {shapes}: the student has {tokens} tokens: give both models the same tokens")
     if len(teacher_weight) != len(weight):
         raise InputError(
-            f"{name}: the student's vocabulary has {len(weight)} tokens, the teacher's {len(teacher_weight)}: tokens are "
-            "compared one by one, so use models of one tokenizer, and cut off rows that only pad a head"
+            f"{name}: the student's vocabulary has {len(weight)} tokens, the teacher's {len(teacher_weight)}: "
+            "tokens are compared one by one, so use models of one tokenizer, and cut off rows that only pad a head"
         )
     if bias is not None and bias.shape != teacher_weight.shape[:1]:
         raise InputError(f"{name}: teacher_bias {tuple(bias.shape)}, {shapes}: teacher_bias is (V,)")

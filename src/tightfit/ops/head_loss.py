@@ -44,6 +44,18 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """In the dtype of sums: at least fp32."""
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def reduced(losses: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+    """The losses of all tokens, zero for ignored ones, as `reduction` says."""
+    if reduction == "none":
+        return losses
+    return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
+
+
 def chunked_loss(
     loss: TokenLoss,
     hidden: Tensor,
