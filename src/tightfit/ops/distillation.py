@@ -260,10 +260,10 @@ class HiddenLoss:
 
         def of_chunk(chunk: Chunk, scale: Tensor | None) -> Tensor:
             states = tokens.gather(teacher, chunk.start, chunk.stop).to(chunk.logits.dtype, copy=True)
-            losses = mean_square(chunk.logits, states)
+            found = mean_square(chunk.logits, states)
             if scale is not None:
-                chunk.logits.mul_(scale)
-            return losses
+                chunk.logits.mul_((scale.double() * found.factor).to(chunk.logits.dtype))
+            return found.losses
 
         return of_chunk
 

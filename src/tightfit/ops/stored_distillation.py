@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tightfit.errors import InputError
 from tightfit.ops._chunked_head import Chunk, ChunkLoss, Head, Tokens
-from tightfit.ops._soft_targets import Mix, check_mix
+from tightfit.ops._soft_targets import Diverged, Exponentials, Mix, check_mix
 from tightfit.ops.head_loss import (
     Reduction,
     check_head,
@@ -132,7 +132,7 @@ class StoredLoss:
             tail = None if stored_tail is None else tokens.gather(stored_tail, *span).to(head.accumulate).unsqueeze(1)
             labels = tokens.labels[chunk.start : chunk.stop]
 
-            def divergence(student: Tensor, part: slice) -> Tensor:
+            def divergence(student: Tensor, part: slice) -> Diverged:
                 if tail is None:
                     return some_tokens(student, ids[part], weights[part])
                 return some_and_others(student, ids[part], weights[part], tail[part])
@@ -142,28 +142,30 @@ class StoredLoss:
         return of_chunk
 
 
-def some_tokens(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """- sum w log q; d / d z = q sum(w) - w. The gradient overwrites the logits."""
-    log_q = logits.log_softmax(dim=1)
-    losses = -log_q.gather(1, ids).mul_(weights).sum(dim=1)
-    torch.exp(log_q, out=logits).mul_(weights.sum(dim=1, keepdim=True))
+def some_tokens(logits: Tensor, ids: Tensor, weights: Tensor) -> Diverged:
+    """- sum w log q; d / d z = q sum(w) - w."""
+    q = Exponentials.of_(logits)
+    total = weights.sum(dim=1, keepdim=True)
+    losses = total.double() * q.log_total - (logits.gather(1, ids).mul_(weights)).sum(dim=1, keepdim=True)
+    torch.mul(q.values, (total / q.total).to(logits.dtype), out=logits)
     logits.scatter_add_(1, ids, -weights)  # adds where a token occurs twice
-    return losses
+    return Diverged(losses.squeeze(1))
 
 
-def some_and_others(logits: Tensor, ids: Tensor, weights: Tensor, tail: Tensor) -> Tensor:
+def some_and_others(logits: Tensor, ids: Tensor, weights: Tensor, tail: Tensor) -> Diverged:
     """sum w (log w - log q) + r (log r - log Q), where Q is the sum of q over the other tokens.
 
     d / d z = q s - w for the k tokens, and q (s - r / Q) for the others, where s = sum(w) + r.
     """
-    log_q = logits.log_softmax(dim=1)
-    log_of_ids, total = log_q.gather(1, ids), weights.sum(dim=1, keepdim=True) + tail
+    q = Exponentials.of_(logits)
+    total = weights.sum(dim=1, keepdim=True) + tail
+    log_of_ids = logits.gather(1, ids).sub_(q.log_total.to(logits.dtype))
+    others = torch.mul(q.values, (1 / q.total).to(logits.dtype), out=logits).scatter_(1, ids, 0)
     # Q is summed. 1 - the sum over the k would lose its digits where they have almost all of the probability.
-    others = torch.exp(log_q, out=logits).scatter_(1, ids, 0)
     rest = others.sum(dim=1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).tiny)
     others.mul_(total - tail / rest).scatter_(1, ids, log_of_ids.exp().mul_(total).sub_(weights))
     of_ids = torch.xlogy(weights, weights).sub_(log_of_ids.mul_(weights)).sum(dim=1)
-    return of_ids + (torch.xlogy(tail, tail) - tail * rest.log()).squeeze(1)
+    return Diverged(of_ids + (torch.xlogy(tail, tail) - tail * rest.log()).squeeze(1))
 
 
 def check_stored(ids: Tensor, weights: Tensor, tail: Tensor | None, tokens: int) -> None:
