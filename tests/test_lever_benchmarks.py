@@ -34,6 +34,33 @@ def test_the_chunked_loss_head_takes_a_fraction_of_the_memory_and_is_as_exact(ru
     assert sides["chunked"]["gradient_error"] <= 2 * sides["plain"]["gradient_error"]
 
 
+@pytest.mark.slow  # a dry run of each of seven losses
+def test_the_distillation_loss_is_compared_with_two_logit_tensors_and_peers_that_are_absent_are_named(run, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(importlib.import_module("distillation_loss"), "SMALL", (8_192, 64, 128, 256))
+    found = run("distillation_loss")
+    assert found["left_out"] == [f"JSD, TRL on {what}: trl is not installed" for what in ("logits", "heads")]
+    check_distillation(found, among=6)
+
+
+def test_the_committed_figures_of_the_distillation_loss_are_those_of_its_promise():
+    found = json.loads((BENCHMARKS / "results" / "distillation_loss.json").read_text())
+    assert found["peers"].keys() == {"trl"}
+    check_distillation(found, among=8)
+
+
+def check_distillation(found, among):
+    sides = found["sides"]
+    assert len(sides) == among
+    for name, side in sides.items():
+        assert abs(side["extra_bytes"] - side["predicted_extra_bytes"]) <= 64, name  # numbers that Python wraps
+        if name.endswith(", chunked"):
+            assert side["extra_of_plain"] < 0.1
+            plain = sides[name.replace("chunked", "two logit tensors")]
+            assert side["gradient_error"] <= 2 * plain["gradient_error"]
+
+
 @pytest.mark.slow  # a benchmark
 def test_offloaded_blocks_hold_less(run):
     sides = run("offload_step")["sides"]

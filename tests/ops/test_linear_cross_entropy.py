@@ -10,7 +10,8 @@ from fp64_truth import OperatorLog, error_ratios, results
 from tightfit.errors import InputError
 from tightfit.memory.allocator import measured_peak
 from tightfit.ops import linear_cross_entropy
-from tightfit.ops.cross_entropy import default_chunk_size, plain_linear_cross_entropy
+from tightfit.ops.cross_entropy import plain_linear_cross_entropy
+from tightfit.ops.head_loss import default_chunk_size
 from tightfit.runtime.internals import autograd
 
 IGNORED = -100

@@ -13,7 +13,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.deferred_logits import DeferredLogits, Head
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.region import FrugalForward
-from tightfit.ops.cross_entropy import product_dtype
+from tightfit.ops.head_loss import product_dtype
 
 
 class DeferringForward(FrugalForward):

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from tightfit.errors import LeverError
 from tightfit.levers.leading_views import LEADING_VIEWS
-from tightfit.ops.cross_entropy import linear_cross_entropy, product_dtype
+from tightfit.ops.cross_entropy import linear_cross_entropy
+from tightfit.ops.head_loss import product_dtype
 
 
 class Head:

@@ -1,8 +1,9 @@
-"""The chunk loop of `linear_cross_entropy`: logits, loss and gradient of a few tokens in one buffer."""
+"""The chunk loop of the losses over a linear head: logits, loss and gradient of a few tokens in one buffer."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,15 +19,6 @@ PIECES_OF_A_CHUNK = 4
 # have 0.9 times, and blocks of 128 no less than 256. The number of blocks is limited, because each one costs a launch.
 LEAST_SUMMED_AT_ONCE = 256
 MOST_BLOCKS = 16
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The terms of a token's loss: label smoothing and z-loss."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -151,10 +143,44 @@ def blocked_product(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
+class Chunk(NamedTuple):
+    """The logits of the counted tokens `start` to `stop`: (rows, V) in the accumulation dtype.
+
+    `narrow` is a free buffer of as many rows in the products' dtype, or None where that is the accumulation dtype.
+    """
+
+    logits: Tensor
+    start: int
+    stop: int
+    narrow: Tensor | None
+
+
+class ChunkLoss(Protocol):
+    """The loss of a chunk's tokens, as a function of their logits."""
+
+    def __call__(self, chunk: Chunk, scale: Tensor | None) -> Tensor:
+        """The losses (rows,) of a chunk, whose logits are overwritten.
+
+        With `scale` (rows, 1), the logits are overwritten by the gradient of the losses, times `scale`.
+        """
+        ...
+
+
+class TokenLoss(Protocol):
+    """What is computed of each token's logits: cross-entropy with a label, a divergence from a teacher."""
+
+    name: ClassVar[str]  # of the public function, for errors
+
+    def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:
+        """The loss of chunks of at most `rows` tokens. `targets` are the tensors besides labels: a teacher's."""
+        ...
+
+
 def run_chunks(
     head: Head,
     tokens: Tokens,
-    terms: Terms,
+    loss: TokenLoss,
+    targets: Sequence[Tensor | None],
     rows: int,
     scale: Tensor | None = None,
     gradients: Gradients | None = None,
@@ -166,61 +192,19 @@ def run_chunks(
     shape = (rows, len(head.weight))
     buffer = torch.empty(shape, dtype=head.accumulate, device=head.hidden.device)
     narrow = None if head.weight.dtype == head.accumulate else torch.empty_like(buffer, dtype=head.weight.dtype)
+    of_chunk = loss.of_chunks(head, tokens, rows, targets)
     # fp64: one number for each token is cheap, and the sum over many tokens keeps its digits.
     losses = torch.empty(tokens.count, dtype=torch.float64, device=head.hidden.device)
     for start, stop in tokens.chunks(rows):
         hidden = tokens.gather(head.hidden, start, stop).to(head.weight.dtype)
         logits = head.logits(hidden, buffer, narrow)
-        labels = tokens.labels[start:stop].unsqueeze(1)
+        chunk = Chunk(logits, start, stop, None if narrow is None else narrow[: len(logits)])
         if gradients is None or scale is None:
-            losses[start:stop] = loss_(logits, labels, terms).loss
+            losses[start:stop] = of_chunk(chunk, None)
             continue
-        losses[start:stop] = loss_and_gradient_(logits, labels, terms, scale[start:stop])
+        losses[start:stop] = of_chunk(chunk, scale[start:stop])
         if gradients.bias is not None:
             gradients.bias.add_(logits.sum(dim=0))  # from the wide buffer, before its gradient is rounded below
         gradient = logits if narrow is None else narrow[: len(logits)].copy_(logits)
         gradients.add(head, tokens, (start, stop), hidden, gradient)
     return losses
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """For each token: its loss (rows,), the sum of the exponentials in the buffer, and its log-sum-exp (rows, 1)."""
-
-    loss: Tensor
-    total: Tensor
-    log_total: Tensor
-
-
-def loss_(logits: Tensor, labels: Tensor, terms: Terms) -> Softmax:
-    """The loss of each row of `logits`, which are overwritten by exp(logits - their maximum)."""
-    # In place throughout: the logits are the largest tensor here, and nothing reads them afterwards.
-    highest = logits.amax(dim=1, keepdim=True)
-    logits.sub_(highest)  # so that no exponential overflows
-    target = logits.gather(1, labels)
-    mean = logits.mean(dim=1, keepdim=True) if terms.label_smoothing else None
-    total = logits.exp_().sum(dim=1, keepdim=True).double()
-    shifted = total.log()
-    loss = shifted - target
-    if mean is not None:
-        loss = (1 - terms.label_smoothing) * loss + terms.label_smoothing * (shifted - mean)
-    log_total = shifted + highest
-    if terms.z_loss:
-        loss = loss + terms.z_loss * log_total.square()
-    return Softmax(loss.squeeze(1), total, log_total)
-
-
-def loss_and_gradient_(logits: Tensor, labels: Tensor, terms: Terms, scale: Tensor) -> Tensor:
-    """The loss of each row of `logits`, which are overwritten by its gradient times `scale` (rows, 1).
-
-    d loss / d l_v = p_v (1 + 2 z lse) - (1 - e) [v = y] - e / V, for smoothing e and z-loss z.
-    """
-    softmax = loss_(logits, labels, terms)
-    # The buffer now holds exponentials. One multiplication makes them scaled probabilities.
-    pull = scale * (1 + 2 * terms.z_loss * softmax.log_total) if terms.z_loss else scale
-    logits.mul_((pull / softmax.total).to(logits.dtype))
-    if terms.label_smoothing:
-        logits.sub_(scale * (terms.label_smoothing / logits.shape[1]))
-    # Each row has one label, so a plain scatter is deterministic on every device.
-    logits.scatter_(1, labels, logits.gather(1, labels) - (1 - terms.label_smoothing) * scale)
-    return softmax.loss

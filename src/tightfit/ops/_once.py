@@ -12,8 +12,10 @@ from tightfit.errors import InputError
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def differentiable_once(name: str) -> Callable[[Backward], Backward]:
+def differentiable_once(name: str | None = None) -> Callable[[Backward], Backward]:
     """Decorate an `autograd.Function`'s backward so that differentiating its results raises.
+
+    The error names `name`, or `ctx.name` where one function serves several operators.
 
     PyTorch's `once_differentiable` checks the incoming gradient only. If that is a constant, as for a loss, the results
     are constants too, and a gradient penalty silently lacks their part.
@@ -26,7 +28,9 @@ def differentiable_once(name: str) -> Callable[[Backward], Backward]:
                 results = backward(ctx, *gradients)
             if not torch.is_grad_enabled():
                 return results
-            return tuple(None if result is None else Refusal.apply(leaf(result), name) for result in results)
+            return tuple(
+                None if result is None else Refusal.apply(leaf(result), name or ctx.name) for result in results
+            )
 
         return guarded
 
