@@ -8,18 +8,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from tightfit.config.schema import PretrainedModel
 from tightfit.data.tokenizer import TextTokenizer, load_tokenizer
 from tightfit.data.tokenizer_files import tokenizer_files
-from tightfit.errors import DataError, SourceError
+from tightfit.errors import SourceError
 from tightfit.models.adapters import ADAPTER_CONFIG, is_adapted, merged
 from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.export import export_model
-from tightfit.models.loading import build_model
-from tightfit.models.own import CONFIG_FILE, is_own
+from tightfit.models.layouts import to_transformers
+from tightfit.models.loading import build_model, weights_dtype
+from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, stated_dtype
+from tightfit.models.pretrained import transformers_config
 from tightfit.run_folders.loading import load_run
 from tightfit.run_folders.records import is_run
 from tightfit.run_folders.tokenizer_sources import tokenizer_sources
@@ -63,6 +66,20 @@ class Source:
             export_model(model, folder)
             del model
             return build_model(PretrainedModel(path=folder)).eval()
+
+    def transformers_shape(self) -> tuple[Any, torch.dtype]:
+        """The configuration and the weights' dtype of `transformers_model`. Reads no weights, unless the folder has
+        adapters, or is of a run that was killed. Raises `ModelError`.
+        """
+        if is_own(self.folder):
+            shape = decoder_config(self.folder)
+            config = _transformers().AutoConfig.for_model(**to_transformers(shape))
+            return config, WEIGHT_DTYPES[stated_dtype(vars(shape))]
+        if (self.folder / CONFIG_FILE).is_file() and not (self.folder / ADAPTER_CONFIG).is_file():
+            section = PretrainedModel(path=str(self.folder))
+            return transformers_config(section.path), WEIGHT_DTYPES[weights_dtype(section)]
+        model: Any = self.transformers_model()
+        return model.config, next(model.parameters()).dtype
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -111,6 +128,13 @@ class Source:
         return read_config(self.folder)
 
 
+def _transformers() -> Any:
+    """The package, imported only where it is needed: that takes seconds."""
+    import transformers
+
+    return transformers
+
+
 def open_source(path: str | Path) -> Source:
     """The model in a folder: a run's, also of one that was killed, or one that `transformers` reads.
 
@@ -150,11 +174,3 @@ def read_config(folder: Path) -> dict[str, Any]:
 def weight_bytes(folder: str | Path) -> int:
     """Bytes of the files with weights in a folder; 0 where there are none."""
     return sum(path.stat().st_size for kind in WEIGHTS for path in Path(folder).glob(kind))
-
-
-def has_tokenizer(source: Source) -> bool:
-    """Whether texts can be read for a source's model."""
-    try:
-        return source.tokenizer is not None
-    except DataError:
-        return False
