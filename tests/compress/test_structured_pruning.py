@@ -119,7 +119,10 @@ def test_scores_by_gradient_are_the_loss_that_a_removal_costs_to_first_order():
     assert scores.groups[2][2].item() == pytest.approx(abs(slope), rel=0.02)
 
 
-@pytest.mark.parametrize("by", ["norm", "activation"])
+SLOW = pytest.mark.slow  # the same road with another model and a text
+
+
+@pytest.mark.parametrize("by", ["norm", pytest.param("activation", marks=SLOW)])
 def test_a_pruned_folder_loads_with_equal_logits_and_steps_in_the_predicted_memory(tmp_path, by):
     source = tiny_folder(tmp_path / "model", tiny_model("llama" if by == "norm" else "qwen3_moe"))
     calibration = None if by == "norm" else source / "text.txt"
