@@ -109,7 +109,13 @@ def trained_here(folder: Path, corpus: Path, steps: int, small: bool) -> Path:
     config = {
         "model": {**shape, "max_position_embeddings": 512},
         "data": {"source": str(corpus), "sequence_length": 128, "vocab_size": shape["vocab_size"]},
-        "training": {"max_steps": steps, "batch_size": 8, "learning_rate": 2e-3, "device": "cpu", "warmup_steps": 10},
+        "training": {
+            "max_steps": steps,
+            "batch_size": 8,
+            "learning_rate": 2e-3,
+            "warmup_steps": min(10, steps),
+            "device": "cpu",
+        },
         "output": {"folder": str(folder)},
     }
     train(parse_config(config))

@@ -108,8 +108,8 @@ def zeros(model, masks):
 
 def test_masked_weights_stay_zero_through_steps_a_save_and_a_resume(tmp_path, monkeypatch):
     leave_out_pictures(monkeypatch)
-    source = tiny_folder(tmp_path / "model", tiny_model("llama"))
-    report = prune(source, sparsity=0.5, scope="global", output=tmp_path / "sparse", seq_len=32)
+    source = tiny_folder(tmp_path / "model", tiny_model("llama", num_hidden_layers=2))
+    report = prune(source, sparsity=0.5, scope="global", output=tmp_path / "sparse", seq_len=16)
     masks = read_masks(tmp_path / "sparse")
     assert sum(int(mask.sum()) for mask in masks.values()) == round(0.5 * sum(m.numel() for m in masks.values()))
     assert zeros(loaded(tmp_path / "sparse"), masks)
@@ -122,7 +122,12 @@ def test_masked_weights_stay_zero_through_steps_a_save_and_a_resume(tmp_path, mo
 
     sections = {
         "model": {"path": str(tmp_path / "sparse")},
-        "data": {"source": str(source / "text.txt"), "sequence_length": 32, "tokenizer": "model"},
+        "data": {
+            "source": str(source / "text.txt"),
+            "sequence_length": 16,
+            "tokenizer": "model",
+            "validation_fraction": 0,
+        },
         "training": {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-2, "device": "cpu", "weight_decay": 0.1},
         "checkpoint": {"every_steps": 2},
         "output": {"folder": str(tmp_path / "run")},
