@@ -23,7 +23,7 @@ from tightfit.models.layouts import to_transformers
 from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, stated_dtype
 from tightfit.models.pretrained import transformers_config
-from tightfit.run_folders.loading import load_run
+from tightfit.run_folders.loading import load_trained
 from tightfit.run_folders.records import is_run
 from tightfit.run_folders.tokenizer_sources import tokenizer_sources
 
@@ -46,7 +46,7 @@ class Source:
         weights as they are stored (fp16 is read as fp32). Raises `ModelError`.
         """
         if self.kind == "run" or (self.folder / ADAPTER_CONFIG).is_file():
-            model = load_run(self.folder).model
+            model, _ = load_trained(self.folder)
             model = merged(model) if is_adapted(model) else model
             if dtype is not None:
                 convert_weights(model, WEIGHT_DTYPES[dtype])
