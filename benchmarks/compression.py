@@ -79,6 +79,9 @@ METHODS: dict[str, Method] = {
     "a quarter of the head groups, activation": groups_of_heads,
     "width 25%, activation": partial(pruned, width=0.25, on_text=True),
     "to fit 0.8x of a training step": partial(pruned, to_fit="0.8x", on_text=True),
+    "to fit 0.8x, width too": partial(
+        pruned, to_fit="0.8x", layers=0.75, ffn=0.75, heads=0.75, width=0.75, on_text=True
+    ),
     "masks 50%, magnitude, each matrix": partial(pruned, sparsity=0.5),
     "masks 50%, magnitude, global": partial(pruned, sparsity=0.5, scope="global"),
     "masks 50%, Wanda": partial(pruned, sparsity=0.5, pattern="wanda", on_text=True),

@@ -4,7 +4,7 @@ The answer comes from dry runs of pruned shapes, before any weight is touched.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from tightfit.step import TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.units import format_bytes, parse_budget
 
-# The most that is taken out of each part where nobody says: beyond it little is left to heal.
-MOST = Ratios(layers=0.75, ffn=0.75, heads=0.75, width=0.75)
+# The most that is taken out of each part where nobody says: beyond it little is left to heal. Hidden channels stay:
+# they cost the most perplexity for the bytes that they save (docs/compression_results.md).
+MOST = Ratios(layers=0.75, ffn=0.75, heads=0.75)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def fitting_removal(config: Any, dtype: torch.dtype, anatomy: Anatomy, limits: R
     Each removes at least what the one before does, so their peaks fall, and the smallest is found by bisection. Raises
     `CannotFit` with the peak of the largest, `InputError` for layers that are not alike.
     """
-    limits = limits or MOST
+    limits = limits or (replace(MOST, layers=None) if anatomy.is_mixed else MOST)
     if anatomy.is_mixed and limits.layers is not None:
         raise InputError(
             "--to-fit cannot take layers out of a model whose layers differ, before it knows which of them: name other "
@@ -161,7 +162,8 @@ def _refused(config: Any, dtype: torch.dtype, goal: Goal, budget: int, least: in
             refusal = error.refusal
     return CannotFit(
         f"{goal.in_words()} does not fit {format_bytes(budget)}: with the most that may be taken out it needs "
-        f"{format_bytes(least)}: raise the ratios or the budget, or lower --seq-len or --batch-size",
+        f"{format_bytes(least)}: raise the shares, name --width too, raise the budget, or lower "
+        "--seq-len or --batch-size",
         least,
         refusal=refusal,
     )

@@ -65,7 +65,8 @@ def prune(
 
     `to_fit` takes out the least that lets a training step of `batch_size` rows of `seq_len` tokens fit a budget
     (`"3GiB"`, `"0.5x"`), by dry runs; with `inference` a generation of `new_tokens` after such prompts. The ratios are
-    then the most that may go (0.75 of each part if none is given). `device` is one to plan for; None: this CPU.
+    then the most that may go (0.75 of layers, channels and heads if none is given). `device` is one to plan for; None:
+    this CPU.
 
     `sparsity` sets that share of single weights to zero, by `pattern` (`magnitude` over each matrix or, by `scope`, all
     of them; `wanda`; `2:4`), and writes masks.safetensors. `tightfit.train` keeps those weights at zero. `permanent`
