@@ -16,6 +16,7 @@ COMMANDS = (
     "explore",
     "generate",
     "score",
+    "prune",
     "runs",
     "profile",
     "doctor",

@@ -11,6 +11,8 @@ from tightfit.version import VERSION
 
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
     from tightfit.any_code.traced import Traced, trace
+    from tightfit.compress.pruning.pipeline import prune
+    from tightfit.compress.report import CompressionReport
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
     from tightfit.levers.compiled import compile_blocks
@@ -37,6 +39,7 @@ __version__ = VERSION
 
 _HOMES: dict[str, str] = {
     "ChoiceScores": "tightfit.multiple_choice.scoring",
+    "CompressionReport": "tightfit.compress.report",
     "Curve": "tightfit.planner.curves",
     "Diagnosis": "tightfit.doctor.diagnosis",
     "Estimate": "tightfit.planner.estimates",
@@ -58,6 +61,7 @@ _HOMES: dict[str, str] = {
     "monitor": "tightfit.monitoring.watch",
     "offload": "tightfit.levers.offload",
     "plan": "tightfit.planner.api",
+    "prune": "tightfit.compress.pruning.pipeline",
     "recompute": "tightfit.levers.recompute",
     "score": "tightfit.models.scoring",
     "score_choices": "tightfit.multiple_choice.scoring",
@@ -71,6 +75,7 @@ _HOMES: dict[str, str] = {
 
 __all__ = [
     "ChoiceScores",
+    "CompressionReport",
     "Curve",
     "Diagnosis",
     "Estimate",
@@ -93,6 +98,7 @@ __all__ = [
     "monitor",
     "offload",
     "plan",
+    "prune",
     "recompute",
     "score",
     "score_choices",

@@ -5,6 +5,7 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   ├── ConfigError              a key, a value or a section of the configuration
 │   ├── DataError                a corpus, a line of it, a tokenizer
 │   ├── ModelError               a model that cannot be loaded, built or run
+│   ├── SourceError              a folder that holds no model to compress, or one that cannot be compressed
 │   ├── DeviceError              an unknown or absent device
 │   ├── BudgetError              a budget that cannot be read
 │   ├── CheckpointError          a checkpoint that is damaged, or of something else than what it is read into
@@ -53,6 +54,10 @@ class DataError(InputError):
 
 class ModelError(InputError):
     """A model cannot be loaded, built or run."""
+
+
+class SourceError(InputError):
+    """A folder holds no model to compress, or one that cannot be compressed."""
 
 
 class DeviceError(InputError):

@@ -14,6 +14,7 @@ from tightfit.cli import (
     measuring,
     minimind,
     observing,
+    pruning,
     recipes,
     runs,
     scoring,
@@ -100,6 +101,7 @@ app.command()(exploring.explore)
 app.command()(generating.generate)
 app.command()(scoring.score)
 app.command()(exporting.export)
+app.command()(pruning.prune)
 app.add_typer(runs.app, name="runs")
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)

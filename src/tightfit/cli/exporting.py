@@ -38,9 +38,10 @@ def export(
     [dim]tightfit export runs/quickstart --output exported[/]
     """
     from tightfit.data.tokenizer_files import tokenizer_files
+    from tightfit.run_folders.tokenizer_sources import tokenizer_sources
     from tightfit.units import format_bytes
 
-    files = tokenizer_files(run, *_tokenizer_folders(run))
+    files = tokenizer_files(run, *tokenizer_sources(run))
     name = _as_decoder(run, output, files) if to is To.DECODER else _for_transformers(run, output, files)
     size = format_bytes(sum(path.stat().st_size for path in output.iterdir()))
     typer.echo(f"{output}: {name}, {size}{'' if files else ', without a tokenizer'}")
@@ -60,16 +61,3 @@ def _as_decoder(source: Path, output: Path, files: dict[str, bytes]) -> str:
 
     model: Decoder = import_to(source, output, beside=files)
     return f"Decoder of {sum(p.numel() for p in model.parameters()):,} parameters"
-
-
-def _tokenizer_folders(run: Path) -> list[Path]:
-    """Where the run's tokenizer came from, with the files that a run does not copy."""
-    from tightfit.config import PretrainedModel, load_config
-    from tightfit.models.saving import RUN_CONFIG
-
-    if not (run / RUN_CONFIG).is_file():
-        return []
-    config = load_config(run / RUN_CONFIG)
-    own = config.model.path if isinstance(config.model, PretrainedModel) else None
-    named = [config.data.tokenizer, own] if config.data.tokenizer != "model" else [own]
-    return [Path(name) for name in named if name is not None]

@@ -24,6 +24,7 @@ from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
 from tightfit.models.attention import FLASH, OLDEST
 from tightfit.models.batches import batch_of, tokens
 from tightfit.models.loading import build_model, without_weights
+from tightfit.models.masks import put_masks, source_masks
 from tightfit.names.optimizers import optimizer_in_words
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
@@ -183,9 +184,13 @@ def _build(config: Config, dry: bool) -> nn.Module:
     section = config.model
     # The file of a GGUF model is the only one that knows its shape.
     if not dry or (isinstance(section, PretrainedModel) and section.gguf_file is not None):
-        return build_model(section, seed=config.training.seed)
+        model = build_model(section, seed=config.training.seed)
+        put_masks(model, source_masks(section))
+        return model
     bare = without_weights(section)
-    return build_dry(lambda: build_model(bare))
+    model = build_dry(lambda: build_model(bare))
+    put_masks(model, source_masks(section), dry=True)
+    return model
 
 
 def _from_model(question: Question, dry: bool) -> Subject:

@@ -25,6 +25,7 @@ from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts
 from tightfit.models.layouts import Layout, from_transformers, layout_of, to_transformers
 from tightfit.models.own import CONFIG_FILE, WEIGHTS_FILE, save_decoder
 from tightfit.models.pretrained import transformers_config
+from tightfit.names.run_files import MASKS
 
 HEAD = "lm_head.weight"
 GENERATION_CONFIG = "generation_config.json"
@@ -158,7 +159,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All weights in a folder by name. Raises `ModelError`."""
     found: dict[str, Tensor] = {}
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(path for path in folder.glob("*.safetensors") if path.name != MASKS)
     if not paths:
         raise ModelError(f"{folder}: holds no .safetensors file: give a folder of transformers with its weights")
     for path in paths:
@@ -184,14 +185,19 @@ def _fill(model: Decoder, tensors: dict[str, Tensor], folder: Path) -> None:
         raise ModelError(f"{folder}: a decoder has no place for the weight {sorted(tensors)[0]}")
 
 
+def demand_new(folder: Path) -> None:
+    """Raise `OutputError` where a folder holds files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder}: is not an empty folder: give one that is not there yet")
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `folder` when all of it is on disk; after an error nothing is left. Raises
     `OutputError` where `folder` holds files, or cannot be written.
     """
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise OutputError(f"{folder}: is not an empty folder: give one that is not there yet")
+        demand_new(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.part-"))
         try:

@@ -17,6 +17,7 @@ from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.attention import demand_support
 from tightfit.models.published import Published, find_published, is_source, published
+from tightfit.names.run_files import MASKS
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 TASKS = ("SpeechSeq2Seq", "ImageClassification")  # of models that are no language models, as transformers calls them
@@ -152,7 +153,7 @@ def stored_dtype(place: Place) -> torch.dtype | None:
     stated = _configuration(place).dtype
     if stated is not None or not Path(place.name).is_dir():
         return stated
-    for path in sorted(Path(place.name).glob("*.safetensors")):
+    for path in sorted(path for path in Path(place.name).glob("*.safetensors") if path.name != MASKS):
         with safe_open(path, framework="pt") as weights:
             kinds = [weights.get_slice(name).get_dtype() for name in weights.keys()]  # noqa: SIM118 - not a mapping
         return torch.bfloat16 if kinds and set(kinds) <= {"BF16"} else torch.float32

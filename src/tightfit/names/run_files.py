@@ -6,3 +6,4 @@ REFERENCE = "reference.safetensors"  # log-probabilities of preference pairs bef
 CHECKPOINTS = "checkpoints"  # the folder of the checkpoints
 LOCK = ".tightfit.lock"
 MODEL = "model"  # before the names of a model's tensors in a checkpoint
+MASKS = "masks.safetensors"  # of weights that stay zero

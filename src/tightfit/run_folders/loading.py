@@ -32,10 +32,18 @@ def load_run(folder: str | Path) -> LoadedRun:
     Raises `ModelError` where there are neither, `CheckpointError` where no checkpoint is intact, `DataError` where
     there is no tokenizer.
     """
+    model, source = load_trained(folder)
+    return LoadedRun(model, load_tokenizer(folder), source)
+
+
+def load_trained(folder: str | Path) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of `load_run` and the source of its weights, without a tokenizer. Raises `ModelError` and
+    `CheckpointError`.
+    """
     folder = Path(folder)
     has_weights = any((folder / name).is_file() for name in (CONFIG_FILE, ADAPTER_CONFIG))
     if has_weights or not find.checkpoint_paths(folder / CHECKPOINTS):
-        return LoadedRun(load_model(folder), load_tokenizer(folder))
+        return load_model(folder), ()
     found = find.newest_intact(folder / CHECKPOINTS)
     checkpoint = found.checkpoint
     if checkpoint is None:
@@ -47,4 +55,4 @@ def load_run(folder: str | Path) -> LoadedRun:
     held = {f"{MODEL}.{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     checkpoint.read_into({name: tensor for name, tensor in held.items() if name in checkpoint.specs})
     said = (*(f"passed over: {line}" for line in found.passed_over), f"the weights are those of {checkpoint.path}")
-    return LoadedRun(model.eval(), load_tokenizer(folder), said)
+    return model.eval(), said

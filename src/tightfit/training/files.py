@@ -12,7 +12,9 @@ from torch import nn
 from tightfit.config import Config, dump_config
 from tightfit.data.tokenizer import TextTokenizer
 from tightfit.errors import OutputError
+from tightfit.models.masks import masks_bytes, masks_of
 from tightfit.models.saving import saved_bytes
+from tightfit.names.run_files import MASKS
 from tightfit.training.fitting import Fit
 from tightfit.training.pictures import most_bytes, write_pictures
 from tightfit.training.reporter import Reporter
@@ -37,6 +39,7 @@ class RunFiles:
         """Raises `OutputError` unless all that will be written finds room."""
         texts = len(self._config()) + len(self._plan())
         texts += sum(len(text.encode()) for text in self.tokenizer.to_files().values())
+        texts += sum(mask.numel() // 8 + 1 for mask in masks_of(self.model).values())
         blocks = len(RUN_FILES) * folder.block_bytes()  # a file fills whole ones
         files = texts + self._metrics_bytes() + most_bytes(self.fitted) + blocks
         folder.demand_room(saved_bytes(self.model) + files + self._checkpoint_bytes())
@@ -100,6 +103,8 @@ class RunFiles:
     def _write_known(self, folder: RunFolder) -> None:
         folder.write(CONFIG, self._config())
         folder.write_tokenizer(self.tokenizer)
+        if removed := masks_of(self.model):
+            folder.write(MASKS, masks_bytes(removed))
         if self.fitted.plan is not None:
             folder.write(PLAN, self._plan())
 

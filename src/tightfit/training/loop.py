@@ -16,6 +16,7 @@ from torch import nn
 from tightfit.config.schema import TrainingConfig
 from tightfit.errors import OutputError, RecoveryError
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.models.masks import enforce_masks
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.recovery.step_state import StepState
 from tightfit.runtime.internals import forget_unscaled
@@ -169,7 +170,8 @@ class StepUnderWay:
             del optimizer.step
 
     def end(self) -> None:
-        """The scale of the next step, and no gradients. Can be called again where it failed."""
+        """Masked weights at zero, the scale of the next step, and no gradients. Can be called again where it failed."""
+        enforce_masks(self._stepper.model)
         if self._stepper.scaler is not None and not self._is_scaled:
             self._stepper.scaler.update()
             self._is_scaled = True

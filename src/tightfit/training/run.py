@@ -24,6 +24,7 @@ from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import continue_ids, generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
+from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.saving import saved_bytes
 from tightfit.names.run_files import REFERENCE
 from tightfit.planner.plans import Plan
@@ -139,6 +140,9 @@ class _Run:
         context = Context.of(config, data, device)
         record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = build_model(config.model, seed=training.seed)
+        if removed := source_masks(config.model):
+            put_masks(model, removed)
+            self.reporter.on_note(_what_is_masked(removed))
         check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
         self.folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
         self.reporter.on_note(_what_is_trained(model, data))
@@ -367,6 +371,11 @@ class _Run:
             return self.interrupt.cuttable(lambda: sample_text(model, data, seed=self.config.training.seed))
         except Cut:
             return ""
+
+
+def _what_is_masked(removed: Mapping[str, torch.Tensor]) -> str:
+    zeros, known = sum(int(mask.sum()) for mask in removed.values()), sum(mask.numel() for mask in removed.values())
+    return f"masks keep {zeros:,} of {known:,} weights of {len(removed)} matrices at zero"
 
 
 def _batches(config: Config, data: PreparedData, position: Mapping[str, int] | None = None) -> BatchStream:

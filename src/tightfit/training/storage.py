@@ -23,7 +23,7 @@ from tightfit.errors import OutputError
 from tightfit.memory.disk import unwritable
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
-from tightfit.names.run_files import CHECKPOINTS, CONFIG, METRICS, PAGE, PICTURE, PLAN, REFERENCE, RESULT
+from tightfit.names.run_files import CHECKPOINTS, CONFIG, MASKS, METRICS, PAGE, PICTURE, PLAN, REFERENCE, RESULT
 from tightfit.tracking.base import FOLDER as TRACKING
 from tightfit.tracking.base import IDENTITY
 from tightfit.training.lock import locked
@@ -45,6 +45,7 @@ RUN_FILES = (
     ADAPTER_WEIGHTS,
     "generation_config.json",
     REFERENCE,
+    MASKS,
 )
 _WEIGHTS = "model*.safetensors*"  # large models of transformers come in several files with an index
 _PARTS = (".part-*", ".probe", *(f".{name}.part" for name in (*RUN_FILES, ".probe")))  # what a killed run was writing
