@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.any_code.traced import Traced, trace
     from tightfit.compress.pruning.pipeline import prune
     from tightfit.compress.report import CompressionReport
+    from tightfit.compress.quantising import quantise
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
     from tightfit.levers.compiled import compile_blocks
@@ -62,6 +63,7 @@ _HOMES: dict[str, str] = {
     "offload": "tightfit.levers.offload",
     "plan": "tightfit.planner.api",
     "prune": "tightfit.compress.pruning.pipeline",
+    "quantise": "tightfit.compress.quantising",
     "recompute": "tightfit.levers.recompute",
     "score": "tightfit.models.scoring",
     "score_choices": "tightfit.multiple_choice.scoring",
@@ -99,6 +101,7 @@ __all__ = [
     "offload",
     "plan",
     "prune",
+    "quantise",
     "recompute",
     "score",
     "score_choices",

@@ -6,6 +6,7 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   ├── DataError                a corpus, a line of it, a tokenizer
 │   ├── ModelError               a model that cannot be loaded, built or run
 │   ├── SourceError              a folder that holds no model to compress, or one that cannot be compressed
+│   ├── QualityError             a compression that loses more quality than it may; nothing was written
 │   ├── DeviceError              an unknown or absent device
 │   ├── BudgetError              a budget that cannot be read
 │   ├── CheckpointError          a checkpoint that is damaged, or of something else than what it is read into
@@ -58,6 +59,10 @@ class ModelError(InputError):
 
 class SourceError(InputError):
     """A folder holds no model to compress, or one that cannot be compressed."""
+
+
+class QualityError(InputError):
+    """A compression loses more quality than it may. Nothing was written."""
 
 
 class DeviceError(InputError):

@@ -15,6 +15,7 @@ from tightfit.cli import (
     minimind,
     observing,
     pruning,
+    quantising,
     recipes,
     runs,
     scoring,
@@ -102,6 +103,7 @@ app.command()(generating.generate)
 app.command()(scoring.score)
 app.command()(exporting.export)
 app.command()(pruning.prune)
+app.command()(quantising.quantise)
 app.add_typer(runs.app, name="runs")
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)

@@ -40,7 +40,7 @@ def inferred(question: Question, new_tokens: int | None) -> "GenerationRecord":
     from tightfit.any_code.generation import estimate_generation
     from tightfit.cli.subject import subject_of
 
-    subject = subject_of(question, dry=True)
+    subject = subject_of(question, dry=True, inference=True)
     ids = _prompt(subject)[: question.batch_size or SIZE]
     asked = subject.asked
     with subject.rejections():

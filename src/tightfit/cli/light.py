@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from tightfit.cli.question import Question
 from tightfit.errors import CannotFit, TightfitError
+from tightfit.names.quantisation import QUANTISED_FILE
 
 COMPILED = ("adamw8bit", "adamw4bit")  # optimizers whose packages compile code of theirs when they are imported
 ALL_LOADED = "TIGHTFIT_ALL_LOADED"  # set in the environment of a command that was started again
@@ -85,6 +86,8 @@ def may_defer(question: Question) -> bool:
         return False
     if question.optimizer in COMPILED or "compile" in (question.levers or "") or question.adapter is not None:
         return False
+    if (Path(question.model) / QUANTISED_FILE).is_file():
+        return False  # its weights are torchao's
     return ":" not in question.model and not Path(question.model).is_fifo()
 
 

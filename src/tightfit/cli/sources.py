@@ -24,6 +24,7 @@ from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.loading import build_model, without_weights
 from tightfit.models.pretrained import find
 from tightfit.models.published import find_published, published
+from tightfit.models.quantised_record import is_quantised
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
 from tightfit.step import Batch
 from tightfit.tracing.build import build_dry
@@ -56,6 +57,8 @@ AS_IT_IS = Held()
 def build(source: str, *, dry: bool, held: Held = AS_IT_IS) -> Built:
     """The model that `source` names, held in that way; dry ones have shapes and no weights. Raises `ModelError`."""
     path = Path(source)
+    if is_quantised(path):
+        return Built(_quantised(path, held))
     section = described(source)
     if isinstance(section, DecoderConfig):
         section = _decoder(section, held)
@@ -67,6 +70,15 @@ def build(source: str, *, dry: bool, held: Held = AS_IT_IS) -> Built:
     if not path.exists() and ":" in source and find_published(source) is None:
         return _called(source, dry, held)
     return Built(_pretrained(source, dry, held))
+
+
+def _quantised(path: Path, held: Held) -> nn.Module:
+    """A quantised model with its weights: what memory they take is theirs to say."""
+    if held.dtype is not None or held.adapter is not None:
+        raise InputError(
+            f"--model {str(path)!r} is quantised: its weights are as they were written, leave out --dtype and --adapter"
+        )
+    return _as_held(load_model(path), held)
 
 
 def described(source: str) -> ModelConfig | None:

@@ -25,6 +25,7 @@ from tightfit.models.attention import FLASH, OLDEST
 from tightfit.models.batches import batch_of, tokens
 from tightfit.models.loading import build_model, without_weights
 from tightfit.models.masks import put_masks, source_masks
+from tightfit.models.quantised_record import refuse_quantised
 from tightfit.names.optimizers import optimizer_in_words
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
@@ -109,9 +110,11 @@ def came_from(model: nn.Module, error: BaseException) -> bool:
     return inside and (not last.is_relative_to(PACKAGE) or last.is_relative_to(PACKAGE / "models"))
 
 
-def subject_of(question: Question, *, dry: bool) -> Subject:
-    """The subject of a question; a dry one has no weights. Raises `InputError` and its like for what is wrong."""
-    subject = built(question, dry=dry)
+def subject_of(question: Question, *, dry: bool, inference: bool = False) -> Subject:
+    """The subject of a question; a dry one has no weights. Quantised models are for `inference` only. Raises
+    `InputError` and its like for what is wrong.
+    """
+    subject = built(question, dry=dry, inference=inference)
     device = lookup(subject.asked.device, notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
     if subject.attention == FLASH:
         _demand_flash(device)
@@ -127,8 +130,10 @@ def _demand_flash(device: DeviceSpec) -> None:
         )
 
 
-def built(question: Question, *, dry: bool) -> Subject:
+def built(question: Question, *, dry: bool, inference: bool = False) -> Subject:
     """The same, without a look at the device."""
+    if question.model is not None and not inference:
+        refuse_quantised(question.model, f"--model {question.model!r}")
     return _from_config(question, dry) if question.config is not None else _from_model(question, dry)
 
 

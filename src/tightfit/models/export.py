@@ -26,6 +26,7 @@ from tightfit.models.layouts import Layout, from_transformers, layout_of, to_tra
 from tightfit.models.own import CONFIG_FILE, WEIGHTS_FILE, save_decoder
 from tightfit.models.pretrained import transformers_config
 from tightfit.names.run_files import MASKS
+from tightfit.weights.low_bit import is_in_low_bits
 
 HEAD = "lm_head.weight"
 GENERATION_CONFIG = "generation_config.json"
@@ -52,6 +53,11 @@ def export_model(
     """
     if is_adapted(model):
         model = merged(model)
+    if any(is_in_low_bits(module) for module in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has quantised weights, which transformers cannot read: export the model that "
+            "it was made from"
+        )
     if not isinstance(model, Decoder) and not hasattr(model, "save_pretrained"):
         raise ModelError(f"{type(model).__name__} has no config to export: give a Decoder or a transformers model")
     architecture = layout_of(model.config).architecture if isinstance(model, Decoder) else type(model).__name__
@@ -213,6 +219,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{folder}: cannot be written: {reason}: make room, or give another folder") from error
+
+
+def demand_new(folder: Path) -> None:
+    """Raise `OutputError` where a folder that is to be written is there and not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder}: is not an empty folder: give one that is not there yet")
 
 
 def _sync(path: Path) -> None:

@@ -14,6 +14,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decoder, stated_dtype
 from tightfit.models.pretrained import build_pretrained, find, stored_dtype
+from tightfit.models.quantised_record import refuse_quantised
 
 
 def build_model(config: ModelConfig, *, seed: int | None = None, any_task: bool = False) -> nn.Module:
@@ -39,6 +40,7 @@ def _saved_model(config: PretrainedModel, any_task: bool) -> nn.Module:
             f"model.path {config.path!r} holds adapters and no model: give the folder of the model that they are for, "
             "and model.adapter for new ones"
         )
+    refuse_quantised(folder, f"model.path {config.path!r}")
     dtype = weights_dtype(config)
     if not is_own(folder):
         return build_pretrained(config, WEIGHT_DTYPES[dtype], any_task=any_task)

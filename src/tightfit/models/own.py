@@ -18,6 +18,7 @@ from tightfit.models.decoder import Decoder, DecoderConfig
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 MODEL_TYPE = "tightfit_decoder"
+QUANTISED_KEY = "quantization_config"  # in a config.json, where the weights are quantised; the name of transformers
 
 
 def is_own(folder: Path) -> bool:
@@ -30,7 +31,8 @@ def decoder_config(folder: Path, dtype: str = "auto") -> DecoderConfig:
     """The shape of the decoder in a folder, its weights' dtype the one that is named if not `auto`. Raises
     `ModelError`.
     """
-    keys = {key: value for key, value in read_config(folder / CONFIG_FILE).items() if key != "model_type"}
+    written = read_config(folder / CONFIG_FILE)
+    keys = {key: value for key, value in written.items() if key not in ("model_type", QUANTISED_KEY)}
     if dtype not in ("auto", stated_dtype(keys)):
         keys["dtype"] = dtype
     try:
@@ -61,6 +63,10 @@ def save_decoder(model: Decoder, folder: Path) -> None:
     """Write config and weights, tied ones once."""
     save_weights(model, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     _sort_metadata(folder / WEIGHTS_FILE)
+    write_decoder_config(model, folder)
+
+
+def write_decoder_config(model: Decoder, folder: Path) -> None:
     config = {"model_type": MODEL_TYPE, **asdict(model.config)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 

@@ -13,6 +13,8 @@ from tightfit.models.adapters import ADAPTER_CONFIG, adapter_state, is_adapted, 
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_config, save_decoder
+from tightfit.models.quantised import load_quantised
+from tightfit.models.quantised_record import is_quantised
 from tightfit.names.run_files import CONFIG as RUN_CONFIG
 from tightfit.weights.low_bit import freeze_in_low_bits
 
@@ -56,8 +58,12 @@ def saved_bytes(model: nn.Module) -> int:
 
 
 def load_model(folder: str | Path) -> nn.Module:
-    """The model that `save_model` wrote into `folder`, in evaluation mode on the CPU. Raises `ModelError`."""
+    """The model that `save_model` or `tightfit quantise` wrote into `folder`, in evaluation mode on the CPU. Raises
+    `ModelError`.
+    """
     folder = Path(folder)
+    if is_quantised(folder):
+        return load_quantised(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         return load_adapter(_base_of(folder), folder).eval()
     read_config(folder / CONFIG_FILE)  # a folder without one holds no model
