@@ -72,8 +72,13 @@ def options_of(description: str, arguments: Sequence[str] | None, rounds: int) -
 def report(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
     """Print the figures with the environment, and write them."""
     how = {"small": options.small, "device": options.device, "rounds": options.rounds}
-    text = json.dumps({"environment": environment(), "options": how, **found}, indent=1)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text + "\n")
+    write({"environment": environment(), "options": how, **found}, options.output)
+
+
+def write(figures: Mapping[str, Any], output: Path | None) -> None:
+    """Print figures as JSON, and write them to a file if there is one."""
+    text = json.dumps(figures, indent=1)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n")
     print(text)

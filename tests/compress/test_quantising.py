@@ -20,6 +20,7 @@ from tightfit.config import PretrainedModel
 from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import InputError, ModelError, QualityError, SourceError
 from tightfit.memory.allocator import measured_peak, storage_bytes
+from tightfit.models.dtypes import convert_weights
 from tightfit.models.export import export_model
 from tightfit.models.generation import generate
 from tightfit.models.loading import build_model
@@ -105,9 +106,9 @@ def expected_bytes(model, method):
                 continue
             rows, is_linear = parameter.shape[0], type(module) is nn.Linear and name == "weight"
             if not is_linear or rows == 304:  # the head, which is the embedding
-                total += 0 if is_linear else parameter.numel() * 4
+                total += 0 if is_linear else parameter.numel() * (2 if method == "int4" else 4)
             elif method == "int4":
-                total += parameter.numel() // 2 + parameter.numel() // 32 * 2 * 4
+                total += parameter.numel() // 2 + parameter.numel() // 32 * 2 * 2
             else:
                 total += parameter.numel() + rows * (4 + 1) + 4 * (method == "int8_static")
     return total
@@ -132,10 +133,14 @@ def test_a_quantised_model_is_torchaos_and_reads_back_bit_for_bit_at_the_size_th
     source = open_source(getattr(folders, kind))
     plain, model = source.model(), source.model()
     rows = IDS if method == "int8_static" else None
+    alone = source.model()
+    if method == "int4":
+        convert_weights(model, torch.bfloat16)
+        convert_weights(alone, torch.bfloat16)
     paths = choose_layers(model, method).paths
     assert len(paths) == 14  # 7 in each of 2 blocks: the head stays
     quantise_layers(model, method, paths, None if rows is None else calibrated(model, paths, rows))
-    alone = by_torchao_alone(source.model(), method, rows)
+    by_torchao_alone(alone, method, rows)
     calibration = {"calibration": folders.text} if method == "int8_static" else {}
     output, report = folders.int8, folders.report
     if (kind, method) != ("run", "int8"):
@@ -156,6 +161,8 @@ def test_a_quantised_model_is_torchaos_and_reads_back_bit_for_bit_at_the_size_th
     assert held == expected_bytes(plain, method)
     assert held < said.disk_bytes < held + 12_000  # and the names of tensors
     assert said.inference_peak_bytes == pytest.approx(said.measured_inference_peak_bytes, rel=0.001)
+    assert report.peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.001)
+    assert storage_bytes(plain.parameters()) * 0.5 < report.peak_bytes < storage_bytes(plain.parameters()) * 1.6
     assert said.inference_peak_bytes < report.before.inference_peak_bytes * 0.7
     assert said.parameters == report.before.parameters == sum(p.numel() for p in plain.parameters())
     assert report.before.perplexity * 0.9 < said.perplexity < report.before.perplexity * 1.5
@@ -254,6 +261,7 @@ def test_the_gate(loss, force, refused):
     [
         ({"to": "int7"}, "--to 'int7' is not known: did you mean int4?|int8"),
         ({"to": "gptq"}, "GPTQModel"),
+        ({"to": "gguf_q8_0"}, "writes no GGUF: write a Hugging Face folder"),
         ({"to": "int8_static"}, "give --calibration FILE"),
         ({"to": "int8_static", "calibration": "nowhere.txt"}, "--calibration 'nowhere.txt': no such file"),
         ({"calibration": "text.txt"}, "--calibration is for int8_static"),

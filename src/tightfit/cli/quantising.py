@@ -80,7 +80,7 @@ def quantise(
     """Write a model with its linear layers in 8 or 4 bits, measured before and after.
 
     The folder is for generate, score and estimate --inference. Embeddings,
-    norms and the output head stay as they are. Needs torchao.
+    norms and the output head are not quantised. Needs torchao.
 
     [dim]tightfit quantise runs/quickstart --to int8 --output small[/]
 

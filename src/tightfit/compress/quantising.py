@@ -1,7 +1,7 @@
 """`tightfit.quantise`: a model with its linear layers in few bits, measured before and after, in a folder."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -9,17 +9,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tightfit.any_code.traced import trace
 from tightfit.compress.calibrating import calibrated, unseen
-from tightfit.compress.report import CompressionReport, measured, perplexity
+from tightfit.compress.report import CompressionReport, Side, measured, perplexity
 from tightfit.compress.source import WEIGHTS, Source, has_tokenizer, open_source
 from tightfit.compress.texts import token_rows
 from tightfit.data.corpus import DEFAULT_SOURCE
 from tightfit.errors import InputError, QualityError, SourceError
+from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
+from tightfit.models.dtypes import convert_weights
 from tightfit.models.export import demand_new, new_folder
 from tightfit.models.quantised import hash_of, write_quantised
 from tightfit.models.quantised_record import QUANTISED_WEIGHTS, QuantisedRecord
 from tightfit.names.quantisation import refuse_other
+from tightfit.tracing.step import plain_tensors
+from tightfit.units import format_bytes
 from tightfit.version import VERSION
 from tightfit.weights.torchao_weights import (
     GROUP_SIZE,
@@ -32,6 +37,7 @@ from tightfit.weights.torchao_weights import (
 
 MAX_LOSS = 0.1  # share by which perplexity may rise, where nobody says
 CALIBRATION_ROWS, TEXT_ROWS = 16, 4
+SLOWER = 1.2  # times as long, from which on a note says so: less is noise
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -46,15 +52,16 @@ def quantise(
     force: bool = False,
     batch_size: int = 1,
     seq_len: int | None = None,
-) -> CompressionReport:
+) -> "QuantisationReport":
     """Quantise the linear layers of a model, measure it before and after, and write it to a new folder.
 
     `source` is a run's folder or a Hugging Face folder. `to` is `int8` (weights only), `int8_dynamic` (activations too,
     scaled as they come), `int8_static` (activations too, scaled by what `calibration` shows) or `int4` (weights only).
-    Embeddings, norms and the output head stay as they are. `calibration` and `text` are what `data.source` may name: a
-    text file, JSON lines, a folder of them. Perplexity is measured on `text` (None: a corpus that every machine has)
-    before and after. Where it rises by more than the share `max_loss`, nothing is written, unless `force`.
-    `batch_size` and `seq_len` are those of the prompts whose reading is measured.
+    Embeddings, norms and the output head are not quantised. With int4 they become bf16, because PyTorch's product of
+    4-bit weights is fast with bf16 only. `calibration` and `text` are what `data.source` may name: a text file, JSON
+    lines, a folder of them. Perplexity is measured on `text` (None: a corpus that every machine has) before and after.
+    Where it rises by more than the share `max_loss`, nothing is written, unless `force`. `batch_size` and `seq_len` are
+    those of the prompts whose reading is measured.
 
     The folder has safetensors and JSON, and `tightfit generate`, `score` and `estimate --inference` read it. It is
     complete or not there. Raises `InputError` and its kin for wrong input, `QualityError` where quality falls too far.
@@ -82,7 +89,7 @@ def quantise(
     demand_products(method)
     _demand_tokenizer(found, needs_one=text is not None or method == "int8_static", force=force)
     model = found.model()
-    dtype = DTYPES[next(p.dtype for p in model.parameters() if p.dtype in DTYPES)]
+    _dtype(model)  # before anything takes long
     chosen = choose_layers(model, method)
     held_out = (
         _rows(found, model, text or DEFAULT_SOURCE, "--text", seq_len, TEXT_ROWS) if has_tokenizer(found) else None
@@ -97,7 +104,10 @@ def quantise(
     before = measured(
         model, text=held_out, disk_bytes=found.weight_bytes, batch_size=batch_size, seq_len=seq_len, step=False
     )
-    quantise_layers(model, method, chosen.paths, scales)
+    if method == "int4":
+        convert_weights(model, torch.bfloat16)
+    dtype = _dtype(model)
+    peaks = _peaks(model, lambda: quantise_layers(model, method, chosen.paths, scales))
     reached = None if held_out is None else perplexity(model, held_out)
     loss = None if reached is None or before.perplexity is None else reached / before.perplexity - 1
     check_quality(loss, max_loss, method, force)
@@ -118,7 +128,24 @@ def quantise(
         for name, content in found.tokenizer_files().items():
             (part / name).write_bytes(content)
     after = replace(after, disk_bytes=(target / QUANTISED_WEIGHTS).stat().st_size, perplexity=reached)
-    return CompressionReport(f"quantise to {method}", before, after, _notes(record, model, loss, max_loss))
+    notes = (*_notes(record, model, loss, max_loss), *_slower(before, after), _while_it_ran(*peaks))
+    return QuantisationReport(f"quantise to {method}", before, after, notes, *peaks)
+
+
+@dataclass(frozen=True)
+class QuantisationReport(CompressionReport):
+    """A model before and after. `peak_bytes` and `measured_peak_bytes` are those of the quantisation itself, with the
+    model that it changes in place.
+    """
+
+    peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+
+
+def _peaks(model: nn.Module, quantising: Callable[[], None]) -> tuple[int, int]:
+    """The peak of a change of a model, predicted by a dry run and then measured as it is made."""
+    predicted = trace(quantising, device="cpu").peak_bytes
+    return predicted, measured_peak(quantising, [*model.parameters(), *model.buffers(), *plain_tensors(model)])
 
 
 @dataclass(frozen=True)
@@ -171,6 +198,17 @@ def check_quality(loss: float | None, max_loss: float, method: str, force: bool)
         if math.isfinite(loss)
         else f"{method}: perplexity is no number any more: nothing was written; take another method"
     )
+
+
+def _dtype(model: nn.Module) -> str:
+    """`fp32` or `bf16`, in which the model is built again. Raises `SourceError`."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if len(kinds) > 1 or not kinds <= DTYPES.keys():
+        raise SourceError(
+            f"{type(model).__name__} has weights of {', '.join(sorted(str(kind) for kind in kinds))}, and a quantised "
+            "model has the rest in one dtype, fp32 or bf16: convert them first"
+        )
+    return DTYPES[kinds.pop()]
 
 
 def _head(model: nn.Module) -> nn.Module | None:
@@ -243,3 +281,17 @@ def _notes(record: QuantisedRecord, model: nn.Module, loss: float | None, max_lo
     elif loss > max_loss:
         notes.append(f"Perplexity rises by {loss:.1%}, more than the {max_loss:.1%} allowed: written by force.")
     return tuple(notes)
+
+
+def _while_it_ran(predicted: int, taken: int) -> str:
+    return f"Quantising took {format_bytes(predicted)} at its peak by prediction, {format_bytes(taken)} measured."
+
+
+def _slower(before: Side, after: Side) -> tuple[str, ...]:
+    """A note where few bits cost time. Which machines have fast products of them differs."""
+    one, other = before.tokens_per_second, after.tokens_per_second
+    if not one or not other or one < SLOWER * other:
+        return ()
+    return (
+        f"A forward takes {one / other:.1f} times as long on this machine: it has no fast product of such weights.",
+    )

@@ -105,7 +105,7 @@ def hash_of(path: Path) -> str:
 def _empty(folder: Path, record: QuantisedRecord) -> nn.Module:
     """The model of a folder without its weights."""
     if record.kind == "decoder":
-        return Decoder(decoder_config(folder))
+        return Decoder(decoder_config(folder, record.dtype))
     section = PretrainedModel(path=str(folder), random_init=True)
     return build_pretrained(section, WEIGHT_DTYPES[record.dtype])
 

@@ -9,10 +9,11 @@ METHODS: dict[str, str] = {
     "int8_dynamic": "int8 weights, one scale a row; activations in int8, one scale a token, found as it runs",
     "int8": "int8 weights, one scale a row; activations as they are",
     "int8_static": "int8 weights, one scale a row; activations in int8, one scale a layer, from a calibration text",
-    "int4": "4-bit weights, one scale and zero for 32 weights of a row; activations as they are",
+    "int4": "4-bit weights, one scale and zero for 32 weights of a row; all else in bf16",
 }
 # Methods of GPTQModel. 7.7.0 declares torch>=2.14.1, and 7.1.0 numpy==2.2.6: neither installs beside our versions.
 OF_GPTQMODEL = ("gptq", "awq")
+GGUF = "gguf"  # llama.cpp converts Hugging Face folders itself
 
 
 def refuse_other(name: str) -> None:
@@ -23,6 +24,11 @@ def refuse_other(name: str) -> None:
         raise InputError(
             f"--to {name}: GPTQModel, which has it, needs other versions of torch or numpy than tightfit is tested "
             "with: run GPTQModel in an environment of its own, or take int4"
+        )
+    if name.startswith(GGUF):
+        raise InputError(
+            f"--to {name}: tightfit writes no GGUF: write a Hugging Face folder with tightfit export, and convert it "
+            "with llama.cpp's convert_hf_to_gguf.py"
         )
     near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"choose {', '.join([*METHODS][:-1])} or {[*METHODS][-1]}"
