@@ -42,8 +42,8 @@ def measure(
     source: Source, names: Sequence[str], calibration: str, text: str, rounds: int, length: int
 ) -> Iterator[dict[str, Any]]:
     """By method: the report, the seconds of quantising with the adapter and with torchao alone, of a forward and of
-    generated tokens, and whether the outputs of the reloaded folder, the model in memory and torchao alone are equal. All
-    figures so far after each method, since some take minutes.
+    generated tokens, and whether the outputs of the reloaded folder, the model in memory and torchao alone are equal.
+    Yields all figures so far after each method, since some take minutes.
     """
     methods: dict[str, Any] = {}
     for method in names:
