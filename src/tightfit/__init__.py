@@ -12,8 +12,8 @@ from tightfit.version import VERSION
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
     from tightfit.any_code.traced import Traced, trace
     from tightfit.compress.pruning.pipeline import prune
-    from tightfit.compress.report import CompressionReport
     from tightfit.compress.quantising import quantise
+    from tightfit.compress.report import CompressionReport
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
     from tightfit.levers.compiled import compile_blocks

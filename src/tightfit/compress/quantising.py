@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tightfit.any_code.traced import trace
 from tightfit.compress.calibrating import calibrated, unseen
 from tightfit.compress.report import CompressionReport, Side, measured, perplexity
-from tightfit.compress.source import WEIGHTS, Source, has_tokenizer, open_source
+from tightfit.compress.source import WEIGHTS, Source, open_source
 from tightfit.compress.texts import token_rows
 from tightfit.data.corpus import DEFAULT_SOURCE
-from tightfit.errors import InputError, QualityError, SourceError
+from tightfit.errors import DataError, InputError, QualityError, SourceError
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import convert_weights
@@ -92,7 +92,7 @@ def quantise(
     _dtype(model)  # before anything takes long
     chosen = choose_layers(model, method)
     held_out = (
-        _rows(found, model, text or DEFAULT_SOURCE, "--text", seq_len, TEXT_ROWS) if has_tokenizer(found) else None
+        _rows(found, model, text or DEFAULT_SOURCE, "--text", seq_len, TEXT_ROWS) if _has_tokenizer(found) else None
     )
     scales = None
     if method == "int8_static":
@@ -229,7 +229,7 @@ def _method(to: str, calibration: str | Path | None) -> Method:
 
 def _demand_tokenizer(source: Source, *, needs_one: bool, force: bool) -> None:
     """Raise `DataError` or `InputError` where texts are needed, and the source has no tokenizer to read them."""
-    if has_tokenizer(source):
+    if _has_tokenizer(source):
         return
     if needs_one:
         source.tokenizer  # noqa: B018 - it raises, and says why
@@ -238,6 +238,13 @@ def _demand_tokenizer(source: Source, *, needs_one: bool, force: bool) -> None:
             f"{source.folder}: has no tokenizer, so the loss of quality cannot be measured: put its tokenizer.json "
             "there, or give --force to write without knowing it"
         )
+
+
+def _has_tokenizer(source: Source) -> bool:
+    try:
+        return source.tokenizer is not None
+    except DataError:
+        return False
 
 
 def _rows(source: Source, model: nn.Module, text: str | Path, option: str, length: int | None, count: int) -> Tensor:

@@ -221,12 +221,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise OutputError(f"{folder}: cannot be written: {reason}: make room, or give another folder") from error
 
 
-def demand_new(folder: Path) -> None:
-    """Raise `OutputError` where a folder that is to be written is there and not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError(f"{folder}: is not an empty folder: give one that is not there yet")
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
