@@ -27,6 +27,7 @@ import torch
 
 from environment import ROOT, environment
 from tightfit.compress.pruning.pipeline import prune
+from tightfit.compress.quantising import quantise
 from tightfit.compress.report import CompressionReport
 from tightfit.config import parse_config
 from tightfit.report.before_and_after import figure_in_words
@@ -71,6 +72,20 @@ def groups_of_heads(subject: Subject, output: Path) -> CompressionReport:
     return pruned(subject, output, heads=max(1, count // 4) / count, on_text=True)
 
 
+def quantised(subject: Subject, output: Path, *, to: str) -> CompressionReport:
+    """`tightfit.quantise`, whatever it costs in quality: the table says."""
+    calibration = subject.calibration if to == "int8_static" else None
+    return quantise(
+        subject.source,
+        to=to,
+        output=output,
+        text=subject.held_out,
+        calibration=calibration,
+        seq_len=subject.seq_len,
+        force=True,
+    )
+
+
 METHODS: dict[str, Method] = {
     "layers 25%, activation": partial(pruned, layers=0.25, on_text=True),
     "FFN 25%, norm": partial(pruned, ffn=0.25),
@@ -86,6 +101,10 @@ METHODS: dict[str, Method] = {
     "masks 50%, magnitude, global": partial(pruned, sparsity=0.5, scope="global"),
     "masks 50%, Wanda": partial(pruned, sparsity=0.5, pattern="wanda", on_text=True),
     "masks 2:4, Wanda's scores": partial(pruned, sparsity=0.5, pattern="2:4", by="activation", on_text=True),
+    "int8 weights": partial(quantised, to="int8"),
+    "int8, dynamic": partial(quantised, to="int8_dynamic"),
+    "int8, static": partial(quantised, to="int8_static"),
+    "int4 weights": partial(quantised, to="int4"),
 }
 
 

