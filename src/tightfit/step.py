@@ -49,6 +49,15 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def modules_beside(loss: Loss | None) -> tuple[nn.Module, ...]:
+    """The modules that a loss runs beside the model and does not train (`loss.modules_beside`): the teacher of a
+    distillation.
+
+    They are in memory for as long as the training runs, so predictions and measurements count them.
+    """
+    return tuple(getattr(loss, "modules_beside", ()))
+
+
 def _checked(loss: Any) -> torch.Tensor:
     """Check that backward can begin at the result of a loss function. Raises `ModelError`."""
     if not isinstance(loss, torch.Tensor):

@@ -106,5 +106,7 @@ def on_meta(operator: Any, args: tuple, kwargs: dict, is_number: Callable[[torch
     args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("meta")}
+    if kwargs.get("generator") is not None:  # nothing is drawn, and some meta kernels take none (`exponential_`)
+        kwargs = {**kwargs, "generator": None}
     rule = SHAPE_RULES.get(operator) or operator
     return rule(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Runs a whole training step dry and returns its record."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.runtime.activity import accumulation, aside, now
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Loss, Part, StepSettings, forward_backward, let_go, update
+from tightfit.step import Loss, Part, StepSettings, forward_backward, let_go, modules_beside, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
@@ -73,7 +73,7 @@ def trace_step(
     """
     settings = settings or StepSettings()
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
-    with _dry(model, parts, cost, executor, role, routing) as dry:
+    with _dry(model, parts, cost, executor, role, routing, beside=modules_beside(loss)) as dry:
         twin = _built(optimizer, model, settings)
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
@@ -138,7 +138,7 @@ def trace_part(
     the parameters that have a gradient before the step. With `in_backward` each gradient is freed when it is ready, at
     an operator `STEPPED` that does nothing. `optimizer` is needed if the settings say that it steps in backward.
     """
-    with _dry(model, parts, cost, executor, role) as dry:
+    with _dry(model, parts, cost, executor, role, beside=modules_beside(loss)) as dry:
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
         if settings.step_in_backward and len(parts) == 1 and optimizer is not None:
             _give_states(dry, model, _built(optimizer, model, settings), with_gradient, settings)
@@ -236,19 +236,24 @@ def _dry(
     executor: ExecutorCost,
     role: CudaRole | None,
     routing: Routing = Routing.BALANCED,
+    beside: Sequence[nn.Module] = (),
 ) -> Iterator[DryRun]:
-    """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards."""
+    """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards.
+
+    `beside` are modules that the loss runs, whose weights exist before the step and after it.
+    """
     batch = list(tensors_in([part.batch for part in parts]))
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     plain = plain_tensors(model)
-    everything = [*model.parameters(), *model.buffers(), *plain, *batch]
+    everything = [*model.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
     with (
         aside(),
         torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
         everything_restored(model, *batch),
+        ExitStack() as restored,
         on_host(everything),
         ModuleTracker(model) as modules,
         collector_off(),
@@ -257,7 +262,11 @@ def _dry(
         modules.clock = lambda: len(dry.operators)
         now.dry = True
         try:
+            for module in beside:
+                restored.enter_context(everything_restored(module))
             announce(ledger, model, batch, plain)
+            for module in beside:
+                announce(ledger, module, [], plain_tensors(module))
             playing = nullcontext() if role is None else role.playing()
             with (
                 playing,
@@ -289,6 +298,11 @@ def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], pl
         ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor))
     for tensor in batch:
         ledger.announce(tensor, Category.INPUT, known=not is_unbacked(tensor))
+
+
+def held_by(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The parameters, buffers and plain tensors of modules."""
+    return [t for module in modules for t in (*module.parameters(), *module.buffers(), *plain_tensors(module))]
 
 
 def plain_tensors(model: nn.Module) -> list[torch.Tensor]:

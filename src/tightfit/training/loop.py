@@ -384,7 +384,7 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
 def _measured(step: int, stepper: Stepper, batch: dict[str, Any]) -> tuple[StepOutcome, int]:
     """A step under the allocator's record, and its peak."""
     outcomes: list[StepOutcome] = []
-    resident = resident_tensors(stepper.model, stepper.optimizer, batch)
+    resident = resident_tensors(stepper.model, stepper.optimizer, batch, stepper.loss)
     peak = measured_peak(lambda: outcomes.append(stepper.attempt(batch, step)), resident)
     return outcomes[0], peak
 

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from tightfit.memory.allocator import measured_peak
 from tightfit.optim.by_name import state_tensors
 from tightfit.runtime.nested import tensors_in
-from tightfit.tracing.step import plain_tensors
+from tightfit.step import Loss, modules_beside
+from tightfit.tracing.step import held_by
 
 __all__ = ["measured_peak", "resident_tensors"]
 
 
-def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Tensor]:
-    """Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's states and the batch."""
-    return [*model.parameters(), *model.buffers(), *plain_tensors(model), *state_tensors(optimizer), *tensors_in(batch)]
+def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss) -> list[Tensor]:
+    """What the model holds and what the loss holds beside it (parameters, buffers, tensors that modules hold as plain
+    attributes), the optimizer's states and the batch.
+    """
+    return [*held_by([model, *modules_beside(loss)]), *state_tensors(optimizer), *tensors_in(batch)]
