@@ -11,6 +11,7 @@ from tightfit.version import VERSION
 
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
     from tightfit.any_code.traced import Traced, trace
+    from tightfit.compress.distilling import DistilResult, distil
     from tightfit.compress.pruning.pipeline import prune
     from tightfit.compress.quantising import quantise
     from tightfit.compress.report import CompressionReport
@@ -43,6 +44,7 @@ _HOMES: dict[str, str] = {
     "CompressionReport": "tightfit.compress.report",
     "Curve": "tightfit.planner.curves",
     "Diagnosis": "tightfit.doctor.diagnosis",
+    "DistilResult": "tightfit.compress.distilling",
     "Estimate": "tightfit.planner.estimates",
     "Largest": "tightfit.planner.search.largest",
     "Plan": "tightfit.planner.plans",
@@ -56,6 +58,7 @@ _HOMES: dict[str, str] = {
     "compile_blocks": "tightfit.levers.compiled",
     "curve": "tightfit.planner.api",
     "diagnose": "tightfit.doctor.diagnosing",
+    "distil": "tightfit.compress.distilling",
     "estimate": "tightfit.planner.api",
     "fit": "tightfit.recipes.api",
     "maximise": "tightfit.planner.search.largest",
@@ -80,6 +83,7 @@ __all__ = [
     "CompressionReport",
     "Curve",
     "Diagnosis",
+    "DistilResult",
     "Estimate",
     "Largest",
     "Plan",
@@ -94,6 +98,7 @@ __all__ = [
     "compile_blocks",
     "curve",
     "diagnose",
+    "distil",
     "estimate",
     "fit",
     "maximise",

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 import tightfit
 from tightfit.cli import (
     asking,
+    distilling,
     exploring,
     exporting,
     generating,
@@ -94,6 +95,7 @@ def root(
 
 
 app.command()(training.train)
+app.command()(distilling.distil)
 app.command()(asking.plan)
 app.command()(asking.estimate)
 app.command()(asking.verify)

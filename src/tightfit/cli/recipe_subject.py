@@ -28,6 +28,7 @@ from tightfit.recipes.variants import OptimizerOf, optimizer_of
 from tightfit.recipes.written import YAML, Setting, model_section, written
 from tightfit.tracing.build import build_dry
 from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.purpose import refuse_teacher
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _section_of(source: str) -> dict[str, Any]:
 def _of_config(question: Question) -> RecipeSubject:
     assert question.config is not None, "the question has a CONFIG"
     config = load_config(question.config, question.settings)
+    refuse_teacher(config, "a prediction")
     training, section = config.training, config.model
     if isinstance(section, PretrainedModel) and section.gguf_file is not None:
         raise InputError(f"{question.config}: model.gguf_file cannot be asked about here: name the model's folder")

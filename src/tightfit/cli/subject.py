@@ -38,6 +38,7 @@ from tightfit.training.objective import counted
 from tightfit.training.objectives import ObjectiveName, objective_of, plannable
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.preferences import REFERENCE
+from tightfit.training.purpose import refuse_teacher
 from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent
@@ -141,6 +142,7 @@ def _from_config(question: Question, dry: bool) -> Subject:
     """The step that `tightfit train` would run, with its loss and its optimizer."""
     assert question.config is not None, "the question has a CONFIG"
     config = load_config(question.config, question.settings)
+    refuse_teacher(config, "a prediction")
     training = config.training
     model = _build(config, dry)
     batch, objective = _ids(model, config) if dry else _first_batch(config)

@@ -14,6 +14,7 @@ from tightfit.config.schema import (
     AdapterConfig,
     CheckpointConfig,
     DataConfig,
+    DistilConfig,
     MemoryConfig,
     OutputConfig,
     PretrainedModel,
@@ -25,8 +26,8 @@ from tightfit.models.decoder_config import PRESETS, DecoderConfig
 _INTRODUCTION = """\
 # Configuration
 
-A YAML file with the sections `model`, `data`, `training`, `memory`, `output` and `checkpoint`; every key has a
-default. On the command line, `key=value` overrides the file's value: `training.max_steps=20`, `memory.budget=0.5x`,
+A YAML file with the sections `model`, `data`, `training`, `memory`, `output`, `checkpoint` and `distil`; every key has
+a default. On the command line, `key=value` overrides the file's value: `training.max_steps=20`, `memory.budget=0.5x`,
 `memory.recompute.blocks=layers.*`. Unknown keys and wrong types are errors. Paths are relative to the working folder.
 """
 
@@ -40,6 +41,7 @@ _PAGES = (
     ("memory.recompute", "", RecomputeConfig, RecomputeConfig.__doc__),
     ("output", "", OutputConfig, OutputConfig.__doc__),
     ("checkpoint", "", CheckpointConfig, CheckpointConfig.__doc__),
+    ("distil", ", for `tightfit distil`", DistilConfig, DistilConfig.__doc__),
 )
 
 

@@ -353,6 +353,58 @@ class CheckpointConfig(Section):
     """Copy the state and write it while the training goes on. A CPU's budget includes the copy."""
 
 
+class DistilConfig(Section):
+    """Distillation: what `tightfit distil` needs beside the other sections. `tightfit train` refuses the section."""
+
+    teacher: str | None = None
+    """The folder of a finished run of tightfit, a local Hugging Face folder, or the name of a model on the hub. null:
+    only with a `store` that is complete."""
+    teacher_dtype: Literal["fp32", "bf16", "int8", "nf4"] = "bf16"
+    """Storage of the teacher's weights: all in fp32 or bf16, or those of linear layers, except the head, in 8 bits with
+    a scale per row or in 4-bit NormalFloat, and the others in bf16."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "logits_mse"] = "forward_kl"
+    """Divergence of teacher and student for each token: KL(teacher || student), KL(student || teacher), the generalised
+    Jensen-Shannon divergence, or the mean squared difference of the logits."""
+    beta: Share = 0.5
+    """With `jsd`, the teacher's share of the mixture (Agarwal et al. 2024)."""
+    temperature: Positive = 1.0
+    """Both distributions are of logits divided by it; the divergence is multiplied by its square (Hinton et al.
+    2015)."""
+    hard_weight: Share = 0.0
+    """Share of the cross-entropy of the data's own labels in the loss; the divergence has the rest."""
+    hidden_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the mean squared error of the last hidden states, which is added. If the widths differ, a projection of
+    the student's is trained with it and removed at the end."""
+    store: str | None = None
+    """A folder for the teacher's distributions: written first if it is not complete, then the teacher leaves memory.
+    null: the teacher runs beside the student in each step."""
+    store_method: Literal["sampled", "topk"] = "sampled"
+    """What the store keeps of each distribution: `k` tokens drawn at random and weighted so that the loss is right on
+    average (Anshumann et al. 2025, arXiv:2503.16870), or the `k` likeliest tokens and the mass of all others, which is
+    biased."""
+    k: Annotated[int, Field(gt=0, le=4096)] | None = None
+    """Tokens that the store keeps for each position, of 4 bytes each, or 5 if the vocabulary has more than 65536; null:
+    20."""
+    seed: CountOrZero = 0
+    """Seed of the store's draws."""
+
+    @model_validator(mode="after")
+    def _store_serves_the_loss(self) -> Self:
+        if self.store is None and (self.k is not None or self.store_method != "sampled"):
+            key = "k" if self.k is not None else "store_method"
+            raise ValueError(f"{key} is set, and store, which it is for, is not: give store a folder, or remove {key}")
+        if self.store is not None and self.divergence != "forward_kl":
+            raise ValueError(
+                f"divergence {self.divergence} needs the teacher's whole distribution, and a store keeps parts of it: "
+                "take forward_kl, or remove store"
+            )
+        if self.store is not None and self.hidden_weight:
+            raise ValueError(
+                "hidden_weight needs hidden states, which a store does not keep: set it to 0, or remove store"
+            )
+        return self
+
+
 def _model_kind(raw: Any) -> str:
     """`model:` is a pretrained model where it has a path, else the reference decoder."""
     pretrained = isinstance(raw, PretrainedModel) or (isinstance(raw, dict) and "path" in raw)
@@ -374,6 +426,7 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     output: OutputConfig = OutputConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    distil: DistilConfig | None = None
 
     @model_validator(mode="after")
     def _sequence_within_positions(self) -> Self:
@@ -416,4 +469,5 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "memory": field_names(MemoryConfig),
     "output": field_names(OutputConfig),
     "checkpoint": field_names(CheckpointConfig),
+    "distil": field_names(DistilConfig),
 }

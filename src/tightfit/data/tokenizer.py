@@ -65,6 +65,11 @@ class TextTokenizer:
         """One more than the highest id: the rows that a model's embedding must have."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The id of each token, special ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, no special token added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

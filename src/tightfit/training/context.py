@@ -32,16 +32,19 @@ class Context:
     device: DeviceSpec
     data: str  # a fingerprint of the samples
     around: Mapping[str, Any]  # what may change the last bits of a result
+    purpose: Mapping[str, str]  # hashes of what the training has beside its data, such as a teacher
 
     @classmethod
-    def of(cls, config: Config, data: PreparedData, device: DeviceSpec) -> "Context":
+    def of(
+        cls, config: Config, data: PreparedData, device: DeviceSpec, purpose: Mapping[str, str] | None = None
+    ) -> "Context":
         around = {
             "device": device.name,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "tightfit": VERSION,
         }
-        return cls(config, device, data.fingerprint, around)
+        return cls(config, device, data.fingerprint, around, dict(purpose or {}))
 
     def to_dict(self, fitted: Fit) -> dict[str, Any]:
         """As JSON, with the configuration."""
@@ -50,6 +53,7 @@ class Context:
             "max_steps": self.config.training.max_steps,
             "data": self.data,
             "around": self.around,
+            "purpose": self.purpose,
             "copy_bytes": fitted.copy_bytes,
             "buckets": [asdict(bucket) for bucket in fitted.buckets],
         }
@@ -70,6 +74,12 @@ class Context:
                 f"data.source {self.config.data.source}: the samples are not those that {checkpoint.path} was trained "
                 "on: put the data back as it was, or begin anew with output.overwrite=true and without --resume"
             )
+        for name, digest in self.purpose.items():
+            if stored.get("purpose", {}).get(name) != digest:
+                raise DataError(
+                    f"{name} is not the one that {checkpoint.path} was trained with: put it back as it was, or begin "
+                    "anew with output.overwrite=true and without --resume"
+                )
         changed = [
             f"{name} {stored['around'].get(name)} is {now} now"
             for name, now in self.around.items()

@@ -37,10 +37,11 @@ from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import Objective, counted
-from tightfit.training.objectives import objective_of, plannable
+from tightfit.training.objectives import plannable
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.outcome import result_of
 from tightfit.training.preferences import ReferencedSamples, from_file, reference_log_probs, to_file
+from tightfit.training.purpose import Purpose, refuse_teacher
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
@@ -94,22 +95,30 @@ def train(
         >>> (folder / "run" / "result.json").exists()
         True
     """
-    settings = _resolved(config, overrides)
+    settings = resolved(config, overrides)
+    refuse_teacher(settings, "train")
+    return run_training(settings, Purpose(), reporter=reporter, resume=resume)
+
+
+def run_training(
+    settings: Config, purpose: Purpose, *, reporter: Reporter | None = None, resume: bool = False
+) -> TrainResult:
+    """`train` for a purpose. Arguments, files, signals and errors are those of `train`."""
     folder, interrupt = RunFolder(settings.output.folder), Interrupt()
     reporter = reporter or SilentReporter()
     claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
     tracked = TrackingReporter(reporter, settings, folder)
-    with claimed as is_locked, _threads(settings.training.num_threads), tracked as reporter:
+    with claimed as is_locked, threads(settings.training.num_threads), tracked as reporter:
         if not is_locked:
             reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
         earlier = look_back(settings, folder, reporter) if resume else Earlier()
-        result = earlier.finished or _Run(settings, folder, reporter, interrupt, earlier.checkpoint).run()
+        result = earlier.finished or _Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose).run()
     interrupt.deliver()
     assert result is not None, "a training without a result was ended by a signal, which is delivered"
     return result
 
 
-def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
+def resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
     if not isinstance(config, Config):
         return load_config(config, overrides)
     return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
@@ -124,6 +133,7 @@ class _Run:
     reporter: Reporter
     interrupt: Interrupt
     checkpoint: Checkpoint | None
+    purpose: Purpose
 
     def run(self) -> TrainResult | None:
         """All that is left to do. None where a signal came before the first step was made: then nothing is in the
@@ -137,13 +147,15 @@ class _Run:
         data = plannable(
             prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
         )
-        context = Context.of(config, data, device)
+        data = self.purpose.prepared(data, config, device, self.reporter)
+        context = Context.of(config, data, device, self.purpose.identity)
         record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = build_model(config.model, seed=training.seed)
         if removed := source_masks(config.model):
             put_masks(model, removed)
             self.reporter.on_note(_what_is_masked(removed))
         check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
+        self.purpose.begin(model, data, config)
         self.folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
         self.reporter.on_note(_what_is_trained(model, data))
         if (rounding := rounding_note(model, training.optimizer)) is not None:
@@ -154,6 +166,7 @@ class _Run:
         stored = context.fitted(checkpoint, model)
         fitted = stored or fit(model, longest, self.loss(data), config, device, shorter)
         model.to(device.kind)
+        self.purpose.to(device.kind)
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
             if config.memory.verify:
@@ -190,6 +203,7 @@ class _Run:
                     validation = evaluate()
             sample = self._sample(model, data)
             saver.end(record, self.interrupt)
+            self.purpose.end(model)
             result = result_of(
                 config,
                 model,
@@ -207,7 +221,7 @@ class _Run:
 
     def loss(self, data: PreparedData) -> Objective:
         """What is minimised."""
-        return objective_of(data.objective, self.config.training)
+        return self.purpose.loss(data, self.config)
 
     def _with_reference(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> PreparedData | None:
         """The pairs with the log-probabilities that the model gives them before its first step: those that the folder
@@ -355,7 +369,7 @@ class _Run:
                     lambda: evaluation_loss(
                         model,
                         data.validation,
-                        self.loss(data),
+                        self.purpose.held_out_loss(data, self.config),
                         micro_batch_size=training.batch_size // levers.fitted.micro_batches,
                         precision=training.precision,
                         stop=lambda: interrupt.received is not None,
@@ -438,7 +452,7 @@ def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, 
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def threads(count: int | None) -> Iterator[None]:
     """The CPU's operators on `count` threads inside, and on as many as before afterwards."""
     before = torch.get_num_threads()
     if count is not None:

@@ -17,15 +17,17 @@ from tightfit.weights.int8 import Int8Linear
 LowBits = Literal["int8", "nf4"]
 
 
-def freeze_in_low_bits(model: nn.Module, kind: LowBits) -> None:
+def freeze_in_low_bits(model: nn.Module, kind: LowBits, *, head: nn.Module | None = None) -> None:
     """Freeze a model and replace the weights of its linear layers, except the output head's, by codes.
+
+    `head` is the output head of a model that does not name it as those of `transformers` do.
 
     `int8` takes one byte for each weight, and an fp32 scale for each row. `nf4` takes half a byte for each weight, and
     an fp32 scale for 64 weights (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` if the package is
     missing, and `ModelError` if the model has no such layer.
     """
     model.requires_grad_(False)
-    layers = linear_layers(model)
+    layers = {path: layer for path, layer in linear_layers(model).items() if layer is not head}
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers but its head: weights in {kind} save nothing")
     packed = Int8Linear.of if kind == "int8" else _nf4

@@ -1,0 +1,81 @@
+"""`distil`: a student trained towards its teacher, or the store of the teacher's distributions."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tightfit.cli import options
+from tightfit.cli.asking import columns
+from tightfit.cli.ending import ends_in_order
+from tightfit.cli.training import outcome
+
+if TYPE_CHECKING:
+    from tightfit.cli.progress import ProgressReporter
+    from tightfit.compress.distilling import DistilResult
+    from tightfit.compress.store_writing import StoreFigures
+
+
+def distil(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML configuration of a training.", show_default=False)
+    ],
+    overrides: options.Overrides = None,
+    store_only: Annotated[bool, typer.Option("--store-only", help="Write distil.store, and end.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the figures as JSON.")] = False,
+) -> None:
+    """Train a student towards a teacher, within the memory budget.
+
+    CONFIG has the keys of train, and the section distil. The teacher runs
+    beside the student, and its memory is part of the plan; or it writes
+    parts of its distributions to distil.store first, and leaves memory.
+    A store that was interrupted goes on when the command runs again.
+
+    [dim]tightfit distil my.yaml distil.teacher=runs/large[/]
+
+    [dim]tightfit distil my.yaml distil.teacher=runs/large distil.store=runs/store[/]
+    """
+    with ends_in_order():
+        from tightfit.cli.progress import ProgressReporter
+        from tightfit.compress.distilling import distil as run
+
+        reporter = ProgressReporter()
+        with reporter:
+            found = run(config, tuple(overrides or ()), reporter=reporter, store_only=store_only, resume=resume)
+        typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else described(found, reporter))
+
+
+def described(result: "DistilResult", reporter: "ProgressReporter") -> str:
+    """The store, the teacher beside the student, and what `train` says of a training."""
+    from tightfit.units import format_bytes
+
+    lines = [] if result.store is None else store_lines(result.store)
+    if result.training is None:
+        return "\n".join(lines)
+    if result.teacher_bytes:
+        lines.append(f"The teacher's weights took {format_bytes(result.teacher_bytes)} of each step's peak.")
+    else:
+        lines.append("The teacher took no memory during the steps.")
+    return "\n".join((*lines, outcome(result.training, reporter.plan, columns())))
+
+
+def store_lines(store: "StoreFigures") -> list[str]:
+    """What is in a store, and what writing it took."""
+    from tightfit.units import format_bytes, format_seconds
+
+    lines = [
+        f"The store {store.folder} has {store.positions:,} tokens in {store.shards} shards: "
+        f"{format_bytes(store.disk_bytes)}, {store.bytes_per_token:.1f} bytes a token."
+    ]
+    if store.predicted_peak_bytes is not None and store.measured_peak_bytes is not None and store.seconds is not None:
+        lines.append(
+            f"Writing {store.written_shards} shards took {format_seconds(store.seconds)}, {store.samples_at_once} "
+            f"samples at once. Its peak was {format_bytes(store.measured_peak_bytes)}, and "
+            f"{format_bytes(store.predicted_peak_bytes)} was predicted; the teacher's weights are "
+            f"{format_bytes(store.teacher_bytes or 0)} of it."
+        )
+    return lines

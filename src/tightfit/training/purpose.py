@@ -1,0 +1,57 @@
+"""What a training is for, where its data alone does not say it: the seam through which distillation adds a teacher."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from tightfit.config import Config
+from tightfit.data.prepare import PreparedData
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import ConfigError
+from tightfit.training.objective import Objective
+from tightfit.training.objectives import objective_of
+from tightfit.training.reporter import Reporter
+
+
+def refuse_teacher(config: Config, command: str) -> None:
+    """Raise `ConfigError` where a configuration is that of a distillation: without its teacher it would be another
+    training.
+    """
+    if config.distil is not None:
+        raise ConfigError(
+            f"distil is given, and {command} has no teacher: run tightfit distil (tightfit.distil), or leave the "
+            "section out (distil=null)"
+        )
+
+
+class Purpose:
+    """A training on its data and nothing else. A subclass may need more, such as another model.
+
+    The methods are called in this order, each once but for the two losses.
+    """
+
+    def prepared(self, data: PreparedData, config: Config, device: DeviceSpec, reporter: Reporter) -> PreparedData:
+        """The data with all that the batches need. Called before the model is built, so both need not fit at once."""
+        return data
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What a resumed training has to find unchanged, by names for an error: hashes of what is beside the data."""
+        return {}
+
+    def begin(self, model: nn.Module, data: PreparedData, config: Config) -> None:
+        """Called when the model is built, on the CPU. It may get further modules, which `end` removes."""
+
+    def loss(self, data: PreparedData, config: Config) -> Objective:
+        """What is minimised."""
+        return objective_of(data.objective, config.training)
+
+    def held_out_loss(self, data: PreparedData, config: Config) -> Objective:
+        """What is reported of the samples held out."""
+        return self.loss(data, config)
+
+    def to(self, device: str) -> None:
+        """Move what is beside the model to the device of the training, once the step is planned."""
+
+    def end(self, model: nn.Module) -> None:
+        """Called after the last step and its checkpoint, before the weights are written."""
