@@ -38,7 +38,7 @@ def settings(folder: Path, teacher: Path, **sections: dict[str, Any]) -> Config:
     defaults: dict[str, dict[str, Any]] = {
         "model": {**SHAPE, "hidden_size": 32},
         "data": {"source": str(corpus), "sequence_length": LENGTH, "tokenizer": str(teacher)},
-        "training": {"max_steps": 3, "batch_size": 8, "learning_rate": 1e-2, "device": "cpu", "num_threads": 1},
+        "training": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-2, "device": "cpu", "num_threads": 1},
         "memory": {},
         "checkpoint": {},
         "output": {"folder": str(folder / "run"), "overwrite": True},

@@ -46,7 +46,15 @@ def distil(
         reporter = ProgressReporter()
         with reporter:
             found = run(config, tuple(overrides or ()), reporter=reporter, store_only=store_only, resume=resume)
-        typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else described(found, reporter))
+        if as_json:
+            report = None if found.report is None else found.report.to_dict()
+            typer.echo(json.dumps({**found.to_dict(), "report": report}, indent=1))
+            return
+        typer.echo(described(found, reporter))
+        if found.report is not None:
+            from tightfit.compress.report import describe_report
+
+            typer.echo(describe_report(found.report, columns()))
 
 
 def described(result: "DistilResult", reporter: "ProgressReporter") -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tightfit.compress.heads import demand_plain_logits, head_of
 from tightfit.compress.losses import PROJECTION, DistillationLoss, HeldOutLoss, StoredDistillationLoss
+from tightfit.compress.report import CompressionReport, Side, measured
+from tightfit.compress.source import open_source
 from tightfit.compress.store_writing import StoreFigures
 from tightfit.compress.stored_samples import StoredSamples
 from tightfit.compress.stores import complete_store
@@ -41,19 +43,39 @@ from tightfit.training.reporter import Reporter, SilentReporter
 from tightfit.training.result import TrainResult
 from tightfit.training.run import run_training, threads
 
+HELD_OUT_ROWS = 64  # the most rows that the report's perplexities are of
+
 
 @dataclass(frozen=True)
 class DistilResult:
     """The outcome of a distillation. `training` is None where only the store was written, `store` where the teacher ran
-    beside the student. `teacher_bytes` are the teacher's weights that were in memory during the steps.
+    beside the student. `teacher_bytes` are the teacher's weights that were in memory during the steps. `held_out` are
+    some rows of text (rows, tokens) that neither the training nor the store has read, None where none were held out.
     """
 
     training: TrainResult | None
     store: StoreFigures | None
     teacher_bytes: int
+    teacher: Path | None = None
+    held_out: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def report(self) -> CompressionReport | None:
+        """The teacher before, the student after: parameters, bytes, peaks, speed, perplexity. None where no student was
+        trained. Both are loaded from their folders and run, one after the other, when this is first read.
+        """
+        if self.training is None:
+            return None
+        before = Side() if self.teacher is None else self._side(self.teacher)
+        return CompressionReport("distil", before, self._side(Path(self.training.folder)))
+
+    def _side(self, folder: Path) -> Side:
+        source = open_source(folder)
+        length = None if self.held_out is None else self.held_out.shape[1]
+        return measured(source.model(), text=self.held_out, seq_len=length, disk_bytes=source.weight_bytes or None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures by name, as JSON."""
+        """The figures by name, as JSON, without the report."""
         store = None
         if self.store is not None:
             store = {**asdict(self.store), "bytes_per_token": self.store.bytes_per_token}
@@ -97,6 +119,7 @@ def distil(
     Example:
         >>> import tempfile, tightfit
         >>> from pathlib import Path
+        >>> from tightfit.config import parse_config
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "corpus.txt").write_text("To be, or not to be, that is the question.\\n" * 200)
         >>> shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
@@ -128,7 +151,9 @@ def distil(
     if store_only:
         return _store_alone(settings, distillation, reporter or SilentReporter())
     found = run_training(settings, distillation, reporter=reporter, resume=resume)
-    return DistilResult(found, distillation.figures, distillation.teacher_bytes)
+    return DistilResult(
+        found, distillation.figures, distillation.teacher_bytes, distillation.folder, distillation.held_out
+    )
 
 
 def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
@@ -165,6 +190,7 @@ class Distillation(Purpose):
     section: DistilConfig
     figures: StoreFigures | None = None
     teacher_bytes: int = 0
+    held_out: Tensor | None = None
     _teacher: nn.Module | None = field(default=None, repr=False)
     _digest: str = ""
     _vocabulary: int = 0  # of the teacher that has written the store
@@ -176,6 +202,8 @@ class Distillation(Purpose):
 
     def prepared(self, data: PreparedData, config: Config, device: DeviceSpec, reporter: Reporter) -> PreparedData:
         """The data, with the teacher's entries if they come from a store."""
+        if data.validation.is_even and len(data.validation):
+            self.held_out = data.validation.batch(range(min(len(data.validation), HELD_OUT_ROWS)))["input_ids"]
         if data.objective == "dpo":
             raise ConfigError("training.objective dpo learns from preference pairs: distil takes causal or sft data")
         if self.folder is not None:
