@@ -27,8 +27,12 @@ from tightfit.config.schema import DistilConfig
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import split_batch
+from tightfit.memory.allocator import measured_peak
 from tightfit.models.saving import save_model
+from tightfit.optim.by_name import build_optimizer
+from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, update
 from tightfit.training import SilentReporter, train
+from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import counted
 
 
@@ -90,6 +94,44 @@ def test_an_online_step_has_the_gradients_of_two_whole_logit_tensors_however_it_
         loss(student, part).backward()
     assert relative_gap(dense, gradients(student)) < 1e-5
     assert all(p.grad is None for p in beside.parameters())
+
+
+class Naive:
+    """The loss from whole logits, with its teacher counted as that of `DistillationLoss` is."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.modules_beside = (teacher,)
+
+    def __call__(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        return naive_loss(model, self.modules_beside[0], batch, 1.0, 0.0)
+
+
+def step_peaks(model: nn.Module, loss: Any, batch: dict[str, Any]) -> tuple[int, int]:
+    """The peak of a step as a dry run predicts it, and as the allocator records it."""
+    predicted = tightfit.estimate(model, batch, loss=loss, device="cpu").peak_bytes
+    optimizer = build_optimizer("adamw", model.parameters())
+
+    def step() -> None:
+        forward_backward(model, [Part(batch, 1.0)], loss)
+        update(model, optimizer, StepSettings())
+
+    step()
+    return predicted, measured_peak(step, resident_tensors(model, optimizer, batch, loss))
+
+
+def test_a_step_takes_a_fraction_of_one_with_two_whole_logit_tensors():
+    vocabulary = 6000
+    student = decoder(16, vocab_size=vocabulary)
+    beside = decoder(24, vocab_size=vocabulary, seed=7).eval().requires_grad_(False)
+    batch = counted(
+        {**TokenBatch(32, LENGTH, vocabulary).tensors(), "position_ids": torch.arange(LENGTH).repeat(32, 1)}
+    )
+    naive, chunked = (
+        step_peaks(student, loss, batch) for loss in (Naive(beside), DistillationLoss(beside, DistilConfig()))
+    )
+    assert is_predicted(*naive)
+    assert is_predicted(*chunked)
+    assert chunked[1] < 0.1 * naive[1]
 
 
 def test_a_document_is_distilled_alike_whatever_stands_before_it_in_its_row():
@@ -340,7 +382,8 @@ def test_models_of_transformers_are_distilled_and_load_there(tmp_path: Path, tea
         model.save_pretrained(tmp_path / name)
         load_tokenizer(teacher).save(tmp_path / name)
     raw = settings(tmp_path, tmp_path / "large", distil={"hidden_weight": 0.1}).model_dump(mode="json")
-    config = parse_config({**raw, "model": {"path": str(tmp_path / "small")}})
+    data = {**raw["data"], "validation_fraction": 0.1}
+    config = parse_config({**raw, "model": {"path": str(tmp_path / "small")}, "data": data})
     result = tightfit.distil(config)
     assert result.training is not None
     assert is_predicted(result.training.predicted_peak_bytes, result.training.measured_peak_bytes)

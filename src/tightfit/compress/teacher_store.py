@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tightfit.checkpoint.manifest import TENSORS
+from tightfit.checkpoint.names import name_of
 from tightfit.checkpoint.store import Checkpoints
 from tightfit.checkpoint.stored import Checkpoint
 from tightfit.checkpoint.tensor_file import open_tensor_file
@@ -140,7 +141,7 @@ class TeacherStore:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def _open(self, shard: int) -> Shard:
-        path = self.folder / f"step-{shard:08d}" / TENSORS
+        path = self.folder / name_of(shard) / TENSORS
         layout = open_tensor_file(path).layout
         arrays = {
             name: np.memmap(path, place.spec.dtype, mode="r", offset=place.start, shape=place.spec.shape)
