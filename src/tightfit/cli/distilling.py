@@ -43,13 +43,14 @@ def distil(
         from tightfit.cli.progress import ProgressReporter
         from tightfit.compress.distilling import distil as run
 
-        reporter, found = ProgressReporter(), None
+        reporter = ProgressReporter()
         try:
             with reporter:
                 found = run(config, tuple(overrides or ()), reporter=reporter, store_only=store_only, resume=resume)
-        finally:  # an interrupted training has an outcome too
-            if found is None and reporter.result is not None and not as_json:
+        except BaseException:  # an interrupted training has an outcome too
+            if reporter.result is not None and not as_json:
                 typer.echo(outcome(reporter.result, reporter.plan, columns()))
+            raise
         if as_json:
             report = None if found.report is None else found.report.to_dict()
             typer.echo(json.dumps({**found.to_dict(), "report": report}, indent=1))
