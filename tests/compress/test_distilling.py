@@ -410,26 +410,17 @@ def test_a_student_learns_faster_from_a_teacher_than_from_the_text_alone(tmp_pat
         "output": {"folder": str(tmp_path / "teacher")},
     }  # fmt: skip
     config = settings(tmp_path, tmp_path / "teacher", **sections)
-    taught = train(config, ["distil=null"])
+    train(config, ["distil=null"])
     student = [
         f"data.tokenizer={tmp_path}/teacher", "model.hidden_size=48", "model.num_layers=2",
         "training.max_steps=150", "training.learning_rate=4e-3",
     ]  # fmt: skip
     alone = train(config, ["distil=null", *student, f"output.folder={tmp_path}/alone"])
-    found = {
-        name: tightfit.distil(config, [*student, f"output.folder={tmp_path}/{name}", *how]).training
-        for name, how in {
-            "online": [],
-            "sampled": [f"distil.store={tmp_path}/sampled-store"],
-            "topk": [f"distil.store={tmp_path}/topk-store", "distil.store_method=topk"],
-        }.items()
-    }
-    losses = {name: one.validation_loss for name, one in found.items() if one is not None}
-    print(f"teacher {taught.validation_loss}, alone {alone.validation_loss}, {losses}")
+    taught = tightfit.distil(config, [*student, f"output.folder={tmp_path}/online"]).training
+    assert taught is not None
     assert alone.validation_loss is not None
-    for loss in losses.values():
-        assert loss is not None
-        assert loss < alone.validation_loss
+    assert taught.validation_loss is not None
+    assert taught.validation_loss < alone.validation_loss - 0.1
 
 
 @pytest.mark.slow  # three trainings and their plans
