@@ -75,7 +75,7 @@ def loaded_by(*arguments):
     return out, err, set(modules)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # an interpreter for each model
 @pytest.mark.parametrize("model", ["mm26", "smollm2-135m", "gpt2"])
 def test_an_estimate_at_the_command_line_loads_no_compiler_and_nothing_for_many_devices(model):
     ask = ("estimate", "--model", model, "--seq-len", "64", "--device", "rtx4090", "--json")

@@ -60,6 +60,7 @@ def measured(model, ids, new_tokens, chunk_size=512):
 SLOW = pytest.mark.slow  # the same readers as others, with windows: two seconds each
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if "window" in n else n for n in MODELS])
 def test_the_peak_of_a_generation_is_the_allocators(name):
     model, ids = MODELS[name](), prompts()

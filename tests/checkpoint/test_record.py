@@ -29,7 +29,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(VALUES)
 def test_any_json_comes_back_as_it_was(value):
     back = through_a_manifest({"value": value})["value"]

@@ -119,6 +119,7 @@ def step_peaks(model: nn.Module, loss: Any, batch: dict[str, Any]) -> tuple[int,
     return predicted, measured_peak(step, resident_tensors(model, optimizer, batch, loss))
 
 
+@pytest.mark.slow  # a large vocabulary
 def test_a_step_takes_a_fraction_of_one_with_two_whole_logit_tensors():
     vocabulary = 6000
     student = decoder(16, vocab_size=vocabulary)

@@ -122,6 +122,7 @@ def measured(model, ids, new_tokens):
 SLOW = pytest.mark.slow  # the same weights once more, in other modules: two seconds each
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "method"),
     [*(("run", method) for method in METHODS), ("llama", "int8_static"), pytest.param("llama", "int8", marks=SLOW),

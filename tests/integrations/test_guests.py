@@ -19,7 +19,7 @@ def fresh(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # an interpreter for each library
 @pytest.mark.filterwarnings("ignore")  # a user's process goes on after a warning
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_shows_its_plan(name, capsys):

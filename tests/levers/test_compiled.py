@@ -123,6 +123,7 @@ def test_what_compiled_blocks_of_other_models_take_is_predicted(name, keep, prec
         assert predicted == allocator_peak(model, batch, settings=StepSettings(precision))
 
 
+@pytest.mark.slow  # blocks are compiled for real beside it
 @by_the_compiler
 def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
     def refuse(*arguments, **settings):

@@ -35,7 +35,7 @@ def test_offload_leaves_everything_bit_equal(name, way):
     assert_bit_equal(plain_step(name), step(name, WAYS[way]))
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("loss", [gradient_penalty, three_micro_batches, two_graphs_at_once])

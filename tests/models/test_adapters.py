@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     return saved_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("precision", "dropout", "budget"), [("fp32", 0.1, "0.6x"), ("bf16", 0.0, "0.8x")])
 def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(folder, base, precision, dropout, budget):

@@ -38,6 +38,7 @@ def single_pass(model, ids):
     return scores[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
 @pytest.mark.parametrize("chunk_size", [1, 16, 30, 74, 1000, None])
 def test_in_fp64_a_decoder_scores_a_text_in_pieces_as_in_one_pass(settings, chunk_size):
@@ -151,6 +152,7 @@ def by_whole_passes(model, ids, count, limit):
     return ids
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
 @pytest.mark.parametrize("chunk_size", [1, 7, 512])
 def test_text_generated_from_a_cache_is_that_of_whole_passes(settings, chunk_size):

@@ -37,6 +37,7 @@ def test_weights_in_another_dtype_take_its_bytes_and_no_memory():
     assert bytes_of(as_recipe(half, dtype="fp32")) == 4 * count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
 def test_adapters_on_a_base_take_the_bytes_of_the_real_ones(folder, base):
     adapter = AdapterConfig(r=2, base=base, target_modules="all-linear")

@@ -114,6 +114,7 @@ def test_beta_is_that_of_trl():
         torch.testing.assert_close(ours, 4 * theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_error_is_at_most_that_of_the_plain_version(dtype):
     shapes, mixes, squares = [(64, 32, 300), (129, 48, 601)], [(1.0, 0.0), (1.5, 0.3)], []

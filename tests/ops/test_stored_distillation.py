@@ -150,6 +150,7 @@ def test_the_gradient_of_a_sample_is_unbiased_and_that_of_the_top_k_is_not():
     assert biased.square().mean() > 1.2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_error_is_at_most_that_of_the_plain_version(dtype):
     squares = []

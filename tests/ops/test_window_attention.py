@@ -60,6 +60,7 @@ def test_in_fp64_output_and_gradients_are_the_plain_ones(causal, window, mask, d
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 1.2), (torch.bfloat16, 1.0)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
 def test_where_queries_see_few_keys_the_error_is_near_that_of_the_plain_version_or_below(causal, dtype, times):

@@ -26,7 +26,7 @@ def traced(model, batch, optimizer, micro_batches=1):
     return trace_step(model, parts, model_loss, optimizer=optimizer)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("optimizer", [*KINDS, in_backward])
 def test_the_predicted_peak_is_the_allocators(optimizer, micro_batches):

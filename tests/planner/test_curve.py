@@ -95,6 +95,7 @@ def test_a_plan_with_its_curve_lies_on_it_and_survives_its_json(with_curve, tmp_
     assert "every second block recomputed" in str(made)
 
 
+@pytest.mark.slow  # a plan with its curve
 def test_levers_that_were_not_allowed_have_figures_beside_a_curve(with_curve):
     made = with_curve
     forbidden = {r.levers: r for r in made.rejected if "not among the levers" in r.reason}
@@ -102,6 +103,7 @@ def test_levers_that_were_not_allowed_have_figures_beside_a_curve(with_curve):
     assert all(r.peak_bytes < made.plain_peak_bytes and r.step_seconds > 0 for r in forbidden.values())
 
 
+@pytest.mark.slow  # a curve of many points
 def test_a_curve_is_a_table_and_json(curve, tmp_path):
     assert "fixed recipes" in str(curve)
     curve.to_json(tmp_path / "curve.json")

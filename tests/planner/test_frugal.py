@@ -53,7 +53,7 @@ def test_the_least_is_the_same_at_every_price(build, levers):
     assert len({least(model, device(), levers) for device in CALIBRATIONS.values()}) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # many traces
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_the_backward_foreseen_under_a_keep_set_is_the_one_traced(build):
     model = build()

@@ -51,7 +51,7 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def plan():
-    return tightfit.plan(decoder(), token_batch(8), "0.6x", levers="rounding", curve=True)
+    return tightfit.plan(decoder(num_layers=2), token_batch(8), "0.8x", levers="rounding", curve=True)
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def traces(dtype, optimizer, device, *, in_backward=False):
     return whole, joined(part, update, on_cuda=request.role is not None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "optimizer"), OPTIMIZERS)
 def test_every_level_of_a_joined_step_is_that_of_the_whole_one(dtype, optimizer, device):
@@ -49,6 +50,7 @@ def test_every_level_of_a_joined_step_is_that_of_the_whole_one(dtype, optimizer,
     assert found.by_category() == whole.by_category()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "optimizer"), OPTIMIZERS[1:])
 def test_with_the_step_in_backward_the_peak_and_the_seconds_are_near_the_whole_ones(dtype, optimizer, device):

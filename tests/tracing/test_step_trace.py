@@ -24,7 +24,7 @@ def traced(model, batch, micro_batches=1, **options):
     return trace_step(model, as_parts(split_batch(batch, micro_batches), model_loss), model_loss, **options)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("settings", [StepSettings(), StepSettings("bf16"), StepSettings(grad_clip=1.0)], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("lever", ["plain", "recompute", "recompute mlp", "segments"])

@@ -114,6 +114,7 @@ def test_one_micro_batch_fewer_would_not_fit():
             )
 
 
+@pytest.mark.slow  # a training for each number of micro-batches
 def test_losses_and_gradients_do_not_depend_on_the_micro_batches_of_a_bucket():
     data, fitted, found = data_of(config_of({})), fitted_for("micro-batches"), []
     for counts in (None, fitted.micro_batches_for):

@@ -12,8 +12,8 @@ from tightfit.config import parse_config
 from tightfit.data.packing import PackedSamples
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
+from tightfit.training import purpose, train
 from tightfit.training import run as module
-from tightfit.training import train
 from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss
@@ -78,6 +78,7 @@ def test_a_step_that_was_evaluated_is_not_evaluated_again_at_the_end_or_for_the_
 TIMES = ("seconds", "tokens_per_second", "memory_bytes")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_signal_inside_an_evaluation_loses_no_line_when_the_training_goes_on(tmp_path, monkeypatch, at):
     def lines(folder):
@@ -123,7 +124,7 @@ def test_an_evaluation_that_is_out_of_memory_halves_its_own_batches_and_no_other
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9999 bytes.")
             return super().__call__(model, batch)
 
-    monkeypatch.setattr(module, "objective_of", lambda name, training: Narrow())
+    monkeypatch.setattr(purpose, "objective_of", lambda name, training: Narrow())
     listener = Listener()
     result = train(settings(tmp_path, training=EVERY_TWO, output={"overwrite": True}), reporter=listener)
     assert result.validation_loss == pytest.approx(truth.validation_loss, rel=1e-6)

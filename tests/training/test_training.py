@@ -34,7 +34,7 @@ def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_pictures(monkeypatch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("memory", [{}, BUDGET], ids=["plain", "planned"])
 def test_the_measured_peak_is_the_predicted_one(tmp_path: Path, precision: str, memory: dict[str, Any]):
@@ -62,7 +62,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return [line["loss"] for line in metrics(folder)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {"recompute": {"segments": 2}}], ids=str)
 def test_recomputing_moves_no_loss_by_a_bit(tmp_path: Path, plain_losses: list[float], memory: dict[str, Any]):
     result = run(tmp_path, memory=memory, **DROPPING)

@@ -31,7 +31,7 @@ def model_and_batch(name):
     return transformers.T5ForConditionalGeneration(config).train(), tiny_batch(name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_an_architecture_is_estimated_planned_and_verified(name):
     check(*model_and_batch(name))

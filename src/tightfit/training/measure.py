@@ -14,7 +14,9 @@ from tightfit.tracing.step import held_by
 __all__ = ["measured_peak", "resident_tensors"]
 
 
-def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss) -> list[Tensor]:
+def resident_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss | None = None
+) -> list[Tensor]:
     """What the model holds and what the loss holds beside it (parameters, buffers, tensors that modules hold as plain
     attributes), the optimizer's states and the batch.
     """
