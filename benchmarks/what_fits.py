@@ -41,7 +41,7 @@ Written by `python benchmarks/what_fits.py`; the figures are in `benchmarks/resu
 in all of the card's memory.
 
 The first {rows} recipes of each pair are shown. Peaks are predicted allocated bytes; the allocator's segments and the
-context fit beside them. `~` marks a size that was read off a straight line through two dry runs; the others were run
+context fit beside them. `~` marks a size that was read off a line through a few dry runs; the others were run
 dry. Seconds follow the card's published rates ([accuracy.md](accuracy.md) has their error). Adapters are of rank 16 on
 the layers that `peft` chooses for the architecture.
 """

@@ -1,7 +1,8 @@
 """The longest sequence and the largest batch that a recipe can train within a budget.
 
-The memory of a step is nearly linear in its tokens. Two dry runs of a variant with the levers of least memory give that
-line for all of its optimizers. A dry run at the size that the line names confirms it, or corrects it.
+The memory of a step is nearly linear in its tokens, once activations outweigh gradients. A few dry runs of a variant
+with the levers of least memory give that line for all of its optimizers. A dry run at the size that the line names
+confirms it, or corrects it.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,11 @@ from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import state_bytes
 
 MULTIPLE = 64  # of a sequence's tokens, which matrix units like
-CORRECTIONS = 3  # dry runs for one size
+CORRECTIONS = 3  # dry runs that confirm one size
+POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
+FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
+NEAR = 0.5  # of a size: how near to a point a size is read off between points
+JUMP = 8  # times the largest size that was run dry, for the next
 MOST = 2**20  # tokens of a batch, beyond which nothing is tried: a dry run computes with the ids of all tokens
 Shape = tuple[int, int]  # sequences, and tokens of each
 
@@ -56,24 +61,34 @@ class _Dimension:
     shape: Callable[[int], Shape]
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Bytes of forward and backward as a straight line over a size."""
+class _Points(dict[int, int]):
+    """Bytes of forward and backward at the sizes that were run dry.
 
-    at: int
-    bytes: int
-    slope: float
+    Bytes over sizes are convex: weights and gradients alone first, then a straight line of activations. So what lies
+    between two points is at most the chord, and what is read off it fits.
+    """
 
-    def largest(self, limit: int) -> int:
-        return int(self.at + (limit - self.bytes) / self.slope) if self.slope > 0 else MOST
+    def largest(self, limit: int, most: int) -> int:
+        """The largest size within the limit, between the points or beyond the last two."""
+        values = sorted(self)
+        within = [value for value in values if self[value] <= limit]
+        if not within:
+            return values[0]
+        low = within[-1]
+        above = [value for value in values if value > low]
+        if not above:
+            above, low = [low], max([value for value in values if value < low], default=low)
+        high = above[0]
+        slope = (self[high] - self[low]) / (high - low) if high != low else 0.0
+        return min(most, int(low + (limit - self[low]) / slope)) if slope > 0 else most
 
 
 @dataclass
 class Sizes:
-    """Mutable: the lines of the variants, which their optimizers share."""
+    """Mutable: the points of the variants, which their optimizers share."""
 
     search: RecipeSearch
-    lines: dict[tuple[Variant, str], _Line] = field(default_factory=dict)
+    points: dict[tuple[Variant, str], _Points] = field(default_factory=dict)
 
     def of(self, found: Found, *, confirm: bool) -> Found:
         """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
@@ -96,33 +111,39 @@ class Sizes:
     def _largest(self, found: Found, dimension: _Dimension, confirm: bool) -> Largest:
         variant, now = found.variant, dimension.now
         assert variant is not None, "asked by the caller"
-        line = self._line(found, dimension)
         limit = variant.budget_bytes - UNSEEN_BYTES - self._beside(found)
+        points = self._points(found, dimension)
 
-        def within(limit: int) -> int:
-            value = line.largest(limit) // dimension.multiple_of * dimension.multiple_of
-            return max(now, min(value, dimension.most))
+        def within(limit: int, most: int) -> int:
+            value = points.largest(limit, most) // dimension.multiple_of * dimension.multiple_of
+            return max(now, min(value, most))
 
+        most = dimension.most
+        for _ in range(POINTS):
+            value = within(limit, most)
+            if value <= FAR * max(points) and min(abs(value - known) / known for known in points) < NEAR:
+                break
+            value = min(value, JUMP * max(points))
+            points[value] = self._peak(found, dimension.shape(value))
         is_traced = parse_optimizer(found.recipe.optimizer).kind != OFFLOADED
         for _ in range(CORRECTIONS if confirm and is_traced else 0):
-            value = within(limit)
+            value = within(limit, most)
             if value == now:
                 break
             excess = self._excess(found, dimension.shape(value))
             if excess <= 0:
                 return Largest(value, confirmed=True)
-            limit -= max(excess, int(line.slope * dimension.multiple_of))
-        value = within(limit)
+            limit, most = limit - excess, value - dimension.multiple_of
+        value = within(limit, most)
         return Largest(value, confirmed=value == now)  # the size that was asked about was traced
 
-    def _line(self, found: Found, dimension: _Dimension) -> _Line:
+    def _points(self, found: Found, dimension: _Dimension) -> _Points:
         key = Variant.of(found.recipe), dimension.name
-        if key not in self.lines:
+        if key not in self.points:
             now = dimension.now
             other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
-            here, there = (self._peak(found, dimension.shape(value)) for value in (now, other))
-            self.lines[key] = _Line(now, here, (there - here) / (other - now) if other != now else 0.0)
-        return self.lines[key]
+            self.points[key] = _Points({n: self._peak(found, dimension.shape(n)) for n in dict.fromkeys((now, other))})
+        return self.points[key]
 
     def _beside(self, found: Found) -> int:
         """Bytes of the states, and those that the allocator adds to the sums."""

@@ -19,7 +19,7 @@ def describe_recipes(found: RecipesRecord, width: int = WIDTH) -> str:
     table, left_out = recipe_table(found, width)
     lines = ["", *found.notes]
     if any(o.fits for o in found):
-        lines.append("~ is read off a straight line through two dry runs; figures without it were run dry.")
+        lines.append("~ is read off a line through a few dry runs; figures without it were run dry.")
         lines.append(ERROR)
     if left_out:
         lines.append(f"Left out, as the terminal is narrow: {', '.join(left_out)}. With --json all are written.")
