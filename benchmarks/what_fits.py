@@ -37,7 +37,7 @@ PAGE = """\
 # What fits
 
 Written by `python benchmarks/what_fits.py`; the figures are in `benchmarks/results/what_fits.json`, made with torch
-{torch} at commit {commit}. Nothing was computed: each table is one `tightfit fit`, best first, for one sequence a step
+{torch} at commits {commit}. Nothing was computed: each table is one `tightfit fit`, best first, for one sequence a step
 in all of the card's memory.
 
 The first {rows} recipes of each pair are shown. Peaks are predicted allocated bytes; the allocator's segments and the
@@ -59,12 +59,13 @@ def asked(pair: tuple[str, str, int, int]) -> dict[str, Any]:
     row["processor_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode not in (0, 3):
         raise SystemExit(f"{' '.join(command)}: {done.stderr}")
-    return row | {"recipes": json.loads(done.stdout)["recipes"]}
+    return row | {"commit": environment()["commit"], "recipes": json.loads(done.stdout)["recipes"]}
 
 
 def page(results: list[dict[str, Any]], where: dict[str, Any]) -> str:
     """docs/what_fits.md."""
-    head = PAGE.format(torch=where["versions"]["torch"], commit=where["commit"][:10], rows=ROWS)
+    commits = " and ".join(dict.fromkeys(row["commit"][:10] for row in results))
+    head = PAGE.format(torch=where["versions"]["torch"], commit=commits, rows=ROWS)
     return head + "".join(map(section, results))
 
 
