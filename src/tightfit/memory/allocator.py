@@ -107,6 +107,21 @@ def collector_off() -> Iterator[None]:
 
 
 @contextmanager
+def old_objects_left_alone() -> Iterator[None]:
+    """A context in which garbage collections do not visit the objects that exist at its start."""
+    # The records of a few dry runs make the collector visit everything. With the imported packages that is a million
+    # objects: 0.4 s for every second dry run of an 8B.
+    begins = gc.get_freeze_count() == 0  # else somebody froze them already, and will unfreeze them
+    if begins:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if begins:
+            gc.unfreeze()
+
+
+@contextmanager
 def _silent_kineto() -> Iterator[None]:
     """A context in which Kineto does not write to the terminal, unless the user chose a level or profiled before."""
     chosen = os.environ.get(_KINETO_LEVEL)

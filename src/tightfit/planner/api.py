@@ -9,6 +9,7 @@ from torch import nn
 
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
@@ -135,6 +136,7 @@ def plan(
 
 
 @aside()
+@old_objects_left_alone()
 @real_tensors()
 def curve(
     model: nn.Module,
@@ -183,6 +185,7 @@ def curve(
 
 
 @aside()
+@old_objects_left_alone()
 @real_tensors()
 def estimate_asked(asked: Asked) -> Estimate:
     """`tightfit.estimate`, with its arguments as one record."""
@@ -190,6 +193,7 @@ def estimate_asked(asked: Asked) -> Estimate:
 
 
 @aside()
+@old_objects_left_alone()
 @real_tensors()
 def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
     """`tightfit.plan`, with its arguments as one record."""

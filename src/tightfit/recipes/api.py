@@ -9,6 +9,7 @@ from torch import nn
 from tightfit.config.schema import AdapterConfig, PretrainedModel
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
+from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.models.adapters import is_adapted
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
@@ -91,6 +92,7 @@ def fit(
 
 
 @aside()
+@old_objects_left_alone()
 @real_tensors()
 def recipes_of(
     asked: Asked,

@@ -7,6 +7,7 @@ import torch
 
 from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError, ModelError
 from tightfit.levers.recompute import Policy
+from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Exactness, Offer, PlainStep, Role, allowed_levers, lever_types
 from tightfit.planner.request import Request, Tracer
@@ -45,6 +46,7 @@ class _Trial:
 
 
 @aside()
+@old_objects_left_alone()
 def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
     """Run the step dry without and with each remedy, and rank the remedies.
 

@@ -149,7 +149,7 @@ class RecipeSearch:
         Its levers are those of a step that uses up each gradient at once and has no states.
         """
         freeing = self.freeing(recipe)
-        whole = Search(self.asked_for(recipe).request(may_choose=True), self.budget)
+        whole = self.whole_search(recipe, freeing)
         bound = freeing.budget_bytes - UNSEEN_BYTES
         if freeing.plain.peak_bytes <= bound:
             candidate = whole.trace_applied(whole.request.plain, {})
@@ -169,6 +169,13 @@ class RecipeSearch:
             bound -= excess
         least = freeing.least_of(rung) + UNSEEN_BYTES
         return Found(Outcome(recipe, False, needed, max(least, search.budget_bytes + 1)), freeing)
+
+    def whole_search(self, recipe: Recipe, variant: VariantSearch) -> Search:
+        """A search whose traces are of the recipe's whole step. Its blocks are the variant's."""
+        search = Search(self.asked_for(recipe).request(may_choose=True), self.budget)
+        # The budget is no share of the plain peak, so it needs no trace of the plain step.
+        search.__dict__.update(budget_bytes=variant.budget_bytes, paths=variant.paths)
+        return search
 
     def freeing(self, recipe: Recipe) -> VariantSearch:
         """The search of the recipe's variant with the step in backward."""
@@ -235,15 +242,17 @@ class RecipeSearch:
         outcome, variant, candidate = found.outcome, found.variant, found.candidate
         if outcome.plan is not None or variant is None or candidate is None:
             return found
-        search = Search(self.asked_for(outcome.recipe).request(may_choose=True), self.budget)
+        search = self.whole_search(outcome.recipe, variant)
         update = variant.update(outcome.recipe.optimizer)
         # The plain step is known; a trace of it would say the same again.
         search.__dict__["plain"] = joined(variant.plain, update, on_cuda=variant.on_cuda)
-        search.__dict__["paths"] = variant.paths
         search.routing_matters = search.plain.peak_depends_on_data
-        whole = search.trace_applied(
-            candidate.combination, candidate.policies, candidate.priced, candidate.choice, candidate.joined
-        )
+        if parse_optimizer(outcome.recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
+            whole = candidate  # it was traced as the whole step when it was found
+        else:
+            whole = search.trace_applied(
+                candidate.combination, candidate.policies, candidate.priced, candidate.choice, candidate.joined
+            )
         if search.excess(whole) > 0:
             return self.planned(outcome.recipe, variant)
         search.best = whole

@@ -1,7 +1,8 @@
 """The longest sequence and the largest batch that a recipe can train within a budget.
 
 The memory of a step is nearly linear in its tokens, once activations outweigh gradients. A few dry runs of a variant
-with the levers of least memory give that line for all of its optimizers. A dry run at the size that the line names
+with the levers of least memory give that line for all of its optimizers. Other variants, and the other dimension, need
+only one run more each: they have about the same line at another height. A dry run at the size that the line names
 confirms it, or corrects it.
 """
 
@@ -22,6 +23,7 @@ from tightfit.tracing.joined import state_bytes
 
 MULTIPLE = 64  # of a sequence's tokens, which matrix units like
 CORRECTIONS = 3  # dry runs that confirm one size
+NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
 NEAR = 0.5  # of a size: how near to a point a size is read off between points
@@ -85,10 +87,10 @@ class _Points(dict[int, int]):
 
 @dataclass
 class Sizes:
-    """Mutable: the points of the variants, which their optimizers share."""
+    """Mutable: the points of the variants, which their optimizers share, by the dimension's name and present size."""
 
     search: RecipeSearch
-    points: dict[tuple[Variant, str], _Points] = field(default_factory=dict)
+    points: dict[tuple[Variant, str, int], _Points] = field(default_factory=dict)
 
     def of(self, found: Found, *, confirm: bool) -> Found:
         """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
@@ -113,36 +115,75 @@ class Sizes:
         assert variant is not None, "asked by the caller"
         limit = variant.budget_bytes - UNSEEN_BYTES - self._beside(found)
         points = self._points(found, dimension)
+        most = dimension.most
 
-        def within(limit: int, most: int) -> int:
+        def within(points: _Points) -> int:
             value = points.largest(limit, most) // dimension.multiple_of * dimension.multiple_of
             return max(now, min(value, most))
 
-        most = dimension.most
+        guide = self._guide(found, dimension, points)
+        if guide is None:
+            self._explore(found, dimension, points, within)
+        is_traced = parse_optimizer(found.recipe.optimizer).kind != OFFLOADED
+        if not (confirm and is_traced):
+            if guide is not None and (value := within(guide)) not in points:
+                points[value] = self._peak(found, dimension.shape(value))
+            value = within(points)
+            return Largest(value, confirmed=value == now)  # the size that was asked about was traced
+        value = within(guide or points)
+        fits = now
+        for _ in range(CORRECTIONS):
+            if value - fits < max(dimension.multiple_of, NOT_WORTH_A_RUN * fits):
+                break
+            points[value], excess = self._peak_and_excess(found, dimension.shape(value))
+            if excess <= 0:
+                fits = value
+            else:
+                limit, most = min(limit, points[value]) - excess, value - dimension.multiple_of
+            value = within(points)
+        # Where no run confirmed a larger size, the last one that the points name is a guess.
+        return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
+
+    def _explore(
+        self, found: Found, dimension: _Dimension, points: "_Points", within: Callable[["_Points"], int]
+    ) -> None:
+        """Add points until the size that they name is near to one of them."""
+        now = dimension.now
+        other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
+        points.setdefault(other, self._peak(found, dimension.shape(other)))
         for _ in range(POINTS):
-            value = within(limit, most)
+            value = within(points)
             if value <= FAR * max(points) and min(abs(value - known) / known for known in points) < NEAR:
                 break
             value = min(value, JUMP * max(points))
             points[value] = self._peak(found, dimension.shape(value))
-        is_traced = parse_optimizer(found.recipe.optimizer).kind != OFFLOADED
-        for _ in range(CORRECTIONS if confirm and is_traced else 0):
-            value = within(limit, most)
-            if value == now:
-                break
-            excess = self._excess(found, dimension.shape(value))
-            if excess <= 0:
-                return Largest(value, confirmed=True)
-            limit, most = limit - excess, value - dimension.multiple_of
-        value = within(limit, most)
-        return Largest(value, confirmed=value == now)  # the size that was asked about was traced
 
-    def _points(self, found: Found, dimension: _Dimension) -> _Points:
-        key = Variant.of(found.recipe), dimension.name
+    def _guide(self, found: Found, dimension: _Dimension, points: "_Points") -> "_Points | None":
+        """Points that suggest where to look: those of the same variant's other dimension, or those of another variant.
+
+        They are shifted by what the two need at the present size. Only dry runs decide.
+        """
+        if len(points) > 1:
+            return None  # another optimizer of the variant has been here
+        mine = Variant.of(found.recipe)
+        known = [(*key, others) for key, others in self.points.items() if len(others) > 1]
+        # As many tokens in one sequence or in several take about the same, where attention keeps no matrix of scores.
+        same = [(others, now) for variant, name, now, others in known if variant == mine and name != dimension.name]
+        alike = [
+            (others, now)
+            for variant, name, now, others in known
+            if name == dimension.name and (variant.adapter is None) == (mine.adapter is None)
+        ]
+        for others, start in [*same, *alike][:1]:
+            shift = points[dimension.now] - others[start]
+            return _Points({size * dimension.now // start: peak + shift for size, peak in others.items()})
+        return None
+
+    def _points(self, found: Found, dimension: _Dimension) -> "_Points":
+        key = Variant.of(found.recipe), dimension.name, dimension.now
         if key not in self.points:
             now = dimension.now
-            other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
-            self.points[key] = _Points({n: self._peak(found, dimension.shape(n)) for n in dict.fromkeys((now, other))})
+            self.points[key] = _Points({now: self._peak(found, dimension.shape(now))})
         return self.points[key]
 
     def _beside(self, found: Found) -> int:
@@ -158,13 +199,14 @@ class Sizes:
 
     def _peak(self, found: Found, shape: Shape) -> int:
         search = self._sized(found, shape)
-        combination, policies = search.frugal
-        return search.applied_part(combination, policies).peak_bytes
+        return search.applied_part(*search.frugal).peak_bytes
 
-    def _excess(self, found: Found, shape: Shape) -> int:
+    def _peak_and_excess(self, found: Found, shape: Shape) -> tuple[int, int]:
+        """The peak of forward and backward, and the bytes by which the whole step exceeds the budget."""
         search = self._sized(found, shape)
         combination, policies = search.frugal
-        return search.excess(search.candidate(search.update(found.recipe.optimizer), combination, policies))
+        step = search.candidate(search.update(found.recipe.optimizer), combination, policies)
+        return search.applied_part(combination, policies).peak_bytes, search.excess(step)
 
     def _sized(self, found: Found, shape: Shape) -> VariantSearch:
         """The variant's search with a batch of another shape."""

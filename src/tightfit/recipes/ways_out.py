@@ -14,6 +14,7 @@ from tightfit.devices.known import known_devices
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import batch_size
+from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness, allowed_levers, lever_types
 from tightfit.planner.refusal import Refusal
@@ -41,6 +42,7 @@ CARDS = 4  # cards that are tried for a recipe, the smallest first
 
 
 @aside()
+@old_objects_left_alone()
 @real_tensors()
 def ways_out_of(refusal: Refusal | None) -> WaysOut:
     """The ways out of a refusal, ranked; none where no plan was asked for."""

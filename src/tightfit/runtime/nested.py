@@ -1,17 +1,25 @@
 """Walks over nested structures of user values. For arguments of operators, `runtime/operators.py` is faster."""
 
 import copy
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+# Most attributes of modules are of these types, which hold nothing. The type is compared, not its bases: a subclass may
+# hold something.
+INERT = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, types.FunctionType})
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested dicts, lists, tuples and other containers that PyTorch's tree functions support."""
+    if type(value) in INERT or (isinstance(value, dict | list | tuple) and not value):
+        return iter(())
     return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
 
 

@@ -60,15 +60,17 @@ class Traits:
     is_foreign: bool  # from another library, so a second call may give another result
 
 
-_known: dict[Any, Traits] = {}
+# By identity: PyTorch hashes an operator in Python, which takes longer than the rest of a look-up. The operator stands
+# beside its traits, so that no other one gets its identity.
+_known: dict[int, tuple[Traits, Any]] = {}
 
 
 def traits_of(operator: Any) -> Traits:
     """The traits of an `OpOverload`."""
-    traits = _known.get(operator)
-    if traits is None:
-        traits = _known[operator] = _inspect(operator)
-    return traits
+    known = _known.get(id(operator))
+    if known is None:
+        known = _known[id(operator)] = _inspect(operator), operator
+    return known[0]
 
 
 def _inspect(operator: Any) -> Traits:
@@ -130,6 +132,18 @@ def instances(kind: type, items: Iterable[Any]) -> Iterator[Any]:
             yield item
         elif isinstance(item, list | tuple):
             yield from instances(kind, item)
+
+
+def tensors_among(items: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, in order, in lists too."""
+    # A list and no generator: this runs several times for each operator of a dry run.
+    found: list[torch.Tensor] = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            found += tensors_among(item)
+    return found
 
 
 def flat(results: Any) -> list[Any]:

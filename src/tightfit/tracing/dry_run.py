@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from tightfit.errors import TraceError
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import active_modes, is_custom_operator, runs_with
-from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
+from tightfit.runtime.operators import Traits, instances, map_instances, tensors_among, traits_of, written_arguments
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -74,7 +74,9 @@ class DryRun(Recording):
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)  # allocates nothing, and autograd must see the real aliasing
-        inputs = [*instances(torch.Tensor, args), *instances(torch.Tensor, kwargs.values())]
+        inputs = tensors_among(args)
+        if kwargs:
+            inputs += tensors_among(kwargs.values())
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
@@ -83,9 +85,9 @@ class DryRun(Recording):
         index = self.begin(inputs)
         reads = tuple(cell.value for cell in cells)
         # Two kinds of operators have results whose shapes depend on numbers. Meta kernels need them as arguments.
-        if func in INDEXING:
+        if traits.name in _INDEXING:
             args = self.without_masks(args)
-        if func in LENGTHS:
+        if traits.name in _LENGTHS:
             args = self.with_lengths(func, args)
         key = call_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
@@ -195,9 +197,9 @@ class DryRun(Recording):
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets[:returns])
         shapes = self.shapes(func, args, kwargs, key)
         out = unbacked_tensors(shapes)
-        if func in CHOOSING:
+        if traits.name in _CHOOSING:
             out = self.choose(func, args, out)
-        if func in REDUCED_IN_PLACE:
+        if traits.name in _REDUCED_IN_PLACE:
             out = in_unreduced_memory(out, args[0], args[1])
             set_unbacked(out)
         return out
@@ -297,6 +299,11 @@ class DryRun(Recording):
             for alias, content in self.originals.values():
                 alias.copy_(content)
 
+
+# By name: Python hashes a text once, and an operator at each look-up.
+_INDEXING, _LENGTHS, _CHOOSING, _REDUCED_IN_PLACE = (
+    frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, REDUCED_IN_PLACE)
+)
 
 # Operators that allocate a tensor, and at most fill it with one number.
 _ALLOCATING = frozenset(

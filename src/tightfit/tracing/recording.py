@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
-from tightfit.runtime.operators import Traits, flat, instances, is_index, written_arguments
+from tightfit.runtime.operators import Traits, flat, is_index, tensors_among, written_arguments
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
@@ -95,10 +95,10 @@ class Recording(TorchDispatchMode):
     # The steps of one operator
 
     def view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        for tensor in instances(torch.Tensor, args):
+        for tensor in tensors_among(args):
             self.see(tensor)
         out = func(*args, **kwargs)
-        for tensor in instances(torch.Tensor, (out,)):
+        for tensor in tensors_among((out,)):
             self.see(tensor)
         return out
 
@@ -114,10 +114,10 @@ class Recording(TorchDispatchMode):
         """Enter new storages and new values. Returns the values that this operator made."""
         made = []
         if traits.written:
-            for target in instances(torch.Tensor, written_arguments(traits, args, kwargs)):
+            for target in tensors_among(written_arguments(traits, args, kwargs)):
                 made.append(self.ledger.new_value(self.see(target), index))
         forward = self.phase is Phase.FORWARD or now.recomputing > 0
-        for tensor in instances(torch.Tensor, (out,)):
+        for tensor in tensors_among((out,)):
             if self.ledger.cell_of(tensor) is None:
                 cell = self.ledger.track(
                     tensor, known=known or not is_unbacked(tensor), operator=index, forward=forward
@@ -168,7 +168,7 @@ class Recording(TorchDispatchMode):
         price = self._costs.get(key)
         if price is None:
             shapes = [TensorShape.of(t) for t in inputs]
-            outputs = [TensorShape.of(t) for t in instances(torch.Tensor, (out,))]
+            outputs = [TensorShape.of(t) for t in tensors_among((out,))]
             constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
             price = self._costs[key] = (
                 self.cost(traits.name, shapes, outputs, constants),

@@ -1,5 +1,6 @@
 """Restores everything that a dry step changed: gradients, attributes, containers, random states, version counters."""
 
+import operator
 import random
 import types
 from collections import deque
@@ -13,9 +14,11 @@ from torch import nn
 
 from tightfit.runtime.internals import set_version_counters
 from tightfit.runtime.module_paths import named_modules
+from tightfit.runtime.nested import INERT
 
 _MUTABLE = (dict, list, set, deque)
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+_HOLD_NOTHING = INERT | {torch.Tensor, nn.Parameter, types.MethodType, types.BuiltinFunctionType}
 _DEPTH = 4  # levels of containers and objects below a module's attribute that are saved
 
 
@@ -74,17 +77,20 @@ class Contents:
         if id(item) in self._seen or depth > _DEPTH:
             return
         self._seen.add(id(item))
-        if isinstance(item, _GENERATORS):
-            self.generators.append((item, state_of(item)))
-        elif isinstance(item, _MUTABLE):
+        if isinstance(item, _MUTABLE):
             self.contents.append((item, item.copy()))
-            for child in item.values() if isinstance(item, dict) else item:
-                self._remember(child, depth + 1)
+            self._remember_all(item.values() if isinstance(item, dict) else item, depth + 1)
         elif isinstance(item, tuple):
-            for child in item:
-                self._remember(child, depth + 1)
+            self._remember_all(item, depth + 1)
+        elif isinstance(item, _GENERATORS):
+            self.generators.append((item, state_of(item)))
         elif self._in_objects and _has_state(item):
             self._remember(item.__dict__, depth + 1)
+
+    def _remember_all(self, items: Iterable[Any], depth: int) -> None:
+        for item in items:
+            if type(item) not in _HOLD_NOTHING:  # decides most attributes of a model, without a call
+                self._remember(item, depth)
 
     def restore(self) -> None:
         """Restore the contents of all containers that changed."""
@@ -105,7 +111,7 @@ def content_changed(item: Any, content: Any) -> bool:
 
 def put_content_back(item: Any, content: Any) -> None:
     """Let a container hold again what a copy of it holds."""
-    if content_changed(item, content):
+    if (item or content) and content_changed(item, content):
         item.clear()
         item.extend(content) if isinstance(item, list | deque) else item.update(content)
 
@@ -152,4 +158,9 @@ def _has_state(item: Any) -> bool:
 
 
 def _same(item: dict, content: dict) -> bool:
+    if len(item) != len(content):
+        return False
+    # A dict that nothing touched has the very keys of its copy, in their order.
+    if all(map(operator.is_, item, content)) and all(map(operator.is_, item.values(), content.values())):
+        return True
     return item.keys() == content.keys() and all(item[key] is content[key] for key in content)

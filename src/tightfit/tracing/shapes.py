@@ -60,8 +60,9 @@ class TensorShape(NamedTuple):
 
 def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:
     """A hashable key for a call. Calls with the same key have results of the same shapes, strides and dtypes."""
-    # With the default dtype: it is the result's dtype if a call has no floating-point tensor and no dtype.
-    return (operator, signature(args), signature(kwargs) if kwargs else None, torch.get_default_dtype())
+    # With the default dtype: it is the result's dtype if a call has no floating-point tensor and no dtype. The operator
+    # by its identity, which `traits_of` keeps from being another one's: PyTorch hashes operators in Python.
+    return (id(operator), signature(args), signature(kwargs) if kwargs else None, torch.get_default_dtype())
 
 
 def signature(argument: Any) -> Any:
@@ -69,9 +70,9 @@ def signature(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return TensorShape.of(argument)
     if isinstance(argument, list | tuple):
-        return tuple(signature(item) for item in argument)
+        return tuple([signature(item) for item in argument])
     if isinstance(argument, dict):
-        return tuple((key, signature(value)) for key, value in argument.items())
+        return tuple([(key, signature(value)) for key, value in argument.items()])
     return (type(argument), argument) if isinstance(argument, bool | int | float) else argument
 
 
