@@ -114,7 +114,7 @@ def slow_compiled_code(monkeypatch):
         if combination.get(CompiledBlocks) is None:
             return trace
         first, *others = trace.operators
-        return replace(trace, operators=(replace(first, seconds=first.seconds + 1), *others))
+        return replace(trace, operators=(first._replace(seconds=first.seconds + 1), *others))
 
     monkeypatch.setattr(Tracer, "whole", slower)
 

@@ -238,3 +238,22 @@ def test_accumulation_repeats_in_time_but_not_in_memory():
     two, four = traced(model, batch, 4), traced(model, token_batch(16), 8)
     assert (two.loop_repeats, four.loop_repeats) == (3, 7)
     assert two.peak_bytes + sum(t.nbytes for t in token_batch(8).values()) == four.peak_bytes
+
+
+class Marked(nn.Module):
+    """Marks its layers for the profiler: each mark is an operator with an object that refuses to be compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(20))
+
+    def forward(self, x):
+        for layer in self.layers:
+            with torch.profiler.record_function("layer"):
+                x = layer(x)
+        return x.square().mean()
+
+
+def test_marks_for_the_profiler_are_no_hindrance():
+    found = {estimate(Marked(), (torch.ones(4, 8),), loss=lambda model, batch: model(*batch)).peak_bytes for _ in "ab"}
+    assert len(found) == 1

@@ -117,7 +117,7 @@ def without(trace: StepTrace, first: int, end: int) -> StepTrace:
     def kept(storage: StorageRecord) -> StorageRecord:
         died = None if storage.died is None else moved(storage.died)
         operator = None if storage.operator is None else moved(storage.operator)
-        return replace(storage, born=moved(storage.born), died=died, operator=operator)
+        return storage._replace(born=moved(storage.born), died=died, operator=operator)
 
     return replace(
         trace,

@@ -21,7 +21,7 @@ from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
 from tightfit.tracing.recording import Recording, answers_itself
-from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape, inputs_and_key
 from tightfit.tracing.step import record
 from tightfit.tracing.workspace import cpu_workspace
 
@@ -128,7 +128,7 @@ class RealRun(Recording):
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)
-        inputs = [*instances(torch.Tensor, args), *instances(torch.Tensor, kwargs.values())]
+        inputs, key = inputs_and_key(func, args, kwargs)
         reads = tuple(self.see(tensor).value for tensor in inputs)
         index = self.begin(inputs)
         began = time.perf_counter()
@@ -139,7 +139,6 @@ class RealRun(Recording):
             raise
         self._took = time.perf_counter() - began
         makes = self.account(traits, args, kwargs, out, index, known=True)
-        key = (func, tuple((t.shape, t.stride(), t.dtype) for t in inputs))
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
 

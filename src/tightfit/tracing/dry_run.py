@@ -5,7 +5,6 @@ tensors whose memory is never touched. Views run for real. Small operators and i
 inputs are known, so masks, positions, routing and data-dependent branches see true values.
 """
 
-import functools
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from tightfit.errors import TraceError
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import active_modes, is_custom_operator, runs_with
-from tightfit.runtime.operators import Traits, instances, map_instances, tensors_among, traits_of, written_arguments
+from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -43,7 +42,7 @@ from tightfit.tracing.rules import (
     choice_bound,
     in_unreduced_memory,
 )
-from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, call_key, result_shapes
+from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, inputs_and_key, result_shapes
 from tightfit.tracing.unbacked import is_unbacked, set_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
 
@@ -74,9 +73,7 @@ class DryRun(Recording):
         traits = traits_of(func)
         if traits.is_view:
             return self.view(func, args, kwargs)  # allocates nothing, and autograd must see the real aliasing
-        inputs = tensors_among(args)
-        if kwargs:
-            inputs += tensors_among(kwargs.values())
+        inputs, key = inputs_and_key(func, args, kwargs)
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
@@ -87,11 +84,12 @@ class DryRun(Recording):
         # Two kinds of operators have results whose shapes depend on numbers. Meta kernels need them as arguments.
         if traits.name in _INDEXING:
             args = self.without_masks(args)
+            _, key = inputs_and_key(func, args, kwargs)
         if traits.name in _LENGTHS:
             args = self.with_lengths(func, args)
-        key = call_key(func, args, kwargs)
+            _, key = inputs_and_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
-        if now.playing_cuda and is_foreign(func):
+        if now.playing_cuda and is_foreign(traits, func):
             self.note_seconds(traits.name)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
@@ -131,7 +129,7 @@ class DryRun(Recording):
         """Whether a call with known inputs is computed for real: all integer, or small."""
         if func in NEVER_COMPUTED:
             return False  # CUDA's operators, of which a CPU has no kernel
-        if now.playing_cuda and is_foreign(func):
+        if now.playing_cuda and is_foreign(traits, func):
             return False
         if func in ASKING:
             return True  # it returns a number, which a branch may depend on
@@ -188,8 +186,8 @@ class DryRun(Recording):
 
     def imagine(self, traits: Traits, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
         """The operator's results as tensors without memory."""
-        targets = written_arguments(traits, args, kwargs)
         if traits.returns_written:
+            targets = written_arguments(traits, args, kwargs)
             # In place: no new storage, but the content of the targets is unknown from here on.
             for target in instances(torch.Tensor, targets):
                 self.see(target).known = False
@@ -317,13 +315,17 @@ def running() -> DryRun | None:
     return next((mode for mode in active_modes() if isinstance(mode, DryRun)), None)
 
 
-@functools.cache
-def is_foreign(func: Any) -> bool:
+_foreign: dict[str, bool] = {}
+
+
+def is_foreign(traits: Traits, func: Any) -> bool:
     """Whether an operator is of a package with its own kernels for CUDA: only its fake kernel can run here."""
-    name = func._schema.name
-    if func.namespace in ("aten", "prims", "prim", "profiler", "tightfit"):
-        return False
-    return is_custom_operator(name) or not runs_with(name, "CPU")
+    found = _foreign.get(traits.name)
+    if found is None:
+        name = func._schema.name
+        ours = func.namespace in ("aten", "prims", "prim", "profiler", "tightfit")
+        found = _foreign[traits.name] = not ours and (is_custom_operator(name) or not runs_with(name, "CPU"))
+    return found
 
 
 @contextmanager

@@ -42,12 +42,12 @@ def _one_after_the_other(part: StepTrace, update: StepTrace) -> StepTrace:
     def storage(record: StorageRecord) -> StorageRecord:
         is_gradient = record.category is Category.GRADIENT and record.died is None
         died = freed.get(record.name) if is_gradient else None
-        return record if died is None else replace(record, died=count + died)
+        return record if died is None else record._replace(died=count + died)
 
     held = [storage(record) for record in part.storages]
     # What the optimizer makes, and its states. All else in its trace is in the other trace too.
     made = [
-        replace(_later(s, count), operator=s.operator + count, born=s.born + count)
+        _later(s, count)._replace(operator=s.operator + count, born=s.born + count)
         for s in update.storages
         if s.operator is not None
     ]
@@ -64,12 +64,12 @@ def _one_after_the_other(part: StepTrace, update: StepTrace) -> StepTrace:
 
 
 def _later(record: StorageRecord, count: int) -> StorageRecord:
-    return record if record.died is None else replace(record, died=record.died + count)
+    return record if record.died is None else record._replace(died=record.died + count)
 
 
 def _alone(operator: OperatorRecord) -> OperatorRecord:
     """An operator of the optimizer without its values, which are numbered as in its own trace."""
-    return replace(operator, reads=(), makes=(), call=-1)
+    return operator._replace(reads=(), makes=(), call=-1)
 
 
 def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
@@ -80,7 +80,7 @@ def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
         levels[index] += states
         if operator.name.startswith(STEPPED):
             seconds, rise = updates.get(operator.name, (0.0, 0))
-            operators[index] = replace(operator, seconds=seconds, workspace_bytes=rise, phase=Phase.OPTIMIZER)
+            operators[index] = operator._replace(seconds=seconds, workspace_bytes=rise, phase=Phase.OPTIMIZER)
             levels[index] += rise
     return replace(
         part,

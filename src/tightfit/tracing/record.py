@@ -43,8 +43,8 @@ class ModuleCall(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorRecord:
+# Named tuples: a trace makes tens of thousands of these, and a frozen dataclass sets each field by a call.
+class OperatorRecord(NamedTuple):
     """One operator call.
 
     `module` is the path of the innermost module; in backward, the module of the forward operator whose gradient this
@@ -67,8 +67,7 @@ class OperatorRecord:
     call: int = -1  # the call of `module` that it belongs to, as an index into `StepTrace.calls`
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRecord:
+class StorageRecord(NamedTuple):
     """One block of memory, from its allocation to its release. `died` is None if it outlives the step.
 
     `shape` and `dtype` are those of the first tensor seen over it. `name` is the name of a parameter, buffer, gradient
@@ -85,8 +84,7 @@ class StorageRecord:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ValueRecord:
+class ValueRecord(NamedTuple):
     """The content of a storage between two writes. `saved` says that autograd saves it for backward."""
 
     storage: int

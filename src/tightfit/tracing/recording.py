@@ -72,6 +72,7 @@ class Recording(TorchDispatchMode):
         self.with_gradient: tuple[str, ...] = ()
         self.gradients_before: tuple[str, ...] = ()
         self._costs: dict[Any, tuple[float, int]] = {}
+        self._chooses: dict[Any, bool] = {}  # whether a call's results are indices
         self._sum: tuple[int, int] | None = None  # the last sum of gradients: its left operand's storage, its time
 
     @classmethod
@@ -129,6 +130,9 @@ class Recording(TorchDispatchMode):
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
     ) -> None:
         seconds, workspace = self.priced(traits, inputs, args, out, key)
+        chooses = self._chooses.get(key)
+        if chooses is None:
+            chooses = self._chooses[key] = any(map(is_index, flat(out)))
         executor_seconds = self.executor.seconds()
         phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
         watched = phase is Phase.FORWARD
@@ -137,7 +141,7 @@ class Recording(TorchDispatchMode):
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, module, seconds + executor_seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes, any(map(is_index, flat(out))),
+                now.region if watched else None, now.occurrence, reads, makes, chooses,
                 executor_seconds=executor_seconds, call=call,
             )
         )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tightfit.ops import flex
+from tightfit.runtime.activity import now
 from tightfit.tracing.unbacked import unbacked_tensor
 
 aten = torch.ops.aten
@@ -191,7 +192,29 @@ NEVER_COMPUTED = frozenset({flex.FORWARD, flex.BACKWARD, *LENGTHS}) | frozenset(
     if hasattr(aten, name)
 )
 
+
+def _statistics(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype:
+    """The dtype of a norm's mean and deviation: `param_scalar_type` in native/cpu/mixed_data_type.h."""
+    given = next((p for p in parameters if p is not None), None)
+    return torch.float32 if given is not None and given.dtype == torch.float32 else x.dtype
+
+
+def _native_layer_norm(x: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    out, *statistics = aten.native_layer_norm.default(x, shape, weight, bias, eps)
+    # The meta kernel has those of CUDA, which are fp32 (native/cuda/layer_norm_kernel.cu, `acc_type`).
+    wanted = torch.float32 if now.playing_cuda else _statistics(x, weight, bias)
+    return out, *(x.new_empty(s.shape, dtype=wanted if s.dtype == torch.float32 else s.dtype) for s in statistics)
+
+
+def _native_group_norm(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+    out, *statistics = aten.native_group_norm.default(x, weight, bias, *rest)
+    # native/group_norm.cpp: the same on every device. The meta kernel has the input's dtype.
+    return out, *(x.new_empty(s.shape, dtype=_statistics(x, weight, bias)) for s in statistics)
+
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm.default: _native_layer_norm,
+    aten.native_group_norm.default: _native_group_norm,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._ctc_loss.default: _ctc_loss,

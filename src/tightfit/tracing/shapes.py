@@ -1,11 +1,13 @@
 """Infers an operator's results: shapes, strides and dtypes from its meta kernel, cached by signature."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tightfit.runtime.activity import now
 from tightfit.tracing.rules import SHAPE_RULES
 from tightfit.tracing.unbacked import unbacked_tensor
 
@@ -58,22 +60,46 @@ class TensorShape(NamedTuple):
         return unbacked_tensor(self.shape, self.stride, self.dtype)
 
 
-def call_key(operator: Any, args: tuple, kwargs: dict) -> Any:
-    """A hashable key for a call. Calls with the same key have results of the same shapes, strides and dtypes."""
+def inputs_and_key(operator: Any, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], Any]:
+    """The tensors among a call's arguments, and a hashable key for it.
+
+    Calls with the same key have results of the same shapes, strides and dtypes. `traits_of` must know the operator.
+    """
+    inputs: list[torch.Tensor] = []
     # With the default dtype: it is the result's dtype if a call has no floating-point tensor and no dtype. The operator
-    # by its identity, which `traits_of` keeps from being another one's: PyTorch hashes operators in Python.
-    return (id(operator), signature(args), signature(kwargs) if kwargs else None, torch.get_default_dtype())
+    # by its identity, which `traits_of` keeps from being another one's: PyTorch hashes operators in Python. Some rules
+    # differ between the CPU and CUDA.
+    key = (id(operator), torch.get_default_dtype(), now.playing_cuda, *_marks(args, inputs))
+    if kwargs:
+        key = (*key, _NAMED, *kwargs, *_marks(kwargs.values(), inputs))
+    # A number for each key, so that its long tuple is hashed once and not at each look-up.
+    number = _numbers.get(key)
+    return inputs, number if number is not None else _numbers.setdefault(key, next(_counter))
 
 
-def signature(argument: Any) -> Any:
-    """A hashable key for an argument: tensors by shape, stride and dtype, everything else by type and value."""
-    if isinstance(argument, torch.Tensor):
-        return TensorShape.of(argument)
-    if isinstance(argument, list | tuple):
-        return tuple([signature(item) for item in argument])
-    if isinstance(argument, dict):
-        return tuple([(key, signature(value)) for key, value in argument.items()])
-    return (type(argument), argument) if isinstance(argument, bool | int | float) else argument
+_NAMED = object()
+_numbers: dict[Any, int] = {}
+_counter = itertools.count()
+
+
+def _marks(arguments: Iterable[Any], inputs: list[torch.Tensor]) -> list[Any]:
+    """Tensors by shape, stride and dtype, everything else by type and value. Adds the tensors to `inputs`."""
+    marks: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            inputs.append(argument)
+            marks.append((argument.shape, argument.stride(), argument.dtype))
+        elif isinstance(argument, list | tuple):
+            marks.append(tuple(_marks(argument, inputs)))
+        elif isinstance(argument, bool | int | float):
+            marks.append((type(argument), argument))
+        elif isinstance(argument, torch.ScriptObject):
+            marks.append(
+                object()
+            )  # its content is unknown, and it refuses to be compared: no other call is like this one
+        else:
+            marks.append(argument)
+    return marks
 
 
 _remembered: dict[Any, Any] = {}

@@ -20,7 +20,7 @@ _UNBACKED = "_tightfit_unbacked"
 
 def unbacked_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of this shape, stride and dtype without memory, marked as unbacked."""
-    nbytes = spanned_bytes(shape, stride, dtype)
+    nbytes = _spanned_bytes(tuple(shape), tuple(stride), dtype)
     if nbytes == 0 or not (faults.watched or faults.watch()):
         # Without our fault handler (systems other than Linux), a read would crash without a word. Use the allocator's
         # memory instead, and never touch it.
@@ -38,6 +38,9 @@ def spanned_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     if 0 in shape:
         return 0
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
+
+
+_spanned_bytes = functools.lru_cache(1 << 14)(spanned_bytes)  # a step makes the same few shapes thousands of times
 
 
 def set_unbacked(tensor: torch.Tensor) -> None:
