@@ -52,11 +52,11 @@ class RooflineLaw:
         return self._stream(work.bytes, stream_of(work, self.kernels.long_row_bytes))
 
     def _scattering(self, work: Work) -> float:
-        """Seconds to write zeros, to read sources in the order of their sorted indices, and to write scattered rows."""
+        """Seconds to write zeros, to read sources in the order of their indices, and to write scattered rows."""
         written = sum(work.fresh_bytes)
         rows = work.elements * (2 if work.dtype in HALVES else 4)
         moving = self._stream(work.bytes - written, "scatter/read") + self._stream(rows, "scatter/write")
-        return self._stream(written, ZEROS) + moving + self.kernels.scatter_seconds
+        return self._stream(written, ZEROS) + moving + (self.kernels.scatter_seconds if work.sorts else 0.0)
 
     def _stream(self, size: int, kind: str) -> float:
         return size / (self.roofline.memory_bytes_per_second * self.kernels.shares[kind])

@@ -56,6 +56,7 @@ class Work:
 
     `even` says that all large tensors have the same memory layout, so a kernel can process them as one line.
     `row_bytes` is the size of a normalised row. `picked_rows` is the number of rows from which a loss picks a number.
+    `sorts` says that indices are sorted first, so that rows with the same index are summed in a fixed order.
     """
 
     family: Family
@@ -68,6 +69,7 @@ class Work:
     even: bool = True
     row_bytes: int = 0
     picked_rows: int = 0
+    sorts: bool = False
 
 
 def work_of(
@@ -79,10 +81,10 @@ def work_of(
     arguments that are not tensors. An unknown operator counts as arithmetic over its bytes.
     """
     family = _family(name, inputs, outputs, arguments)
-    written = () if is_in_place(name) or ".out" in name or family is Family.FREE else outputs
+    written = () if is_in_place(name) or _fills_its_argument(name) or family is Family.FREE else outputs
     return Work(
         family,
-        _dtype(family, inputs, outputs),
+        _dtype(name, family, inputs, outputs),
         _bytes_moved(name, family, inputs, outputs, arguments),
         _scattered(inputs) if family is Family.SCATTER else max(map(_numel, (*inputs, *outputs)), default=0),
         tuple(_bytes(t) for t in written),
@@ -91,16 +93,21 @@ def work_of(
         _lie_alike((*inputs, *outputs)) if not _takes_lists(name) else True,
         _row_bytes(inputs) if family in (Family.SOFTMAX, Family.SOFTMAX_BACKWARD) else 0,
         _numel(inputs[1]) if base_name(name) == "nll_loss_forward" and len(inputs) > 1 else 0,
+        family is Family.SCATTER and _sums_sorted(name, arguments),
     )
 
 
-def _dtype(family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
+def _dtype(name: str, family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
     """The dtype that decides the kernel's rate."""
     # Only the first input counts for attention (the query, or the gradient in backward), and only the operands count
     # for a product. The log-sum-exp in fp32, or a sum in a wider dtype, would make them "mixed".
     if _is_attention(family):
         return dtype_key(inputs[:1], ())
-    return dtype_key(inputs, () if family is Family.PRODUCT else outputs)
+    if family is Family.PRODUCT:
+        first = _first_operand(name)
+        # `mm` and `addmm` with `out_dtype` have a sum and a result that are wider than the operands.
+        return dtype_key(inputs[first : first + 2] if ".dtype" in name else inputs, ())
+    return dtype_key(inputs, outputs)
 
 
 def dtype_key(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
@@ -186,6 +193,8 @@ def _bytes_moved(
     name: str, family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
 ) -> int:
     read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+    if _fills_its_argument(name):
+        read -= written  # the result is among the inputs, and is only written
     if family is Family.FREE:
         return 0
     if family is Family.FILL:
@@ -204,6 +213,10 @@ def _bytes_moved(
         return read + 3 * written  # a copy, which is then filled
     if base_name(name) == "copy" and is_in_place(name):
         return read  # the inputs are source and target, and the target is only written
+    if family is Family.SCATTER and is_in_place(name) and not _sums_sorted(name, arguments):
+        # Only the elements that the index names are read and written, not the whole target.
+        touched = _scattered(inputs) * (inputs[0].dtype.itemsize if inputs else 0)
+        return 2 * touched + sum(_bytes(t) for t in inputs if not t.dtype.is_floating_point)
     if base_name(name).startswith("_fused_adam"):
         return read + 3 * sum(map(_bytes, inputs[: _list_length(arguments)]))  # parameter and both moments
     if is_in_place(name):
@@ -213,9 +226,19 @@ def _bytes_moved(
     return read + written
 
 
+def _fills_its_argument(name: str) -> bool:
+    """Whether an operator has `out=`: `aten.mm.out`, `aten.mm.dtype_out`."""
+    return name.rpartition(".")[2].endswith("out")
+
+
 def _list_length(arguments: tuple[Any, ...]) -> int:
     """The number of tensors of a foreach operator; 1 for any other."""
     return len(arguments[0]) if arguments and isinstance(arguments[0], list | tuple) else 1
+
+
+def _sums_sorted(name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether CUDA's kernel sorts the indices: in an embedding's backward, and in an `index_put` that accumulates."""
+    return base_name(name) == "embedding_dense_backward" or ("index_put" in base_name(name) and True in arguments)
 
 
 def _scattered(inputs: Sequence[TensorShape]) -> int:
@@ -245,9 +268,14 @@ def _products(
     if base in ("linear", "mkldnn_linear", "gemm_4bit"):
         (*lead, inner), columns = inputs[0].shape, outputs[0].shape[-1]
         return (ProductShape(1, math.prod(lead), columns, inner, "nt"),)
-    first = 1 if base in ("addmm", "baddbmm", "addbmm", "_addmm_activation") else 0
+    first = _first_operand(name)
     a, b = inputs[first], inputs[first + 1]
     return (_grouped(a, b, inputs[first + 2 :]),) if "grouped" in base else (_product(a, b),)
+
+
+def _first_operand(name: str) -> int:
+    """The place of a product's left matrix among the inputs."""
+    return 1 if base_name(name) in ("addmm", "baddbmm", "addbmm", "_addmm_activation") else 0
 
 
 def _grouped(a: TensorShape, b: TensorShape, offsets: Sequence[TensorShape]) -> ProductShape:

@@ -89,14 +89,24 @@ class Head:
         return product if narrow is None else out[: len(hidden)].copy_(product)
 
 
+@dataclass(frozen=True)
 class Gradients:
-    """Sums of the gradients of hidden, weight and bias, always in fp32 (fp64 for fp64 inputs)."""
+    """Sums of the gradients of hidden, weight and bias, always in fp32 (fp64 for fp64 inputs); None: not needed."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]):
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> "Gradients":
         # In the inputs' own 16 bits, small parts of many chunks would be lost in large sums.
-        self.hidden, self.weight, self.bias = (
-            torch.zeros_like(source, dtype=accumulation_dtype(source.dtype)) if need and source is not None else None
-            for source, need in zip((hidden, weight, bias), needed, strict=True)
+        return cls(
+            *(
+                torch.zeros_like(source, dtype=accumulation_dtype(source.dtype))
+                if need and source is not None
+                else None
+                for source, need in zip((hidden, weight, bias), needed, strict=True)
+            )
         )
 
     def add(self, head: Head, tokens: Tokens, span: tuple[int, int], hidden: Tensor, gradient: Tensor) -> None:

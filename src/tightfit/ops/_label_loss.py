@@ -17,6 +17,11 @@ class LabelLoss:
     z_loss: float
     name: ClassVar[str] = "linear_cross_entropy"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the cross-entropy alone."""
+        return not self.label_smoothing and not self.z_loss
+
     def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:
         def of_chunk(chunk: Chunk, scale: Tensor | None) -> Tensor:
             labels = tokens.labels[chunk.start : chunk.stop].unsqueeze(1)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import InputError
-from tightfit.ops._chunked_head import Gradients, Head, TokenLoss, Tokens, accumulation_dtype, run_chunks
+from tightfit.ops._card_head import rows_on_a_card, run_chunks_on_a_card
+from tightfit.ops._chunked_head import Gradients, Head, TokenLoss, Tokens, accumulation_dtype, on_cuda, run_chunks
 from tightfit.ops._once import differentiable_once
 from tightfit.runtime.internals import graph_is_kept
 
@@ -25,12 +26,14 @@ LEAST_CHUNK_BYTES = 4 * 2**20
 LEAST_ROWS_PER_HIDDEN = 1 / 8
 
 
-def default_chunk_size(tokens: int, hidden_size: int, vocabulary: int) -> int:
+def default_chunk_size(tokens: int, hidden_size: int, vocabulary: int, *, on_a_card: bool = False) -> int:
     """The default number of tokens in a chunk.
 
     A chunk's fp32 logits have about as many bytes as the hidden states in fp32, or 4 MiB if that is more. A chunk has
-    at least an eighth of the hidden size in rows.
+    at least an eighth of the hidden size in rows. On a card it is a sixteenth of the tokens.
     """
+    if on_a_card:
+        return max(min(rows_on_a_card(tokens), tokens), 1)
     logits_bytes = max(4 * tokens * hidden_size, LEAST_CHUNK_BYTES)
     rows = max(logits_bytes // (4 * vocabulary), int(hidden_size * LEAST_ROWS_PER_HIDDEN), 1)
     return min(rows, max(tokens, 1))
@@ -120,6 +123,12 @@ def check_labels(name: str, tokens: Tokens, vocabulary: int) -> None:
         )
 
 
+def runs_on_a_card(head: Head, loss: TokenLoss) -> bool:
+    """Whether the loop for cards serves: 16-bit products on CUDA, without a bias, and a plain cross-entropy."""
+    is_narrow = head.weight.dtype.itemsize == 2 and head.bias is None
+    return is_narrow and on_cuda(head.hidden) and getattr(loss, "is_plain", False)
+
+
 class TotalLoss(torch.autograd.Function):
     """The sum of the token losses, divided by `divisor`. Forward computes its gradients too."""
 
@@ -138,17 +147,23 @@ class TotalLoss(torch.autograd.Function):
         *targets: Tensor | None,
     ) -> Tensor:
         ctx.name, ctx.others = loss.name, 6 + len(targets)
-        # In fp16 the small gradients of a mean would underflow, so backward divides instead.
-        inside = divisor if dtype != torch.float16 else 1
-        ctx.divisor = divisor / inside
         ctx.dtypes = dtypes(hidden, weight, bias)
         needed = [recording and need for need in ctx.needs_input_grad[:3]]
         # The dtypes of products and sums are chosen here. Autocast would cast the fp32 buffers back to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, dtype)
-            gradients = Gradients(hidden, weight, bias, needed) if any(needed) else None
-            scale = torch.full((tokens.count, 1), 1 / inside, dtype=head.accumulate, device=hidden.device)
-            losses = run_chunks(head, tokens, loss, targets, rows, scale, gradients)
+            on_a_card = any(needed) and runs_on_a_card(head, loss)
+            # In fp16 the small gradients of a mean would underflow, and on a card a pass over them is saved: there
+            # backward divides instead.
+            inside = 1 if dtype == torch.float16 or on_a_card else divisor
+            ctx.divisors = [divisor / inside] * 3
+            if on_a_card:
+                gradients, losses, is_divided = run_chunks_on_a_card(head, tokens, rows, weight.dtype, divisor, needed)
+                ctx.divisors[1] = 1 if is_divided else divisor
+            else:
+                gradients = Gradients.zeros(hidden, weight, bias, needed) if any(needed) else None
+                scale = torch.full((tokens.count, 1), 1 / inside, dtype=head.accumulate, device=hidden.device)
+                losses = run_chunks(head, tokens, loss, targets, rows, scale, gradients)
         if gradients is not None:
             ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         return (losses.sum() / divisor).to(head.accumulate)
@@ -156,11 +171,12 @@ class TotalLoss(torch.autograd.Function):
     @staticmethod
     @differentiable_once()
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        scale = gradients[0] / ctx.divisor
-        # Scaled in place: a second copy of the weight's gradient would raise the peak of the step.
-        multiply = torch.mul if graph_is_kept() else torch.Tensor.mul_
-        scaled = [None if gradient is None else multiply(gradient, scale) for gradient in ctx.saved_tensors]
-        return (*cast(scaled, ctx.dtypes), *[None] * ctx.others)
+        kept = graph_is_kept()
+        made = [
+            None if gradient is None else scaled(gradient, gradients[0] / divisor, dtype, kept)
+            for gradient, divisor, dtype in zip(ctx.saved_tensors, ctx.divisors, ctx.dtypes, strict=True)
+        ]
+        return (*made, *[None] * ctx.others)
 
 
 class TokenLosses(torch.autograd.Function):
@@ -192,11 +208,20 @@ class TokenLosses(torch.autograd.Function):
         hidden, weight, bias, *targets = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head.of(hidden, weight, bias, ctx.dtype)
-            made = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+            made = Gradients.zeros(hidden, weight, bias, ctx.needs_input_grad[:3])
             scale = ctx.tokens.gather(gradients[0]).unsqueeze(1).to(accumulation_dtype(ctx.dtype))
             run_chunks(head, ctx.tokens, ctx.loss, targets, ctx.rows, scale, made)
         sums = [made.hidden, made.weight, made.bias]
         return (*cast(sums, dtypes(hidden, weight, bias)), *[None] * ctx.others)
+
+
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> Tensor:
+    """The gradient times a number, in a dtype. The gradient is overwritten unless it is `kept`."""
+    if dtype != gradient.dtype and on_cuda(gradient):
+        # One pass that rounds as it writes. A CPU would make a copy in fp32 first.
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    # In place: a second copy of the weight's gradient would raise the peak of the step.
+    return (torch.mul if kept else torch.Tensor.mul_)(gradient, scale).to(dtype)
 
 
 def dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:

@@ -138,18 +138,25 @@ def _asks_in_play(depth: int = 2) -> Card | None:
 
 
 def _replace_in_tensors(tensor: Any, replacements: Replacements) -> None:
-    device, is_cuda = tensor.device, tensor.is_cuda  # the descriptors
+    device = tensor.device  # the descriptor
     get_device, to_cuda = tensor.get_device, tensor.cuda
 
+    def true_device(self: torch.Tensor) -> torch.device:
+        # PyTorch would tell a subclass that its attribute of this name is read, which is the replacement: no function
+        # that the subclass knows. Deferred logits materialised when a model asked for their device.
+        with torch._C.DisableTorchFunctionSubclass():
+            return device.__get__(self)
+
     def played_device(self: torch.Tensor) -> Any:
-        true = device.__get__(self)
+        true = true_device(self)
         return _DEVICE if true.type == "cpu" and _asks_in_play() is not None else true
 
     def played_is_cuda(self: torch.Tensor) -> bool:
-        return is_cuda.__get__(self) or (device.__get__(self).type == "cpu" and _asks_in_play() is not None)
+        true = true_device(self)
+        return true.type == "cuda" or (true.type == "cpu" and _asks_in_play() is not None)
 
     def played_get_device(self: torch.Tensor) -> int:
-        return 0 if device.__get__(self).type == "cpu" and _asks_in_play() is not None else get_device(self)
+        return 0 if true_device(self).type == "cpu" and _asks_in_play() is not None else get_device(self)
 
     def played_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if _asks_in_play() is not None else to_cuda(self, *args, **kwargs)
