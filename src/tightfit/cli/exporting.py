@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tightfit.cli import options
+
 if TYPE_CHECKING:
     from tightfit.models.decoder import Decoder
 
@@ -22,9 +24,7 @@ def export(
         Path,
         typer.Argument(metavar="RUN", help="The folder of a finished run, or of a model.", show_default=False),
     ],
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where to write: a folder that is not there yet.", show_default=False)
-    ],
+    output: options.NewFolder,
     to: Annotated[
         To,
         typer.Option(help="A model of transformers, or from one the reference decoder, which model.path can name."),
