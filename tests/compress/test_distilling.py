@@ -20,10 +20,12 @@ from tightfit.checkpoint.files import Files
 from tightfit.compress import distilling, store_writing
 from tightfit.compress.heads import head_input
 from tightfit.compress.losses import PROJECTION, DistillationLoss
+from tightfit.compress.source import open_source
 from tightfit.compress.teacher_store import TeacherStore, packed_ids, unpacked_ids
 from tightfit.compress.teachers import load_teacher
 from tightfit.config import Config, dump_config, parse_config
 from tightfit.config.schema import DistilConfig
+from tightfit.data.prepare import prepare_data
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import split_batch
@@ -338,6 +340,7 @@ def divergence(teacher: Path, student: Path) -> float:
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
+@pytest.mark.slow  # a pruning with its report, three trainings
 def test_a_student_that_is_cut_out_of_its_teacher_is_the_pruned_teacher_and_heals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -350,7 +353,7 @@ def test_a_student_that_is_cut_out_of_its_teacher_is_the_pruned_teacher_and_heal
     tightfit.prune(teacher, output=tmp_path / "pruned", seq_len=8, **shares)
     healed = tightfit.distil(cutting(tmp_path, teacher, tmp_path / "pruned", "healed"))
 
-    config = cutting(tmp_path, teacher, student_layers=0.5, student_ffn=0.25)
+    config = cutting(tmp_path, teacher, student_layers=0.5, student_ffn=0.25, student_by="norm")
     cut = tightfit.distil(config, ["data.tokenizer=model", "checkpoint.every_steps=3"])
     assert healed.training is not None
     assert cut.training is not None
@@ -367,6 +370,26 @@ def test_a_student_that_is_cut_out_of_its_teacher_is_the_pruned_teacher_and_heal
                            resume=True)  # fmt: skip
     assert more.training is not None
     assert more.training.resumed_from == 6
+
+
+def test_a_student_is_cut_by_activations_on_the_training_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A channel that reads with large weights and writes nothing goes by activation, and stays by norm."""
+    leave_out_pictures(monkeypatch)
+    teacher, model = write_teacher(tmp_path / "teacher"), decoder(48)
+    mlp: Any = model.layers[0].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[5] = 9.0
+        mlp.down_proj.weight[:, 5] = 0
+    save_model(model, teacher)
+    name, width, stays = "model.layers.0.mlp.gate_proj.weight", len(mlp.gate_proj.weight), {}
+    for by in ("activation", "norm"):
+        config = cutting(tmp_path, teacher, student_ffn=0.25, student_by=by)
+        config = parse_config(config.model_dump(mode="json"), ["training.max_steps=1"])
+        tightfit.distil(config)
+        rows = open_source(tmp_path / "run" / "student").model().state_dict()[name]
+        stays[by] = any(torch.equal(row, mlp.gate_proj.weight[5]) for row in rows)
+        assert len(load_run(tmp_path / "run").model.state_dict()[name]) == len(rows) == width * 3 // 4
+    assert stays == {"activation": False, "norm": True}
 
 
 def test_a_cut_that_another_key_contradicts_is_one_line(tmp_path: Path, teacher: Path):
@@ -527,7 +550,6 @@ def test_a_budget_includes_a_teacher_in_few_bits(dtype: str, tmp_path: Path, tea
 def test_a_store_is_read_in_any_order(store: Path, tmp_path: Path, teacher: Path):
     from tightfit.compress.stored_samples import StoredSamples, labelled
     from tightfit.compress.teacher_store import open_store
-    from tightfit.data.prepare import prepare_data
 
     config = settings(tmp_path, teacher)
     samples = prepare_data(config.data, config.model).training

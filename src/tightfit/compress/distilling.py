@@ -103,20 +103,21 @@ def distil(
     student_ffn: float | None = None,
     student_heads: float | None = None,
     student_width: float | None = None,
+    student_by: str | None = None,
     store_only: bool = False,
     resume: bool = False,
     reporter: Reporter | None = None,
 ) -> DistilResult:
     """Train a student towards a teacher, as a configuration says: that of `tightfit.train`, and the section `distil`.
 
-    `teacher` (a run's folder, a Hugging Face folder or a name) and the other keywords up to `student_width` are keys of
+    `teacher` (a run's folder, a Hugging Face folder or a name) and the other keywords up to `student_by` are keys of
     that section; None leaves what the configuration says. Without `store` the teacher runs beside the student in each
     step, and its weights and its forward are part of the plan for `memory.budget`. With `store`, a folder, the teacher
     first writes parts of its distributions there, within the same budget, and leaves memory. A store that is complete
     is used as it is; one that was interrupted goes on. `store_only` ends after that.
 
     With one of `student_layers`, `student_ffn`, `student_heads` and `student_width` the student is the teacher without
-    these shares of its parts. It is written to `output.folder`/student before the training.
+    these shares of its parts, ranked by `student_by`. It is written to `output.folder`/student before the training.
 
     The logits of all tokens never exist, neither the student's nor the teacher's. The validation loss is the
     cross-entropy of the text held out. Everything else is as in `tightfit.train`: files, `resume`, signals, `reporter`.
@@ -156,6 +157,7 @@ def distil(
         "student_ffn": student_ffn,
         "student_heads": student_heads,
         "student_width": student_width,
+        "student_by": student_by,
     }
     keywords = [f"distil.{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     settings = _resolved(config, [*overrides, *keywords])
@@ -226,7 +228,7 @@ class Distillation(Purpose):
             demand_same_tokenizer(data.tokenizer, teacher_tokenizer(self.folder), self.folder)
             self._digest = teacher_digest(self.folder)
             if self.cut is not None:
-                self.cut.write(self.folder, self._digest, reporter)
+                self.cut.write(self.folder, self._digest, data.training, data.fingerprint, reporter)
         if self.section.store is None:
             return data
         store, self.figures = complete_store(

@@ -5,36 +5,45 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
 
 from tightfit.compress.pruning.anatomy import Anatomy, Ratios, removal_of
 from tightfit.compress.pruning.importance import kept_parts, scores_of
 from tightfit.compress.pruning.slicing import sliced
 from tightfit.compress.source import open_source
+from tightfit.compress.texts import row_length
 from tightfit.config import Config
 from tightfit.config.schema import PretrainedModel
+from tightfit.data.samples import Samples
 from tightfit.errors import ConfigError, InputError
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.training.reporter import Reporter
 
 KEY = "distil.student_"
 FOLDER = "student"  # in output.folder
+CALIBRATION_ROWS = 32  # samples that activations are measured on
 RECORD = "student.json"  # what the student in a folder was cut out of, and how
 _PLAIN = DecoderConfig()
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The shares that go, and the folder where the student begins, which is `model.path` of its training."""
+    """The shares that go, how parts are ranked, and the folder where the student begins, which is `model.path` of its
+    training.
+    """
 
     ratios: Ratios
+    by: Literal["activation", "norm"]
     folder: Path
     dtype: str | None
 
-    def write(self, teacher: Path, digest: str, reporter: Reporter) -> None:
-        """Write the student, unless the folder has it: of the teacher with that digest, by these shares. The parts that
-        matter least go, by the norm of their weights. Raises `InputError` and its like.
+    def write(self, teacher: Path, digest: str, samples: Samples, data: str, reporter: Reporter) -> None:
+        """Write the student, unless the folder has it: of the teacher with that digest, by these shares, and by its
+        activations on the first of these samples. `data` is their fingerprint. Raises `InputError` and its like.
         """
-        said = {"teacher": digest, "ratios": asdict(self.ratios), "dtype": self.dtype}
+        said = {"teacher": digest, "data": data, "ratios": asdict(self.ratios), "by": self.by, "dtype": self.dtype}
         record = self.folder / RECORD
         if record.is_file():
             if json.loads(record.read_text("utf-8")) == said:
@@ -50,13 +59,21 @@ class Cut:
             raise ConfigError(re.sub(r"--(?=[a-z])", KEY, str(error))) from None
         model = source.transformers_model(self.dtype)
         before = sum(parameter.numel() for parameter in model.parameters())
-        model = sliced(model, anatomy, removal, kept_parts(scores_of(model, anatomy, "norm", None), anatomy, removal))
+        rows = None if self.by == "norm" else first_rows(samples, row_length(model))
+        model = sliced(model, anatomy, removal, kept_parts(scores_of(model, anatomy, self.by, rows), anatomy, removal))
         source.write(model, self.folder, beside={RECORD: json.dumps(said).encode()})
         after = sum(parameter.numel() for parameter in model.parameters())
         reporter.on_note(
             f"the student is cut out of the teacher: {after:,} of {before:,} parameters, without "
-            f"{removal.in_words(anatomy)}"
+            f"{removal.in_words(anatomy)}, ranked by {self.by}"
         )
+
+
+def first_rows(samples: Samples, longest: int) -> list[Tensor]:
+    """The tokens of the first samples, without padding."""
+    count = min(CALIBRATION_ROWS, len(samples))
+    ids, lengths = samples.batch(range(count))["input_ids"], samples.lengths[:count].tolist()
+    return [row[: min(length, longest)] for row, length in zip(ids, lengths, strict=True)]
 
 
 def cut_of(config: Config) -> Cut | None:
@@ -65,7 +82,7 @@ def cut_of(config: Config) -> Cut | None:
     """
     section, model = config.distil, config.model
     shares = {} if section is None else {f.name: getattr(section, f"student_{f.name}") for f in fields(Ratios)}
-    if all(share is None for share in shares.values()):
+    if section is None or all(share is None for share in shares.values()):
         return None
     folder = Path(config.output.folder) / FOLDER
     given = f"{KEY}{next(name for name, share in shares.items() if share is not None)}"
@@ -80,7 +97,7 @@ def cut_of(config: Config) -> Cut | None:
             f"model.{said[0]} says a student's shape, and {given} cuts the student out of the teacher: leave one of "
             "them out"
         )
-    return Cut(Ratios(**shares), folder, None if model.dtype == "auto" else model.dtype)
+    return Cut(Ratios(**shares), section.student_by, folder, None if model.dtype == "auto" else model.dtype)
 
 
 def with_student(config: Config, cut: Cut, teacher: Path) -> Config:

@@ -389,14 +389,16 @@ class DistilConfig(Section):
     seed: CountOrZero = 0
     """Seed of the store's draws."""
     student_layers: InnerShare | None = None
-    """Cut the student out of the teacher, without this share of its layers, those whose weights have the smallest
-    norms; `model` is then left out but for `dtype`. null: all layers stay."""
+    """Cut the student out of the teacher, without this share of its layers, those that matter least; `model` is then
+    left out but for `dtype`. null: all layers stay."""
     student_ffn: InnerShare | None = None
     """The same, without this share of the channels of each MLP and of each expert."""
     student_heads: InnerShare | None = None
     """The same, without this share of each layer's key and value heads and their query heads; whole heads."""
     student_width: InnerShare | None = None
     """The same, without this share of the hidden channels."""
+    student_by: Literal["activation", "norm"] = "activation"
+    """How parts are ranked: by what flows through them on the first 32 training samples, or by their weights alone."""
 
     @model_validator(mode="after")
     def _store_serves_the_loss(self) -> Self:
