@@ -278,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a model and texts that take seconds")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=None, help="write the table there, from the file of results")
+    parser.add_argument("--note", help="a sentence below the model's table: why it lacks rows")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tightfit-compression-") as temporary:
         folder = Path(temporary)
@@ -290,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             source, found["training"], found["calibration"], found["held_out"], options.seq_len, options.text_rows,
             4 if options.small else options.healing_steps, options.batch_size, options.learning_rate,
         )  # fmt: skip
-        chosen = [n.strip() for n in options.methods.split(";")] if options.methods else list(METHODS)
+        chosen = list(METHODS) if options.methods is None else [n.strip() for n in options.methods.split(";") if n]
         for method in chosen:
             began = time.perf_counter()
             subject.notes = {}
@@ -300,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 row["text_rows"] = options.text_rows
             print(f"{name}: {method}\n{report}\n", file=sys.stderr, flush=True)
             add_row(options.output, name, method, row, options.seq_len)
+        if options.note is not None:
+            add_note(options.output, name, options.note)
     if options.page is not None:
         options.page.write_text(page(json.loads(options.output.read_text("utf-8"))), "utf-8")
 
@@ -313,6 +316,12 @@ def add_row(path: Path, model: str, method: str, row: Mapping[str, Any], seq_len
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
+def add_note(path: Path, model: str, note: str) -> None:
+    record = json.loads(path.read_text("utf-8"))
+    record["models"][model]["note"] = note
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
 HEAD = """\
 # Compression, measured
 
@@ -321,8 +330,9 @@ Written by `python benchmarks/compression.py --page docs/compression_results.md`
 trained on nor calibrated with: files of the Python standard library. Peaks are of one row of tokens: of a generation,
 and of a training step with AdamW. Quantised models take no training step. Rows that say so were healed: distilled from
 the unpruned model on the training text. Below each is a model of the same shape with new weights, trained on that text
-alone for as many seconds. No other row was trained after its compression. [compression.md](compression.md) explains
-the methods.
+alone for as many seconds, by what a step takes in two short trainings, one after the other. The seconds in brackets are
+those of the long ones, on a machine that others use. No other row was trained after its compression.
+[compression.md](compression.md) explains the methods.
 """
 COLUMNS = ("parameters", "disk_bytes", "inference_peak_bytes", "step_peak_bytes", "tokens_per_second", "perplexity")
 MEASURED = {"inference_peak_bytes": "measured_inference_peak_bytes", "step_peak_bytes": "measured_step_peak_bytes"}
@@ -341,7 +351,7 @@ def page(record: Mapping[str, Any]) -> str:
     parts = [HEAD]
     for name, model in record["models"].items():
         where = model["environment"]
-        rows = list(model["rows"].items())
+        rows = [(method, model["rows"][method]) for method in METHODS if method in model["rows"]]
         lines = [
             f"\n## {name}\n",
             f"Rows of {model['seq_len']} tokens. {where['machine']['cpu']}, {where['threads']} thread(s), torch "
@@ -351,6 +361,8 @@ def page(record: Mapping[str, Any]) -> str:
             f"| unchanged | {' | '.join(cells(rows[0][1]['before']))} |",
             *(f"| {method}{told(row)} | {' | '.join(cells(row['after']))} |" for method, row in rows),
         ]
+        if lacking := [method for method in METHODS if method not in model["rows"]]:
+            lines.append(f"\nNot measured: {'; '.join(lacking)}. {model.get('note', '')}".rstrip())
         parts.append("\n".join(lines) + "\n")
     return "".join(parts)
 
