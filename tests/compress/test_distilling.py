@@ -20,16 +20,19 @@ from tightfit.checkpoint.files import Files
 from tightfit.compress import distilling, store_writing
 from tightfit.compress.heads import head_input
 from tightfit.compress.losses import PROJECTION, DistillationLoss
+from tightfit.compress.source import open_source
 from tightfit.compress.teacher_store import TeacherStore, packed_ids, unpacked_ids
 from tightfit.compress.teachers import load_teacher
-from tightfit.config import dump_config
+from tightfit.config import Config, dump_config, parse_config
 from tightfit.config.schema import DistilConfig
+from tightfit.data.prepare import prepare_data
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.saving import save_model
 from tightfit.optim.by_name import build_optimizer
+from tightfit.run_folders.loading import load_run
 from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, update
 from tightfit.training import SilentReporter, train
 from tightfit.training.measure import resident_tensors
@@ -323,6 +326,92 @@ def test_each_misuse_is_one_line(line: str, tmp_path: Path, teacher: Path, store
     assert raised.value.exit_code == 2
 
 
+def cutting(folder: Path, teacher: Path, model: Path | None = None, output: str = "run", **distil: Any) -> Config:
+    """A distillation that leaves the section `model` out, or names one by its path."""
+    raw = settings(folder, teacher, distil=distil, output={"folder": str(folder / output)}).model_dump(mode="json")
+    raw["training"] |= {"max_steps": 6, "learning_rate": 3e-3}
+    return parse_config({**raw, "model": {} if model is None else {"path": str(model)}})
+
+
+@torch.no_grad()
+def divergence(teacher: Path, student: Path) -> float:
+    ids = torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(0))
+    wanted, found = (load_run(folder).model(input_ids=ids).logits.log_softmax(-1) for folder in (teacher, student))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+@pytest.mark.slow  # a pruning with its report, three trainings
+def test_a_student_that_is_cut_out_of_its_teacher_is_the_pruned_teacher_and_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    leave_out_pictures(monkeypatch)
+    teacher, model = write_teacher(tmp_path / "teacher"), decoder(48)
+    for parameter in model.layers.parameters():  # so that every layer matters
+        parameter.data.mul_(6 if parameter.dim() > 1 else 1)
+    save_model(model, teacher)
+    shares = {"layers": 0.5, "ffn": 0.25}
+    tightfit.prune(teacher, output=tmp_path / "pruned", seq_len=8, **shares)
+    healed = tightfit.distil(cutting(tmp_path, teacher, tmp_path / "pruned", "healed"))
+
+    config = cutting(tmp_path, teacher, student_layers=0.5, student_ffn=0.25, student_by="norm")
+    cut = tightfit.distil(config, ["data.tokenizer=model", "checkpoint.every_steps=3"])
+    assert healed.training is not None
+    assert cut.training is not None
+    assert is_predicted(cut.training.predicted_peak_bytes, cut.training.measured_peak_bytes)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("pruned", "run/student")]
+    assert weights[0] == weights[1]
+    after = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "run")]
+    assert after[0] == after[1]
+    assert divergence(teacher, tmp_path / "run") < 0.95 * divergence(teacher, tmp_path / "pruned")
+
+    (tmp_path / "run" / "config.json").unlink()  # as if the run had been killed: the checkpoint has the weights
+    assert divergence(teacher, tmp_path / "run") < 0.95 * divergence(teacher, tmp_path / "pruned")
+    more = tightfit.distil(config, ["data.tokenizer=model", "checkpoint.every_steps=3", "training.max_steps=7"],
+                           resume=True)  # fmt: skip
+    assert more.training is not None
+    assert more.training.resumed_from == 6
+
+
+def test_a_student_is_cut_by_activations_on_the_training_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A channel that reads with large weights and writes nothing goes by activation, and stays by norm."""
+    leave_out_pictures(monkeypatch)
+    teacher, model = write_teacher(tmp_path / "teacher"), decoder(48)
+    mlp: Any = model.layers[0].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[5] = 9.0
+        mlp.down_proj.weight[:, 5] = 0
+    save_model(model, teacher)
+    name, width, stays = "model.layers.0.mlp.gate_proj.weight", len(mlp.gate_proj.weight), {}
+    for by in ("activation", "norm"):
+        config = cutting(tmp_path, teacher, student_ffn=0.25, student_by=by)
+        config = parse_config(config.model_dump(mode="json"), ["training.max_steps=1"])
+        tightfit.distil(config)
+        rows = open_source(tmp_path / "run" / "student").model().state_dict()[name]
+        stays[by] = any(torch.equal(row, mlp.gate_proj.weight[5]) for row in rows)
+        assert len(load_run(tmp_path / "run").model.state_dict()[name]) == len(rows) == width * 3 // 4
+    assert stays == {"activation": False, "norm": True}
+
+
+def test_a_cut_that_another_key_contradicts_is_one_line(tmp_path: Path, teacher: Path):
+    def refusal(config: Config, *overrides: str) -> str:
+        with pytest.raises(InputError) as raised:
+            tightfit.distil(config, overrides)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    plain = cutting(tmp_path, teacher)
+    assert "model.hidden_size says a student's shape, and distil.student_ffn cuts" in refusal(
+        plain, "distil.student_ffn=0.5", "model.hidden_size=32"
+    )
+    named = cutting(tmp_path, teacher, teacher)
+    assert "is a student, and distil.student_layers cuts one" in refusal(named, "distil.student_layers=0.5")
+    assert "distil.student_heads 0.3 of 2 key and value heads is 0.6" in refusal(plain, "distil.student_heads=0.3")
+    assert "student_width cuts the student out of the teacher, which is not given" in refusal(
+        plain, "distil.student_width=0.5", "distil.teacher=null"
+    )
+    assert "student_ffn" in refusal(plain, "distil.student_ffn=1.5")
+
+
 def test_train_and_estimate_refuse_a_teacher(tmp_path: Path, teacher: Path):
     with pytest.raises(InputError, match="train has no teacher: run tightfit distil"):
         train(settings(tmp_path, teacher))
@@ -373,8 +462,6 @@ def test_a_softly_capped_head_is_refused_by_name(tmp_path: Path):
 @pytest.mark.slow  # builds models of transformers, two trainings
 def test_models_of_transformers_are_distilled_and_load_there(tmp_path: Path, teacher: Path):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    from tightfit.config import parse_config
 
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
     torch.manual_seed(0)
@@ -463,7 +550,6 @@ def test_a_budget_includes_a_teacher_in_few_bits(dtype: str, tmp_path: Path, tea
 def test_a_store_is_read_in_any_order(store: Path, tmp_path: Path, teacher: Path):
     from tightfit.compress.stored_samples import StoredSamples, labelled
     from tightfit.compress.teacher_store import open_store
-    from tightfit.data.prepare import prepare_data
 
     config = settings(tmp_path, teacher)
     samples = prepare_data(config.data, config.model).training

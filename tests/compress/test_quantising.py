@@ -262,7 +262,7 @@ def test_the_gate(loss, force, refused):
     [
         ({"to": "int7"}, "--to 'int7' is not known: did you mean int4?|int8"),
         ({"to": "gptq"}, "GPTQModel"),
-        ({"to": "gguf_q8_0"}, "writes no GGUF: write a Hugging Face folder"),
+        ({"to": "gguf_q8_0"}, "tightfit export --to gguf_q8_0 writes GGUF"),
         ({"to": "int8_static"}, "give --calibration FILE"),
         ({"to": "int8_static", "calibration": "nowhere.txt"}, "--calibration 'nowhere.txt': no such file"),
         ({"calibration": "text.txt"}, "--calibration is for int8_static"),

@@ -18,6 +18,7 @@ from tightfit.errors import InputError, OutputError, VerificationFailed
 if TYPE_CHECKING:
     from tightfit import Plan
     from tightfit.cli.subject import Subject
+    from tightfit.compress.report import CompressionReport
 
 NARROWEST, WIDEST = 60, 120  # columns of a table
 
@@ -185,3 +186,11 @@ def show(answer: str | dict[str, Any] | list[Any]) -> None:
 def columns() -> int:
     """How wide tables may be: the terminal's width, within reason."""
     return min(max(shutil.get_terminal_size((WIDEST, 24)).columns, NARROWEST), WIDEST)
+
+
+def show_report(report: "CompressionReport", as_json: bool, png: Path | None) -> None:
+    """The report of a compression, on the terminal or as JSON, and its picture."""
+    from tightfit.compress.report import describe_report
+
+    write("picture", report.to_png, png)
+    show(report.to_dict() if as_json else describe_report(report, columns()))

@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tightfit.cli import options
+
 if TYPE_CHECKING:
+    from tightfit.compress.gguf_file import Weights
     from tightfit.models.decoder import Decoder
+
+
+GGUF: dict[str, "Weights"] = {"gguf_f16": "f16", "gguf_bf16": "bf16", "gguf_q8_0": "q8_0"}
 
 
 class To(StrEnum):
@@ -15,6 +21,9 @@ class To(StrEnum):
 
     TRANSFORMERS = "transformers"
     DECODER = "decoder"
+    GGUF_F16 = "gguf_f16"
+    GGUF_BF16 = "gguf_bf16"
+    GGUF_Q8_0 = "gguf_q8_0"
 
 
 def export(
@@ -22,12 +31,13 @@ def export(
         Path,
         typer.Argument(metavar="RUN", help="The folder of a finished run, or of a model.", show_default=False),
     ],
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where to write: a folder that is not there yet.", show_default=False)
-    ],
+    output: options.NewFolder,
     to: Annotated[
         To,
-        typer.Option(help="A model of transformers, or from one the reference decoder, which model.path can name."),
+        typer.Option(
+            help="A model of transformers; or from one the reference decoder, which model.path can name; or a GGUF "
+            "file for llama.cpp, with its matrices in that dtype."
+        ),
     ] = To.TRANSFORMERS,
 ) -> None:
     """Write a trained model as transformers reads it, with equal logits.
@@ -36,15 +46,27 @@ def export(
     refused by its key.
 
     [dim]tightfit export runs/quickstart --output exported[/]
+
+    [dim]tightfit export runs/quickstart --to gguf_q8_0 --output exported[/]
     """
+    if to.value in GGUF:
+        from tightfit.compress.gguf_file import export_gguf
+
+        name = f"{export_gguf(run, output, weights=GGUF[to.value])} as GGUF"
+        typer.echo(f"{output}: {name}, {_size(output)}")
+        return
     from tightfit.data.tokenizer_files import tokenizer_files
     from tightfit.run_folders.tokenizer_sources import tokenizer_sources
-    from tightfit.units import format_bytes
 
     files = tokenizer_files(run, *tokenizer_sources(run))
     name = _as_decoder(run, output, files) if to is To.DECODER else _for_transformers(run, output, files)
-    size = format_bytes(sum(path.stat().st_size for path in output.iterdir()))
-    typer.echo(f"{output}: {name}, {size}{'' if files else ', without a tokenizer'}")
+    typer.echo(f"{output}: {name}, {_size(output)}{'' if files else ', without a tokenizer'}")
+
+
+def _size(folder: Path) -> str:
+    from tightfit.units import format_bytes
+
+    return format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
 
 
 def _for_transformers(run: Path, output: Path, files: dict[str, bytes]) -> str:

@@ -226,6 +226,24 @@ NewTokens = Annotated[
     ),
 ]
 
+# Of the commands that make a folder with a model out of another one.
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="SOURCE", help="The folder of a run, or a Hugging Face folder.", show_default=False),
+]
+NewFolder = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="Where to write: a folder that is not there yet.", show_default=False)
+]
+ReportPng = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw before and after too (needs matplotlib).",
+        show_default=False,
+        rich_help_panel=THE_ANSWER,
+    ),
+]
+
 # By the names that they have in a `Question`.
 OF_A_STEP: dict[str, Any] = {
     "config": Config,

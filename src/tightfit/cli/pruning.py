@@ -1,15 +1,12 @@
 """`prune`: whole parts of a model taken out, or single weights set to zero."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tightfit.cli.asking import columns, show, write
+from tightfit.cli import options
+from tightfit.cli.asking import show_report
 from tightfit.cli.options import THE_ANSWER
-
-if TYPE_CHECKING:
-    from tightfit.compress.report import CompressionReport
 
 PARTS, SINGLE, RANKING, FIT = "Whole parts (save memory)", "Single weights (save no memory)", "Which ones", "A budget"
 
@@ -19,13 +16,8 @@ def _ratio(what: str) -> Any:
 
 
 def prune(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="The folder of a run, or a Hugging Face folder.", show_default=False),
-    ],
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where to write: a folder that is not there yet.", show_default=False)
-    ],
+    source: options.Source,
+    output: options.NewFolder,
     layers: Annotated[float | None, _ratio("Whole layers.")] = None,
     ffn: Annotated[float | None, _ratio("Channels of each MLP and of each expert.")] = None,
     heads: Annotated[float | None, _ratio("Key and value heads of each layer, with their query heads.")] = None,
@@ -109,11 +101,8 @@ def prune(
             rich_help_panel=THE_ANSWER,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout.", rich_help_panel=THE_ANSWER)] = False,
-    png: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the report.", show_default=False, rich_help_panel=THE_ANSWER),
-    ] = None,
+    as_json: options.Json = False,
+    png: options.ReportPng = None,
 ) -> None:
     """Make a trained model smaller, or sparser, and report what that saves and costs.
 
@@ -135,11 +124,3 @@ def prune(
         "permanent": permanent,
     }  # fmt: skip
     show_report(pruned(source, output=output, **settings), as_json, png)
-
-
-def show_report(report: "CompressionReport", as_json: bool, png: Path | None) -> None:
-    """The report of a compression, on the terminal or as JSON, and its picture."""
-    from tightfit.compress.report import describe_report
-
-    write("picture", report.to_png, png)
-    show(report.to_dict() if as_json else describe_report(report, columns()))

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.asking import columns, show
+from tightfit.cli import options
+from tightfit.cli.asking import show_report
 from tightfit.cli.options import THE_ANSWER
 from tightfit.names.quantisation import METHODS
 
@@ -13,19 +14,14 @@ THE_QUALITY = "The quality"
 
 
 def quantise(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="The folder of a run, or a Hugging Face folder.", show_default=False),
-    ],
+    source: options.Source,
     to: Annotated[
         str,
         typer.Option(
             metavar="METHOD", help="; ".join(f"{name}: {text}" for name, text in METHODS.items()), show_default=False
         ),
     ],
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where to write: a folder that is not there yet.", show_default=False)
-    ],
+    output: options.NewFolder,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -66,16 +62,8 @@ def quantise(
             rich_help_panel=THE_ANSWER,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout.", rich_help_panel=THE_ANSWER)] = False,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw before and after too (needs matplotlib).",
-            show_default=False,
-            rich_help_panel=THE_ANSWER,
-        ),
-    ] = None,
+    as_json: options.Json = False,
+    png: options.ReportPng = None,
 ) -> None:
     """Write a model with its linear layers in 8 or 4 bits, measured before and after.
 
@@ -87,8 +75,6 @@ def quantise(
     [dim]tightfit quantise runs/quickstart --to int8_static --calibration LICENSE --output small[/]
     """
     from tightfit import quantise as quantised
-    from tightfit.cli.asking import write
-    from tightfit.compress.report import describe_report
 
     report = quantised(
         source,
@@ -101,5 +87,4 @@ def quantise(
         batch_size=batch_size,
         seq_len=seq_len,
     )
-    write("picture", report.to_png, png)
-    show(report.to_dict() if as_json else describe_report(report, columns()))
+    show_report(report, as_json, png)

@@ -18,6 +18,7 @@ from tightfit.compress.source import open_source
 from tightfit.compress.store_writing import StoreFigures
 from tightfit.compress.stored_samples import StoredSamples
 from tightfit.compress.stores import complete_store
+from tightfit.compress.students import Cut, cut_of, with_student
 from tightfit.compress.teachers import (
     demand_same_tokenizer,
     demand_same_vocabulary,
@@ -98,17 +99,25 @@ def distil(
     store_method: str | None = None,
     k: int | None = None,
     seed: int | None = None,
+    student_layers: float | None = None,
+    student_ffn: float | None = None,
+    student_heads: float | None = None,
+    student_width: float | None = None,
+    student_by: str | None = None,
     store_only: bool = False,
     resume: bool = False,
     reporter: Reporter | None = None,
 ) -> DistilResult:
     """Train a student towards a teacher, as a configuration says: that of `tightfit.train`, and the section `distil`.
 
-    `teacher` (a run's folder, a Hugging Face folder or a name) and the other keywords up to `seed` are keys of that
-    section; None leaves what the configuration says. Without `store` the teacher runs beside the student in each step,
-    and its weights and its forward are part of the plan for `memory.budget`. With `store`, a folder, the teacher first
-    writes parts of its distributions there, within the same budget, and leaves memory. A store that is complete is used
-    as it is; one that was interrupted goes on. `store_only` ends after that.
+    `teacher` (a run's folder, a Hugging Face folder or a name) and the other keywords up to `student_by` are keys of
+    that section; None leaves what the configuration says. Without `store` the teacher runs beside the student in each
+    step, and its weights and its forward are part of the plan for `memory.budget`. With `store`, a folder, the teacher
+    first writes parts of its distributions there, within the same budget, and leaves memory. A store that is complete
+    is used as it is; one that was interrupted goes on. `store_only` ends after that.
+
+    With one of `student_layers`, `student_ffn`, `student_heads` and `student_width` the student is the teacher without
+    these shares of its parts, ranked by `student_by`. It is written to `output.folder`/student before the training.
 
     The logits of all tokens never exist, neither the student's nor the teacher's. The validation loss is the
     cross-entropy of the text held out. Everything else is as in `tightfit.train`: files, `resume`, signals, `reporter`.
@@ -144,11 +153,19 @@ def distil(
         "store_method": store_method,
         "k": k,
         "seed": seed,
+        "student_layers": student_layers,
+        "student_ffn": student_ffn,
+        "student_heads": student_heads,
+        "student_width": student_width,
+        "student_by": student_by,
     }
     keywords = [f"distil.{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     settings = _resolved(config, [*overrides, *keywords])
-    distillation = Distillation(_section(settings))
+    distillation = Distillation(_section(settings), cut_of(settings))
+    if distillation.cut is not None and distillation.folder is not None:
+        settings = with_student(settings, distillation.cut, distillation.folder)
     if store_only:
+        distillation.cut = None  # a store needs no student
         return _store_alone(settings, distillation, reporter or SilentReporter())
     found = run_training(settings, distillation, reporter=reporter, resume=resume)
     return DistilResult(
@@ -188,6 +205,7 @@ class Distillation(Purpose):
     """A training's purpose: to follow a teacher. Mutable: `figures` of the store, once it is complete."""
 
     section: DistilConfig
+    cut: Cut | None = None
     figures: StoreFigures | None = None
     teacher_bytes: int = 0
     held_out: Tensor | None = None
@@ -209,6 +227,8 @@ class Distillation(Purpose):
         if self.folder is not None:
             demand_same_tokenizer(data.tokenizer, teacher_tokenizer(self.folder), self.folder)
             self._digest = teacher_digest(self.folder)
+            if self.cut is not None:
+                self.cut.write(self.folder, self._digest, data.training, data.fingerprint, reporter)
         if self.section.store is None:
             return data
         store, self.figures = complete_store(

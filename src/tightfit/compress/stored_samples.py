@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tightfit.compress.losses import TEACHER_IDS, TEACHER_TAIL, TEACHER_WEIGHTS
 from tightfit.compress.teacher_store import TeacherStore
-from tightfit.data.samples import Samples
+from tightfit.data.samples import SamplesWith
 from tightfit.errors import DataError
 from tightfit.levers.micro_batch import IGNORE_INDEX
 
@@ -22,26 +22,10 @@ def labelled(labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StoredSamples:
+class StoredSamples(SamplesWith):
     """Samples with the teacher's entries in each batch."""
 
-    samples: Samples
     store: TeacherStore
-
-    @property
-    def rows(self) -> int:
-        return self.samples.rows
-
-    @property
-    def is_even(self) -> bool:
-        return self.samples.is_even
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.samples.lengths
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
         batch = self.samples.batch(samples)
@@ -69,9 +53,3 @@ class StoredSamples:
             TEACHER_WEIGHTS: torch.zeros(size, length, identity.k, dtype=torch.float16),
         }
         return {**entries, TEACHER_TAIL: torch.zeros(size, length)} if identity.method == "topk" else entries
-
-    def beginning(self, count: int) -> list[int]:
-        return self.samples.beginning(count)
-
-    def __str__(self) -> str:
-        return str(self.samples)

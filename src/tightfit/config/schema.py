@@ -37,6 +37,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OpenShare = Annotated[float, Field(ge=0, lt=1)]
+InnerShare = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -387,6 +388,17 @@ class DistilConfig(Section):
     20."""
     seed: CountOrZero = 0
     """Seed of the store's draws."""
+    student_layers: InnerShare | None = None
+    """Cut the student out of the teacher, without this share of its layers, those that matter least; `model` is then
+    left out but for `dtype`. null: all layers stay."""
+    student_ffn: InnerShare | None = None
+    """The same, without this share of the channels of each MLP and of each expert."""
+    student_heads: InnerShare | None = None
+    """The same, without this share of each layer's key and value heads and their query heads; whole heads."""
+    student_width: InnerShare | None = None
+    """The same, without this share of the hidden channels."""
+    student_by: Literal["activation", "norm"] = "activation"
+    """How parts are ranked: by what flows through them on the first 32 training samples, or by their weights alone."""
 
     @model_validator(mode="after")
     def _store_serves_the_loss(self) -> Self:
@@ -402,6 +414,9 @@ class DistilConfig(Section):
             raise ValueError(
                 "hidden_weight needs hidden states, which a store does not keep: set it to 0, or remove store"
             )
+        cuts = ("student_layers", "student_ffn", "student_heads", "student_width")
+        if self.teacher is None and (given := next((key for key in cuts if getattr(self, key) is not None), None)):
+            raise ValueError(f"{given} cuts the student out of the teacher, which is not given: give teacher a folder")
         return self
 
 

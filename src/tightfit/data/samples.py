@@ -53,6 +53,34 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
+class SamplesWith:
+    """Samples whose batches a subclass adds something to, in `batch` and `fullest`."""
+
+    samples: Samples
+
+    @property
+    def rows(self) -> int:
+        return self.samples.rows
+
+    @property
+    def is_even(self) -> bool:
+        return self.samples.is_even
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.samples.lengths
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def beginning(self, count: int) -> list[int]:
+        return self.samples.beginning(count)
+
+    def __str__(self) -> str:
+        return str(self.samples)
+
+
+@dataclass(frozen=True)
 class Pieces:
     """Parts of documents, each (pieces,) int64: which document, from which of its tokens on, how many."""
 

@@ -60,6 +60,11 @@ class TextTokenizer:
             )
         return ChatEncoder(self._tokenizer, self._template)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, if there is one."""
+        return None if self._template is None else self._template.text
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id: the rows that a model's embedding must have."""

@@ -13,7 +13,7 @@ METHODS: dict[str, str] = {
 }
 # Methods of GPTQModel. 7.7.0 declares torch>=2.14.1, and 7.1.0 numpy==2.2.6: neither installs beside our versions.
 OF_GPTQMODEL = ("gptq", "awq")
-GGUF = "gguf"  # llama.cpp converts Hugging Face folders itself
+GGUF = "gguf"  # what `tightfit export` writes
 
 
 def refuse_other(name: str) -> None:
@@ -27,8 +27,8 @@ def refuse_other(name: str) -> None:
         )
     if name.startswith(GGUF):
         raise InputError(
-            f"--to {name}: tightfit writes no GGUF: write a Hugging Face folder with tightfit export, and convert it "
-            "with llama.cpp's convert_hf_to_gguf.py"
+            f"--to {name}: quantise writes what tightfit reads: tightfit export --to gguf_q8_0 writes GGUF, and "
+            "llama.cpp's llama-quantize makes its other types of that"
         )
     near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"choose {', '.join([*METHODS][:-1])} or {[*METHODS][-1]}"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.data.samples import Samples
+from tightfit.data.samples import Samples, SamplesWith
 from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.models.mode import evaluating
@@ -118,26 +118,10 @@ def reference_log_probs(
 
 
 @dataclass(frozen=True)
-class ReferencedSamples:
+class ReferencedSamples(SamplesWith):
     """Preference pairs with the reference's log-probabilities, (2 * pairs,) fp32, in each batch."""
 
-    samples: Samples
     values: np.ndarray
-
-    @property
-    def rows(self) -> int:
-        return self.samples.rows
-
-    @property
-    def is_even(self) -> bool:
-        return self.samples.is_even
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.samples.lengths
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def batch(self, samples: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
         rows = (np.asarray(samples)[:, None] * ROWS + np.arange(ROWS)).ravel()
@@ -145,12 +129,6 @@ class ReferencedSamples:
 
     def fullest(self, size: int, length: int) -> dict[str, Tensor]:
         return {**self.samples.fullest(size, length), REFERENCE: torch.zeros(size)}
-
-    def beginning(self, count: int) -> list[int]:
-        return self.samples.beginning(count)
-
-    def __str__(self) -> str:
-        return str(self.samples)
 
 
 def unreferenced(samples: Samples) -> "ReferencedSamples":

@@ -115,6 +115,19 @@ class Removal:
     def __bool__(self) -> bool:
         return any(astuple(self))
 
+    def in_words(self, anatomy: Anatomy) -> str:
+        said = [
+            f"{self.layers} of {anatomy.layers} layers" if self.layers else "",
+            f"{self.ffn} of {anatomy.ffn} channels of each MLP" if self.ffn else "",
+            f"{self.expert_ffn} of {anatomy.expert_ffn} channels of each expert" if self.expert_ffn else "",
+            f"{self.groups} of {anatomy.groups} key and value heads of each layer, with {anatomy.queries} query heads "
+            "each"
+            if self.groups
+            else "",
+            f"{self.hidden} of {anatomy.hidden} hidden channels" if self.hidden else "",
+        ]
+        return "; ".join(one for one in said if one)
+
 
 def removal_of(anatomy: Anatomy, ratios: Ratios) -> Removal:
     """The counts that ratios mean for a model. Layers and channels are rounded, heads are not: they are few.

@@ -22,7 +22,7 @@ from tightfit.compress.pruning.slicing import (
     reduced,
     rescaling,
 )
-from tightfit.compress.pruning.statistics import Statistics, statistics_of
+from tightfit.compress.pruning.statistics import Rows, Statistics, statistics_of
 
 By = Literal["norm", "activation", "gradient"]
 BY: tuple[By, ...] = ("norm", "activation", "gradient")
@@ -49,8 +49,8 @@ class Scores:
     energy: Mapping[str, Tensor]
 
 
-def scores_of(model: nn.Module, anatomy: Anatomy, by: By, rows: Tensor | None) -> Scores:
-    """The scores of a model's parts. `rows` (rows, tokens) is calibration text, which `norm` needs none of."""
+def scores_of(model: nn.Module, anatomy: Anatomy, by: By, rows: Rows | None) -> Scores:
+    """The scores of a model's parts. `rows` are calibration text, which `norm` needs none of."""
     if by == "norm":
         return _by_norm(model, anatomy)
     assert rows is not None, "activations and gradients are of a text"
@@ -112,7 +112,7 @@ def _by_activation(model: nn.Module, anatomy: Anatomy, found: Statistics) -> Sco
     return Scores(layers, ffn, groups, width, energies)
 
 
-def _by_gradient(model: nn.Module, anatomy: Anatomy, rows: Tensor) -> Scores:
+def _by_gradient(model: nn.Module, anatomy: Anatomy, rows: Rows) -> Scores:
     """The loss that a part's removal costs to first order: |sum of gradient x weight| of what it writes, one text after
     the other (Molchanov et al. 2019, arXiv 1906.10771). One set of gradients exists at a time.
     """

@@ -171,7 +171,7 @@ class _Job:
         if removal and anatomy is not None:
             kept = kept_parts(scores_of(model, anatomy, self.by, rows), anatomy, removal)
             model = sliced(model, anatomy, removal, kept)
-            notes.append(_removal_in_words(removal, anatomy, self.by))
+            notes.append(f"Taken out, ranked by {self.by}: {removal.in_words(anatomy)}.")
             if model.config.model_type != anatomy.model_type:
                 notes.append(AS_MISTRAL)
         beside: dict[str, bytes] = {}
@@ -259,20 +259,6 @@ def zero_weights(model: nn.Module, removed: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     for name, mask in removed.items():
         parameters[name].masked_fill_(mask, 0)
-
-
-def _removal_in_words(removal: Removal, anatomy: Anatomy, by: By) -> str:
-    said = [
-        f"{removal.layers} of {anatomy.layers} layers" if removal.layers else "",
-        f"{removal.ffn} of {anatomy.ffn} channels of each MLP" if removal.ffn else "",
-        f"{removal.expert_ffn} of {anatomy.expert_ffn} channels of each expert" if removal.expert_ffn else "",
-        f"{removal.groups} of {anatomy.groups} key and value heads of each layer, with {anatomy.queries} query heads "
-        "each"
-        if removal.groups
-        else "",
-        f"{removal.hidden} of {anatomy.hidden} hidden channels" if removal.hidden else "",
-    ]
-    return f"Taken out, ranked by {by}: {'; '.join(one for one in said if one)}."
 
 
 def _fitted_in_words(fitted: Fitting, goal: Goal) -> str:

@@ -1,6 +1,6 @@
 """What flows through a model on real text: the energy of each input, how much each layer changes what it is given."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from tightfit.compress.pruning.slicing import EXPERTS_IN, EXPERTS_OUT
 from tightfit.models.mode import evaluating
+
+Rows = Tensor | Sequence[Tensor]  # of token ids: (rows, tokens), or rows of lengths of their own
 
 
 @dataclass
@@ -35,8 +37,8 @@ class Statistics:
 
 
 @torch.no_grad()
-def statistics_of(model: nn.Module, rows: Tensor) -> Statistics:
-    """The statistics of a text, (rows, tokens). The model is as it was afterwards."""
+def statistics_of(model: nn.Module, rows: Rows) -> Statistics:
+    """The statistics of a text. The model is as it was afterwards."""
     found = Statistics()
     with evaluating(model), _watched(model, found):
         for row in rows:
