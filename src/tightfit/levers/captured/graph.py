@@ -1,0 +1,60 @@
+"""Makes one captured graph: the function that stands for a block's forward from then on."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.levers.captured.partition import base_of, divide, is_view
+from tightfit.levers.captured.program import write_backward, write_forward
+from tightfit.levers.captured.straight import Parts, Program, straight
+from tightfit.levers.captured.views import join_views
+from tightfit.levers.recompute.policy import Policy
+from tightfit.runtime.internals import autocast_is_active, recorded_call, recording_backend
+
+
+def captured_graph(policy: Policy, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` under a policy. Raises `CompileError` for a graph that cannot be captured."""
+    parts = Assembly(policy)
+    general = recording_backend(parts.divide, parts.write_forward, write_backward)(graph, inputs)
+    call = recorded_call(inputs)
+    if call is None or parts.found is None or parts.found.count != len(inputs):
+        return general
+    if len(parts.found.tangents) != sum(call.differentiable):
+        return general
+    return straight(parts.found, call, under_autocast=autocast_is_active())
+
+
+class Assembly:
+    """Collects the parts of one graph while PyTorch records it."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.backward: Program | None = None
+        self.found: Parts | None = None
+        self.returns = 0
+        self.tangents: tuple[tuple[int, ...], ...] = ()
+
+    def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
+        (output,) = joint.graph.find_nodes(op="output")
+        results = torch.utils._pytree.tree_leaves(output.args)
+        join_views(joint.graph, {node for node in results[:num_fwd_outputs] if isinstance(node, torch.fx.Node)})
+        forward, backward = divide(self.policy, joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        self.returns = num_fwd_outputs
+        given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+        self.tangents = tuple(node.meta["val"].stride() for node in given)
+        self.backward = write_backward(copy.deepcopy(backward), ())
+        return forward, backward
+
+    def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
+        program = write_forward(module, inputs, returns=None if self.backward is None else self.returns)
+        if self.backward is not None:
+            (output,) = module.graph.find_nodes(op="output")
+            results = list(output.args[0])
+            returned = {base_of(node) for node in results[: self.returns] if isinstance(node, torch.fx.Node)}
+            saved = results[self.returns :]
+            cycles = tuple(place for place, node in enumerate(saved) if is_view(node) and base_of(node) in returned)
+            count = len(module.graph.find_nodes(op="placeholder"))
+            self.found = Parts(program, self.backward, count, cycles, self.tangents)
+        return program
