@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.runtime.internals import no_modes
 from tightfit.runtime.operators import map_instances, traits_of
 
-_HOMES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
+_C: Any = torch._C
+_HOMES: tuple[Any, ...] = (_C._VariableFunctions, _C.TensorBase, _C._nn)
 
 
 class Called(TorchDispatchMode):

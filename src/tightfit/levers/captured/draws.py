@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tightfit.levers.recompute.generators import GeneratorState, default_generator
+from tightfit.levers.recompute.generators import GeneratorState, generator_of
 
 STATE_BYTES = 5056  # of a CPU's generator, for graphs that only need a shape
 
@@ -22,8 +22,7 @@ class Player:
         self.state = state.numpy().tobytes()
 
     def draw(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        generator = default_generator(device)
+        generator = generator_of(args, kwargs)
         present = GeneratorState.of(generator)
         GeneratorState(generator, self.state).put_back()
         try:

@@ -1,10 +1,10 @@
 """Makes one captured graph: the function that stands for a block's forward from then on."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tightfit.levers.captured.partition import base_of, divide, is_view
 from tightfit.levers.captured.program import write_backward, write_forward
@@ -38,13 +38,13 @@ class Assembly:
 
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
         (output,) = joint.graph.find_nodes(op="output")
-        results = torch.utils._pytree.tree_leaves(output.args)
+        results = tree_leaves(output.args)
         join_views(joint.graph, {node for node in results[:num_fwd_outputs] if isinstance(node, torch.fx.Node)})
         forward, backward = divide(self.policy, joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self.returns = num_fwd_outputs
         given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
         self.tangents = tuple(node.meta["val"].stride() for node in given)
-        self.backward = write_backward(copy.deepcopy(backward), ())
+        self.backward = write_backward(copied(backward), ())
         return forward, backward
 
     def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
@@ -58,3 +58,10 @@ class Assembly:
             count = len(module.graph.find_nodes(op="placeholder"))
             self.found = Parts(program, self.backward, count, cycles, self.tangents)
         return program
+
+
+def copied(module: Any) -> Any:
+    """A copy of a graph, with the same metadata."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return torch.fx.GraphModule(module, graph)

@@ -204,6 +204,7 @@ class CapturedForward(FrugalForward):
 @functools.cache
 def captured_forward(kind: type[nn.Module], policy: Policy) -> Callable[..., Any]:
     """The captured `forward` of a class of modules under one policy."""
+
     def record(graph: Any, inputs: Sequence[Any]) -> Any:
         block = _recording.forward
         if not _recording.settled or block is None:

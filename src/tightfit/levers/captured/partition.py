@@ -5,7 +5,7 @@ the value under it is. A value that is not held is computed again in backward, f
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from tightfit.levers.captured.draws import STATE_BYTES, replayed, resumed, state
 from tightfit.levers.recompute.policy import Decision, OperatorKey, Policy
 from tightfit.runtime.internals import (
     divide_joint_graph,
-    inputs_written_at_run_time,
+    inputs_written_later,
     is_of_backward,
+    results_with_gradients,
     sizes_are_static,
 )
 from tightfit.runtime.operators import is_index, traits_of
@@ -28,6 +29,7 @@ def divide(policy: Policy, joint: Any, inputs: Any, *, num_fwd_outputs: int, **o
     """Make the graphs of forward and backward. Raises `CompileError` for a graph that cannot be captured."""
     demand_plain(joint)
     mark_forward(joint)
+    demand_separate(joint)
     found = Values(joint, policy)
     saved = found.held_for_backward()
     forward, backward = divide_joint_graph(joint, saved, num_fwd_outputs, options)
@@ -39,6 +41,24 @@ def mark_forward(joint: Any) -> None:
     for node in joint.graph.nodes:
         if node.op == "call_function" and not is_of_backward(node):
             node.meta[FORWARD] = True
+
+
+def demand_separate(joint: Any) -> None:
+    """Raise `CompileError` if the block writes into its input, or reads one of several results itself.
+
+    Eager code adds up such a value's gradients from inside and outside as they come. A graph takes the outer ones as
+    one dense tensor, of zeros if there are none, and sums over another layout round differently.
+    """
+    results = dict(results_with_gradients(joint))
+    if any(results.values()):
+        raise CompileError("it writes in place into a tensor that has gradients")
+    bases = {base_of(node) for node in results if base_of(node).op == "call_function"}
+    if len(results) < 2:
+        return
+    for node in joint.graph.nodes:
+        computes = FORWARD in node.meta and node.target is not operator.getitem and not is_view(node)
+        if computes and any(base_of(source) in bases for source in node.all_input_nodes):
+            raise CompileError("it returns a value that it goes on to compute with, beside other results")
 
 
 def demand_plain(graph: Any) -> None:
@@ -60,12 +80,10 @@ class Values:
         self.joint = joint
         self.policy = policy
         self.keys: dict[Any, OperatorKey] = {}
-        inputs = joint.graph.find_nodes(op="placeholder")
-        self.written = {copied.args[0] for copied in written_by(joint.graph)}
-        for position, requires_grad in inputs_written_at_run_time():
-            if requires_grad:
-                raise CompileError("it writes in place into a tensor that requires gradients")
-            self.written.add(inputs[position])
+        self.written = set(inputs_written_later(joint))
+        backward = [node for node in joint.graph.nodes if node.op == "call_function" and FORWARD not in node.meta]
+        self.read = {base_of(source) for node in backward for source in node.all_input_nodes}
+        self.returned = {base_of(node) for node, _ in results_with_gradients(joint)}
         counts: dict[str, int] = {}
         for node in joint.graph.nodes:
             if FORWARD not in node.meta or node.target is operator.getitem or traits_of(node.target).is_view:
@@ -112,14 +130,9 @@ class Values:
             return True  # nobody knows whether such an operator gives the same result again
         if any(is_index(value) for value in values_of(node)):
             return True  # a recomputed router may choose other experts than forward did
+        if node in self.returned and node not in self.read:
+            return False  # eager code does not hold it, so the block's caller may write into it
         return self.policy.decide(self.keys[node]) is Decision.KEEP
-
-
-def written_by(graph: Any) -> Iterator[Any]:
-    """The nodes of a graph that write into its inputs."""
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
-            yield node
 
 
 def is_forward(node: Any) -> bool:
@@ -200,7 +213,7 @@ def save_generators(forward: Any, backward: Any) -> None:
 
 
 def device_of(node: Any) -> torch.device:
-    """The device whose generator a random operator draws from."""
+    """The device whose generator a random operator draws from: that of its result."""
     return next(value.device for value in values_of(node) if isinstance(value, torch.Tensor))
 
 

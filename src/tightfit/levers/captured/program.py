@@ -16,10 +16,11 @@ from tightfit.levers.captured.draws import replayed
 from tightfit.levers.captured.in_place import Memory
 from tightfit.levers.captured.partition import (
     FORWARD,
+    base_of,
     demand_plain,
     drop_unread,
 )
-from tightfit.levers.captured.views import join_views, shorten_views
+from tightfit.levers.captured.views import CONTIGUOUS, join_views, shorten_views
 from tightfit.runtime.activity import now, recomputation
 from tightfit.runtime.internals import boxed, dispatch_is_watched
 
@@ -72,6 +73,14 @@ def on_demand(graph: Any, again: set[Any]) -> list[Any]:
         order.update(dict.fromkeys(sorted(missing, key=places.__getitem__)))
         order[node] = None
     return list(order)
+
+
+def has_known_strides(base: Any) -> bool:
+    """Whether a storage has the layout that was recorded. Some kernels return another one than PyTorch foresees."""
+    if base.op != "call_function":
+        return True  # dynamo compares the strides of arguments
+    target = base.target
+    return target in CONTIGUOUS or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def written(module: Any, order: list[Any], again: set[Any], returned: set[Any]) -> Callable[[list[Any]], Any]:
@@ -143,9 +152,12 @@ class Writer:
             function = self.constant(target)
             return f"{function}({self.names[player]}, {self.constant(drawn)}, {self.arguments(args, node.kwargs)})"
         if isinstance(target, torch._ops.OpOverload):
-            target = self.memory.in_place(node) or target
+            if node not in self.returned:  # in place it may be a view, which autograd would not let the caller write
+                target = self.memory.in_place(node) or target
             if target is torch.ops.aten._unsafe_view.default and node not in self.returned:
                 target = torch.ops.aten.view.default  # they differ in what autograd knows of a result
+            if target is torch.ops.aten.view.default and not has_known_strides(base_of(node)):
+                return f"{self.constant(torch.reshape)}({self.arguments(args, node.kwargs)})"
             target = binding_of(target, node)
         return f"{self.constant(target)}({self.arguments(args, node.kwargs)})"
 

@@ -12,7 +12,7 @@ from tightfit.levers.captured.partition import base_of, is_view
 aten = torch.ops.aten
 
 # Operators whose results are contiguous whatever their arguments, so that a place in one is known without its strides.
-_CONTIGUOUS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+CONTIGUOUS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 
 def join_views(graph: Any, returned: set[Any]) -> None:
@@ -35,7 +35,7 @@ def shorten_views(graph: Any, returned: set[Any]) -> None:
         if not is_view(node) or node in returned or not isinstance(node.args[0], torch.fx.Node):
             continue
         base, value = base_of(node), node.meta.get("val")
-        if node.args[0] is base or base.target not in _CONTIGUOUS or not isinstance(value, torch.Tensor):
+        if node.args[0] is base or base.target not in CONTIGUOUS or not isinstance(value, torch.Tensor):
             continue
         if value.is_conj() or value.is_neg() or value.dtype != base.meta["val"].dtype:
             continue

@@ -1,12 +1,14 @@
 """PyTorch's tracers: dynamo, which records a block's forward, and AOTAutograd, which records its backward with it."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tightfit.runtime.internals.compiler import SIGNATURES
 from tightfit.runtime.internals.tensors import is_fake
@@ -41,6 +43,20 @@ def recording_backend(
             return backend(graph, inputs)
 
     return record
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which PyTorch does not log what it cannot record. The exception says so too."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._dynamo")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @contextmanager
@@ -100,18 +116,22 @@ def recorded_call(inputs: Sequence[Any]) -> RecordedCall | None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def recording_settings() -> AbstractContextManager[Any]:
+@contextmanager
+def recording_settings() -> Iterator[None]:
     """A context in which dynamo records any number of signatures, and notices hooks that are registered later."""
     from torch._dynamo import config  # takes seconds to import
 
-    return config.patch(
+    settings = config.patch(
         recompile_limit=SIGNATURES,
         accumulated_recompile_limit=SIGNATURES,
         skip_nnmodule_hook_guards=False,
         assume_static_by_default=True,
         automatic_dynamic_shapes=False,
         specialize_float=True,
+        trace_numpy=False,  # numpy's functions as those of torch round differently
     )
+    with settings, _quiet():
+        yield
 
 
 def recording_failures() -> tuple[type[Exception], ...]:
@@ -131,15 +151,26 @@ def divide_joint_graph(
     return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_fwd_outputs, **options)
 
 
-def inputs_written_at_run_time() -> Iterator[tuple[int, bool]]:
-    """The positions of the inputs that the function which is being recorded writes, and whether each has gradients."""
-    from torch._guards import TracingContext
+def inputs_written_later(joint: Any) -> Iterator[Any]:
+    """The inputs of a joint graph that the function writes in place. The graph returns their new content."""
+    (output,) = joint.graph.find_nodes(op="output")
+    written = [desc.mutated_input for desc in output.meta["desc"] if hasattr(desc, "mutated_input")]
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if node.meta["desc"] in written:
+            yield node
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        yield node.args[0]
 
-    context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    for position, info in enumerate([] if metadata is None else metadata.input_info):
-        if info.mutates_data or info.mutates_metadata:
-            yield position, info.requires_grad
+
+def results_with_gradients(joint: Any) -> Iterator[tuple[Any, bool]]:
+    """The results of forward for which backward takes gradients, each with whether it is a new content of an input."""
+    (output,) = joint.graph.find_nodes(op="output")
+    inputs = joint.graph.find_nodes(op="placeholder")
+    given = [getattr(node.meta["desc"], "output", None) for node in inputs]
+    results = tree_leaves(output.args)
+    for result, desc in zip(results, output.meta["desc"], strict=True):
+        if isinstance(result, torch.fx.Node) and desc in given:
+            yield result, hasattr(desc, "mutated_input")
 
 
 def is_of_backward(node: Any) -> bool:
