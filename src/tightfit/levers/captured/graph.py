@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tightfit.errors import CompileError
 from tightfit.levers.captured.partition import base_of, divide, is_view
 from tightfit.levers.captured.program import write_backward, write_forward
 from tightfit.levers.captured.straight import Parts, Program, straight
@@ -16,6 +17,7 @@ from tightfit.runtime.internals import autocast_is_active, recorded_call, record
 
 def captured_graph(policy: Policy, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend of `torch.compile` under a policy. Raises `CompileError` for a graph that cannot be captured."""
+    demand_no_settings(graph)
     parts = Assembly(policy)
     general = recording_backend(parts.divide, parts.write_forward, write_backward)(graph, inputs)
     call = recorded_call(inputs)
@@ -24,6 +26,14 @@ def captured_graph(policy: Policy, graph: Any, inputs: Sequence[Any]) -> Callabl
     if len(parts.found.tangents) != sum(call.differentiable):
         return general
     return straight(parts.found, call, under_autocast=autocast_is_active())
+
+
+def demand_no_settings(graph: Any) -> None:
+    """Raise `CompileError` for a block that sets what the recorder of operators does not follow."""
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name.startswith(("set_", "_enter_inference_mode")):
+            raise CompileError(f"it calls {name.removeprefix('_enter_')}")
 
 
 class Assembly:

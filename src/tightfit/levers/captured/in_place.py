@@ -45,6 +45,10 @@ class Memory:
         changed = in_place_form(called)
         if changed is None or not args or not isinstance(args[0], torch.fx.Node):
             return None
+        if called in _BERNOULLI:
+            # Whatever the layout: the draws fill memory in its order.
+            is_fresh = traits_of(args[0].target).is_uninitialised if is_operator(args[0]) else False
+            return changed if is_fresh and set(args[0].users) == {node} else None
         target, others = args[0], [source for source in node.all_input_nodes if source is not args[0]]
         base = self.base(target)
         if base in self.pinned or self.last[base] > self.places[node]:
@@ -71,6 +75,10 @@ def is_opaque(node: Any) -> bool:
     if node.op != "call_function" or called is operator.getitem:
         return False
     return not isinstance(called, torch._ops.OpOverload) or traits_of(called).is_foreign
+
+
+def is_operator(node: Any) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
 
 def in_place_form(target: Any) -> Any:

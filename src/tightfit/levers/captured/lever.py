@@ -111,6 +111,7 @@ class Recording(threading.local):
     forward: "CapturedForward | None" = None  # the block that runs
     shapes: Any = ()  # of its arguments
     settled: bool = False  # dynamo has our settings
+    recorded: bool = False  # a graph was recorded in this call
 
 
 _recording = Recording()
@@ -165,21 +166,26 @@ class CapturedForward(FrugalForward):
         """
         if self.shares and autocast_is_active():
             return "other parts of the model have its weights, and autocast adds their gradients in 16 bits", None
-        outer = _recording.forward, _recording.shapes, _recording.settled
+        outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
         try:
             captured = captured_forward(type(self.module), self.policy)
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
+            _recording.recorded = False
             with recording_settings() if settled else nullcontext():
                 outputs = captured(self.module, *args, **kwargs)
             self.captures = max(self.captures, 1)  # another block of its kind may have been captured for it
             return None, outputs
-        except (CompileError, *recording_failures()) as error:
+        except Exception as error:
+            if not isinstance(error, (CompileError, *recording_failures())) and (not settled or _recording.recorded):
+                raise  # of the program
+            # Of code that dynamo runs while it records, such as a question about a size that depends on data, or wrong
+            # code, which raises its own error again when it runs as it is written.
             reason = reason_of(error, settled=settled)
             # Its frames hold the block's inputs, which would count as memory.
             traceback.clear_frames(error.__traceback__)
             return reason, None
         finally:
-            _recording.forward, _recording.shapes, _recording.settled = outer
+            _recording.forward, _recording.shapes, _recording.settled, _recording.recorded = outer
 
     def note_capture(self, arguments: Any) -> None:
         """Count a capture that begins. Raises `CompileError` for the first one too many."""
@@ -210,7 +216,9 @@ def captured_forward(kind: type[nn.Module], policy: Policy) -> Callable[..., Any
         if not _recording.settled or block is None:
             raise SettingsAreMissing
         block.note_capture(_recording.shapes)
-        return captured_graph(policy, graph, inputs)
+        function = captured_graph(policy, graph, inputs)
+        _recording.recorded = True
+        return function
 
     return torch.compile(own_forward(kind, "captured"), backend=record, fullgraph=True)
 

@@ -69,6 +69,8 @@ def demand_plain(graph: Any) -> None:
         is_call = node.op == "call_function" and node.target is not operator.getitem
         if is_call and not isinstance(node.target, torch._ops.OpOverload):
             raise CompileError(f"it contains {node.target}, which is no single operator")
+        if is_call and makes_sparse(node):
+            raise CompileError(f"{node.target} makes a sparse gradient")
         if not sizes_are_static(node.meta.get("val")):
             raise CompileError(f"sizes or numbers in it depend on the data ({node.name})")
 
@@ -133,6 +135,11 @@ class Values:
         if node in self.returned and node not in self.read:
             return False  # eager code does not hold it, so the block's caller may write into it
         return self.policy.decide(self.keys[node]) is Decision.KEEP
+
+
+def makes_sparse(node: Any) -> bool:
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("sparse") is True
 
 
 def is_forward(node: Any) -> bool:
