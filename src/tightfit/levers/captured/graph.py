@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import CompileError
-from tightfit.levers.captured.partition import base_of, divide, is_view
+from tightfit.levers.captured.partition import base_of, demand_single_casts, divide, is_view
 from tightfit.levers.captured.program import write_backward, write_forward
 from tightfit.levers.captured.straight import Parts, Program, straight
 from tightfit.levers.captured.views import join_views
@@ -18,14 +18,17 @@ from tightfit.runtime.internals import autocast_is_active, recorded_call, record
 def captured_graph(policy: Policy, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend of `torch.compile` under a policy. Raises `CompileError` for a graph that cannot be captured."""
     demand_no_settings(graph)
-    parts = Assembly(policy)
+    under_autocast = autocast_is_active()
+    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    weights = [place for place, name in enumerate(names) if "_parameters_" in name]
+    parts = Assembly(policy, weights if under_autocast else ())
     general = recording_backend(parts.divide, parts.write_forward, write_backward)(graph, inputs)
     call = recorded_call(inputs)
     if call is None or parts.found is None or parts.found.count != len(inputs):
         return general
     if len(parts.found.tangents) != sum(call.differentiable):
         return general
-    return straight(parts.found, call, under_autocast=autocast_is_active())
+    return straight(parts.found, call, under_autocast=under_autocast)
 
 
 def demand_no_settings(graph: Any) -> None:
@@ -39,14 +42,17 @@ def demand_no_settings(graph: Any) -> None:
 class Assembly:
     """Collects the parts of one graph while PyTorch records it."""
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, cast: Sequence[int]):
         self.policy = policy
+        self.cast = cast  # places of weights that autocast may cast
         self.backward: Program | None = None
         self.found: Parts | None = None
         self.returns = 0
         self.tangents: tuple[tuple[int, ...], ...] = ()
 
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
+        given = joint.graph.find_nodes(op="placeholder")
+        demand_single_casts(given[place] for place in self.cast)
         (output,) = joint.graph.find_nodes(op="output")
         results = tree_leaves(output.args)
         join_views(joint.graph, {node for node in results[:num_fwd_outputs] if isinstance(node, torch.fx.Node)})

@@ -4,6 +4,7 @@ import functools
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -97,9 +98,9 @@ class Group:
         self.shapes: dict[type[nn.Module], set[Any]] = {}
         self.told: set[str] = set()
 
-    def tell(self, path: str, kind: type[nn.Module], reason: str) -> None:
+    def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = "run without being captured") -> None:
         """Warn that blocks of a kind are not captured, once for each reason."""
-        text = f"blocks of {kind.__name__} run without being captured: {reason}"
+        text = f"blocks of {kind.__name__} {what}: {reason}"
         if text not in self.told:
             self.told.add(text)
             warnings.warn(f"{path}: {text}", stacklevel=4)
@@ -137,12 +138,23 @@ class CapturedForward(FrugalForward):
         self.captures = 0
         self.refused = False  # it was tried, and runs without being captured
         self._recorded: RecordedForward | None = None
+        self._last: weakref.ref[Any] | None = None  # the node of the last call under autocast
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": None, "_recorded": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside or fake_mode_is_active():
             return self.original(*args, **kwargs)
         if self.refused or now.playing_cuda:
             return self.stand_in(args, kwargs)
+        under_autocast = autocast_is_active()
+        if under_autocast and self.shares:
+            self.refused = True
+            self.group.tell(self.path, type(self.module), "other parts of the model have their weights under autocast")
+            return self.stand_in(args, kwargs)
+        if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
+            return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
         dry = now.dry_captured
         if dry is None and dispatch_is_watched():
             # Dynamo leaves code alone under a dispatch mode.
@@ -152,6 +164,8 @@ class CapturedForward(FrugalForward):
             if reason == SettingsAreMissing.__name__:
                 reason, outputs = self.attempt(args, kwargs, settled=True)
         if reason is None:
+            if under_autocast:
+                self.note_open_call(outputs)
             return outputs
         outputs = self.stand_in(args, kwargs)  # first, since wrong code raises its own error here
         self.refused = True
@@ -164,8 +178,6 @@ class CapturedForward(FrugalForward):
         Dynamo gets our settings with `settled`. That takes as long as some ten operators, so it happens only if a
         capture begins.
         """
-        if self.shares and autocast_is_active():
-            return "other parts of the model have its weights, and autocast adds their gradients in 16 bits", None
         outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
         try:
             captured = captured_forward(type(self.module), self.policy)
@@ -186,6 +198,20 @@ class CapturedForward(FrugalForward):
             return reason, None
         finally:
             _recording.forward, _recording.shapes, _recording.settled, _recording.recorded = outer
+
+    def note_open_call(self, outputs: Any) -> None:
+        """Warn if an earlier call under autocast waits for its backward, which may be that of this one too."""
+        node = None if self._last is None else self._last()
+        if node is not None and waits_for_backward(node):
+            self.group.tell(
+                self.path,
+                type(self.module),
+                "two calls before one backward: within one autocast, the gradients of their weights are added in fp32, "
+                "not in 16 bits as by eager code",
+                what="may round differently",
+            )
+        made = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
+        self._last = None if made is None else weakref.ref(made)
 
     def note_capture(self, arguments: Any) -> None:
         """Count a capture that begins. Raises `CompileError` for the first one too many."""
@@ -221,6 +247,14 @@ def captured_forward(kind: type[nn.Module], policy: Policy) -> Callable[..., Any
         return function
 
     return torch.compile(own_forward(kind, "captured"), backend=record, fullgraph=True)
+
+
+def waits_for_backward(node: Any) -> bool:
+    """Whether autograd still holds what the backward of a block needs."""
+    try:
+        return bool(node.saved_tensors)
+    except RuntimeError:  # freed by a backward
+        return False
 
 
 def reason_of(error: Exception, *, settled: bool) -> str:

@@ -5,7 +5,7 @@ the value under it is. A value that is not held is computed again in backward, f
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,16 @@ class Values:
         if node in self.returned and node not in self.read:
             return False  # eager code does not hold it, so the block's caller may write into it
         return self.policy.decide(self.keys[node]) is Decision.KEEP
+
+
+def demand_single_casts(weights: Iterable[Any]) -> None:
+    """Raise `CompileError` if autocast casts a weight at several places.
+
+    Eager code casts it once, and adds the gradients of all places in 16 bits.
+    """
+    for node in weights:
+        if sum(not is_of_backward(user) and user.target is torch.ops.aten._to_copy.default for user in node.users) > 1:
+            raise CompileError("autocast casts one of their weights at several places")
 
 
 def makes_sparse(node: Any) -> bool:
