@@ -162,7 +162,6 @@ def test_the_committed_figures_of_planned_steps_are_those_of_two_hundred_identic
 
 
 @pytest.mark.slow  # captures a decoder's block twice
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")  # of dynamo
 def test_captured_blocks_are_bit_equal_in_their_benchmark(run):
     check_captured(run("captured"), cases=1)
 

@@ -26,10 +26,6 @@ from tiny import allocator_peak, decoder, token_batch
 for cases in ("trap_state", "trap_memory", "trap_modules"):
     importlib.import_module(cases)  # registers its blocks
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo asks it of what it is given
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within PyTorch's compiler
-]
 POLICIES = {"keep all": KEEP_ALL, "recompute all": RECOMPUTE_ALL}
 
 

@@ -24,6 +24,8 @@ from tightfit.runtime.internals import (
     autocast_is_active,
     dispatch_is_watched,
     fake_mode_is_active,
+    ignore_hooks_around_selective_checkpoints,
+    ignore_questions_for_gradients,
     recording_failures,
     recording_settings,
 )
@@ -63,6 +65,8 @@ def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL) -> App
 def capture_paths(model: nn.Module, policies: Mapping[str, Policy]) -> Applied:
     """Capture the modules at these paths, each with its policy."""
     shared = shared_parameters(model, [module_at(model, path) for path in policies])
+    ignore_hooks_around_selective_checkpoints()
+    ignore_questions_for_gradients()
     group = Group()
     for path, policy in policies.items():
         replaced = module_at(model, path).__dict__.get("forward")

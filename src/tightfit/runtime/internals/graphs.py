@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,16 +48,25 @@ def recording_backend(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which PyTorch does not log what it cannot record. The exception says so too."""
+    """A context in which PyTorch neither logs what it cannot record nor warns of itself. The exception says so too."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._dynamo")]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            ignore_questions_for_gradients()
+            yield
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+
+def ignore_questions_for_gradients() -> None:
+    """Suppress the warning that dynamo causes when it asks a block's input for its gradient."""
+    message = r"The \.grad attribute of a Tensor that is not a leaf"
+    warnings.filterwarnings("ignore", message=message, category=UserWarning, module=r"torch\._.*")
 
 
 @contextmanager
