@@ -1,23 +1,29 @@
 """What the recompute executor itself costs per operator in eager mode.
 
 The tensors are so small that kernels cost next to nothing: what is left is Python's and the dispatcher's own time.
-Plain, kept and recomputed steps take turns; each figure is the least over the repeats, since other processes can only
-make it larger (and a median would count the longer steps' preemptions as the executor's).
+Steps of all ways take turns, PyTorch's checkpoint and captured blocks among them; each figure is the least over the
+repeats, since other processes can only make it larger (and a median would count the longer steps' preemptions as the
+executor's).
 
     python benchmarks/executor_overhead.py [--output results.json]
 """
 
 import argparse
+import copy
+import functools
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import tightfit
 from environment import environment
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import apply_policies
@@ -76,22 +82,36 @@ def measure(blocks: int, repeats: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(blocks))), torch.randn(1, 4, WIDTH)
     operators = operators_of(model, x)
-    policies: dict[str, Policy | None] = {"plain": None, "kept": KEEP_ALL, "recomputed": RECOMPUTE_ALL}
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
+    models = {name: copy.deepcopy(model) for name in WAYS}
+    for name, apply in WAYS.items():
+        apply(models[name])
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     for turn in range(repeats + 3):
-        for name, policy in policies.items():
-            sample = step(model, x, policy)
-            if turn >= 3:  # the first steps fill caches
+        for name, each in models.items():
+            sample = timed(each, x)
+            if turn >= 3:  # the first steps fill caches, and capture
                 samples[name].append(sample)
     plain = least_microseconds(samples["plain"])
     return {name: compare(least_microseconds(found), plain, operators) for name, found in samples.items()}
 
 
-def step(model: nn.Sequential, x: torch.Tensor, policy: Policy | None) -> tuple[float, float]:
-    if policy is None:
-        return timed(model, x)
-    with apply_policies(model, {str(i): policy for i in range(len(model))}):
-        return timed(model, x)
+def by_checkpoint(model: nn.Sequential) -> None:
+    for block in model:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def with_policy(policy: Policy, model: nn.Sequential) -> None:
+    apply_policies(model, {str(i): policy for i in range(len(model))})
+
+
+WAYS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "plain": lambda model: None,
+    "kept": functools.partial(with_policy, KEEP_ALL),
+    "recomputed": functools.partial(with_policy, RECOMPUTE_ALL),
+    "torch checkpoint": by_checkpoint,
+    "captured, kept": lambda model: tightfit.capture(model, "*"),
+    "captured, recomputed": lambda model: tightfit.capture(model, "*", policy=RECOMPUTE_ALL),
+}
 
 
 def least_microseconds(samples: list[tuple[float, float]]) -> tuple[float, float]:

@@ -159,3 +159,23 @@ def test_the_committed_figures_of_planned_steps_are_those_of_two_hundred_identic
     found = json.loads((BENCHMARKS / "results" / "planned_steps.json").read_text())
     benchmark.demand_identical(found["sides"], benchmark.STEPS)
     assert not found["environment"]["dirty"]
+
+
+@pytest.mark.slow  # captures a decoder's block twice
+def test_captured_blocks_are_bit_equal_in_their_benchmark(run):
+    check_captured(run("captured"), cases=1)
+
+
+def test_the_committed_figures_of_captured_blocks_are_those_of_their_promise():
+    found = json.loads((BENCHMARKS / "results" / "captured.json").read_text())
+    check_captured(found, cases=4)
+    for case in found["cases"].values():
+        assert case["captured, recompute all"]["seconds"] < case["torch checkpoint"]["seconds"]
+
+
+def check_captured(found, cases):
+    assert len(found["cases"]) == cases
+    for case in found["cases"].values():
+        assert all(way["bit_equal"] for way in case.values())
+        assert case["captured, keep all"]["peak_bytes"] <= case["plain"]["peak_bytes"]
+        assert case["captured, recompute all"]["peak_bytes"] <= case["torch checkpoint"]["peak_bytes"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.compress.report import CompressionReport
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
+    from tightfit.levers.captured import capture
     from tightfit.levers.compiled import compile_blocks
     from tightfit.levers.offload import offload
     from tightfit.levers.recompute import recompute, undo
@@ -55,6 +56,7 @@ _HOMES: dict[str, str] = {
     "TrainResult": "tightfit.training",
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.tracing.build",
+    "capture": "tightfit.levers.captured",
     "compile_blocks": "tightfit.levers.compiled",
     "curve": "tightfit.planner.api",
     "diagnose": "tightfit.doctor.diagnosing",
@@ -95,6 +97,7 @@ __all__ = [
     "Verification",
     "__version__",
     "build_dry",
+    "capture",
     "compile_blocks",
     "curve",
     "diagnose",

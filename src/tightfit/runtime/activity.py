@@ -35,6 +35,8 @@ class Activity(threading.local):
     dry_copy: Callable[[Any, bool], Any] | None = None
     # In a dry run: runs the compiled code of a block with kernels that compute nothing (`tracing/compiled_code.py`).
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
+    # In a dry run: `outside()`, in which blocks are captured, and `run(program, args)` (`tracing/compiled_code.py`).
+    dry_captured: Any = None
     on_save: Callable[[Any], None] | None = None  # called with each tensor that autograd saves inside an observed block
     on_random_state: Callable[[Any], None] | None = None  # in a dry run: called with each state of the CPU's generator
 

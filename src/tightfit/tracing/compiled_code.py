@@ -27,12 +27,15 @@ KERNEL = "tightfit.compiled"  # a fused kernel, as an operator of a trace
 
 @contextmanager
 def compiled_code_played(dry: DryRun) -> Iterator[None]:
-    """A context in which compiled blocks run the compiler's generated code, and the trace records it."""
-    now.dry_compiled = Played(dry)
+    """A context in which compiled blocks run the compiler's generated code, and the trace records it.
+
+    The programs of captured blocks run as they are, since they consist of ATen operators.
+    """
+    now.dry_compiled = now.dry_captured = Played(dry)
     try:
         yield
     finally:
-        now.dry_compiled = None
+        now.dry_compiled = now.dry_captured = None
 
 
 class Played:
@@ -56,6 +59,12 @@ class Played:
             traceback.clear_frames(error.__traceback__)  # the frames hold the block's input, and would count as memory
         where = self.dry.modules.current or type(module).__name__
         raise CompileError(f"{where} cannot be compiled as a whole: {reason}")
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """A context outside of the dry run, in which dynamo records blocks; `run` activates it again for a program."""
+        with self.dry.modules.paused(), no_modes():
+            yield
 
     def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the generated code of forward or backward under the dry run."""

@@ -29,6 +29,11 @@ def transforms_are_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def autocast_is_active() -> bool:
+    """Whether autocast is active for any kind of device."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch runs. Only one can run at a time."""
     return _autograd._profiler_enabled()

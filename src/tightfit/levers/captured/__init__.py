@@ -1,0 +1,5 @@
+"""Captured blocks: a block's forward and backward, recorded once and run as two straight programs."""
+
+from tightfit.levers.captured.lever import CapturedForward, capture, capture_paths
+
+__all__ = ["CapturedForward", "capture", "capture_paths"]

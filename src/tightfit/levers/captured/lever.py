@@ -1,0 +1,269 @@
+"""The lever by hand: `capture(model, "layers.*")`."""
+
+import functools
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import CompileError, LeverError
+from tightfit.levers.captured.graph import captured_graph
+from tightfit.levers.compiled import own_forward
+from tightfit.levers.handle import Applied
+from tightfit.levers.recompute.lever import install, matching_modules
+from tightfit.levers.recompute.policy import KEEP_ALL, Policy
+from tightfit.levers.recompute.region import FrugalForward, RecordedForward
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import (
+    autocast_is_active,
+    dispatch_is_watched,
+    fake_mode_is_active,
+    ignore_hooks_around_selective_checkpoints,
+    ignore_questions_for_gradients,
+    recording_failures,
+    recording_settings,
+)
+from tightfit.runtime.module_paths import module_at
+from tightfit.runtime.nested import tensors_in
+
+MOST_SHAPES = 8  # shapes of inputs for which blocks of one kind are captured, as in PyTorch's compiler
+MOST_CAPTURES = 3 * MOST_SHAPES  # of one block: in training and not, with gradients of its input and without
+
+
+def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL) -> Applied:
+    """Record every module whose path matches a glob (`"layers.*"`) once, and run it as two straight programs.
+
+    A program calls the same ATen operators as eager code, without autograd's node for each, so results are bit-equal
+    and small steps are faster. Each kind of block is captured when it first runs with gradients, and again for another
+    shape. `policy` says which operators' outputs are kept for backward and which are recomputed; the default keeps what
+    eager code keeps. A block that cannot be captured whole runs as without this lever, and a warning says so once.
+    Gradients of gradients are not supported.
+
+    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if the policy
+    offloads, or if another lever or package has replaced a block's forward.
+
+    Example:
+        >>> import tightfit, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> x = torch.randn(64, 8)
+        >>> plain = torch.autograd.grad(model(x).sum(), model[0][0].weight)[0]
+        >>> with tightfit.capture(model, "*"):
+        ...     captured = torch.autograd.grad(model(x).sum(), model[0][0].weight)[0]
+        >>> torch.equal(plain, captured)
+        True
+    """
+    return capture_paths(model, dict.fromkeys(matching_modules(model, pattern), policy))
+
+
+def capture_paths(model: nn.Module, policies: Mapping[str, Policy]) -> Applied:
+    """Capture the modules at these paths, each with its policy."""
+    shared = shared_parameters(model, [module_at(model, path) for path in policies])
+    ignore_hooks_around_selective_checkpoints()
+    ignore_questions_for_gradients()
+    group = Group()
+    for path, policy in policies.items():
+        replaced = module_at(model, path).__dict__.get("forward")
+        if replaced is not None and not isinstance(replaced, FrugalForward):
+            raise LeverError(f"{path}: its forward was replaced on this instance, so it shares no code with its kind")
+        if policy.offloads:
+            raise LeverError(f"{path}: a captured block keeps or recomputes values: use offload for others")
+    forwards = []
+    for path, policy in policies.items():
+        block = module_at(model, path)
+        forwards.append(CapturedForward(block, path, policy, group, shares=not shared.isdisjoint(block.parameters())))
+    return install(forwards)
+
+
+def shared_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that several blocks have, or a block and another part of the model."""
+    owners: dict[nn.Parameter, int] = {}
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for block in blocks:
+        for parameter in set(block.parameters()):
+            owners[parameter] = owners.get(parameter, 0) + 1
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                owners[parameter] = owners.get(parameter, 0) + 1
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+class Group:
+    """What the blocks of one call of `capture` have in common. It is copied and pickled with them."""
+
+    def __init__(self):
+        self.shapes: dict[type[nn.Module], set[Any]] = {}
+        self.told: set[str] = set()
+
+    def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = "run without being captured") -> None:
+        """Warn that blocks of a kind are not captured, once for each reason."""
+        text = f"blocks of {kind.__name__} {what}: {reason}"
+        if text not in self.told:
+            self.told.add(text)
+            warnings.warn(f"{path}: {text}", stacklevel=4)
+
+
+class Recording(threading.local):
+    """The capture that this thread may begin."""
+
+    forward: "CapturedForward | None" = None  # the block that runs
+    shapes: Any = ()  # of its arguments
+    settled: bool = False  # dynamo has our settings
+    recorded: bool = False  # a graph was recorded in this call
+
+
+_recording = Recording()
+
+
+class SettingsAreMissing(Exception):
+    """A capture begins in a call that was expected to need none."""
+
+
+class CapturedForward(FrugalForward):
+    """Runs a block as the programs of its class.
+
+    `shares` says that other parts of the model have parameters of this block.
+    """
+
+    does = "captured"
+
+    def __init__(self, module: nn.Module, path: str, policy: Policy, group: Group, *, shares: bool = False):
+        super().__init__(module, path)
+        self.policy = policy
+        self.group = group
+        self.shares = shares
+        self.captures = 0
+        self.refused = False  # it was tried, and runs without being captured
+        self._recorded: RecordedForward | None = None
+        self._last: weakref.ref[Any] | None = None  # the node of the last call under autocast
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": None, "_recorded": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.steps_aside or fake_mode_is_active():
+            return self.original(*args, **kwargs)
+        if self.refused or now.playing_cuda:
+            return self.stand_in(args, kwargs)
+        under_autocast = autocast_is_active()
+        if under_autocast and self.shares:
+            self.refused = True
+            self.group.tell(self.path, type(self.module), "other parts of the model have their weights under autocast")
+            return self.stand_in(args, kwargs)
+        if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
+            return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
+        dry = now.dry_captured
+        if dry is None and dispatch_is_watched():
+            # Dynamo leaves code alone under a dispatch mode.
+            return self.stand_in(args, kwargs)
+        with nullcontext() if dry is None else dry.outside():
+            reason, outputs = self.attempt(args, kwargs, settled=not self.captures)
+            if reason == SettingsAreMissing.__name__:
+                reason, outputs = self.attempt(args, kwargs, settled=True)
+        if reason is None:
+            if under_autocast:
+                self.note_open_call(outputs)
+            return outputs
+        outputs = self.stand_in(args, kwargs)  # first, since wrong code raises its own error here
+        self.refused = True
+        self.group.tell(self.path, type(self.module), reason)
+        return outputs
+
+    def attempt(self, args: tuple, kwargs: dict, *, settled: bool) -> tuple[str | None, Any]:
+        """The reason why the block cannot be captured, if any, and its outputs otherwise.
+
+        Dynamo gets our settings with `settled`. That takes as long as some ten operators, so it happens only if a
+        capture begins.
+        """
+        outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
+        try:
+            captured = captured_forward(type(self.module), self.policy)
+            _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
+            _recording.recorded = False
+            with recording_settings() if settled else nullcontext():
+                outputs = captured(self.module, *args, **kwargs)
+            self.captures = max(self.captures, 1)  # another block of its kind may have been captured for it
+            return None, outputs
+        except Exception as error:
+            if not isinstance(error, (CompileError, *recording_failures())) and (not settled or _recording.recorded):
+                raise  # of the program
+            # Of code that dynamo runs while it records, such as a question about a size that depends on data, or wrong
+            # code, which raises its own error again when it runs as it is written.
+            reason = reason_of(error, settled=settled)
+            # Its frames hold the block's inputs, which would count as memory.
+            traceback.clear_frames(error.__traceback__)
+            return reason, None
+        finally:
+            _recording.forward, _recording.shapes, _recording.settled, _recording.recorded = outer
+
+    def note_open_call(self, outputs: Any) -> None:
+        """Warn if an earlier call under autocast waits for its backward, which may be that of this one too."""
+        node = None if self._last is None else self._last()
+        if node is not None and waits_for_backward(node):
+            self.group.tell(
+                self.path,
+                type(self.module),
+                "two calls before one backward: within one autocast, the gradients of their weights are added in fp32, "
+                "not in 16 bits as by eager code",
+                what="may round differently",
+            )
+        made = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
+        self._last = None if made is None else weakref.ref(made)
+
+    def note_capture(self, arguments: Any) -> None:
+        """Count a capture that begins. Raises `CompileError` for the first one too many."""
+        shapes = self.group.shapes.setdefault(type(self.module), set())
+        shapes.add(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(arguments)))
+        self.captures += 1
+        if len(shapes) > MOST_SHAPES:
+            raise CompileError(f"they are called with more than {MOST_SHAPES} shapes")
+        if self.captures > MOST_CAPTURES:
+            raise CompileError("their code depends on a number that changes from call to call")
+
+    def stand_in(self, args: tuple, kwargs: dict) -> Any:
+        """The block as eager code, by the recorder if the policy recomputes."""
+        if self.policy == KEEP_ALL:
+            return self.original(*args, **kwargs)
+        if self._recorded is None:
+            self._recorded = RecordedForward(self.module, self.path, self.policy)
+            self._recorded.previous = self.previous
+        return self._recorded(*args, **kwargs)
+
+
+@functools.cache
+def captured_forward(kind: type[nn.Module], policy: Policy) -> Callable[..., Any]:
+    """The captured `forward` of a class of modules under one policy."""
+
+    def record(graph: Any, inputs: Sequence[Any]) -> Any:
+        block = _recording.forward
+        if not _recording.settled or block is None:
+            raise SettingsAreMissing
+        block.note_capture(_recording.shapes)
+        function = captured_graph(policy, graph, inputs)
+        _recording.recorded = True
+        return function
+
+    return torch.compile(own_forward(kind, "captured"), backend=record, fullgraph=True)
+
+
+def waits_for_backward(node: Any) -> bool:
+    """Whether autograd still holds what the backward of a block needs."""
+    try:
+        return bool(node.saved_tensors)
+    except RuntimeError:  # freed by a backward
+        return False
+
+
+def reason_of(error: Exception, *, settled: bool) -> str:
+    """Why a block cannot be captured, in a few words."""
+    inner = getattr(error, "inner_exception", error)
+    if not settled and (isinstance(inner, SettingsAreMissing) or type(error).__name__ == "FailOnRecompileLimitHit"):
+        return SettingsAreMissing.__name__
+    return next(iter(str(inner).strip().splitlines()), type(inner).__name__).strip()

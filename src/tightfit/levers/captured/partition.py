@@ -1,0 +1,241 @@
+"""Divides a joint graph of forward and backward: which values of a block are held between the two.
+
+The graph is functional: nothing writes in place but the last nodes of forward, which update buffers. A view is held if
+the value under it is. A value that is not held is computed again in backward, from those that are.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.errors import CompileError
+from tightfit.levers.captured.draws import STATE_BYTES, replayed, resumed, state_of_generator
+from tightfit.levers.recompute.policy import Decision, OperatorKey, Policy
+from tightfit.runtime.internals import (
+    divide_joint_graph,
+    inputs_written_later,
+    is_of_backward,
+    results_with_gradients,
+    sizes_are_static,
+)
+from tightfit.runtime.operators import is_index, traits_of
+
+FORWARD = "tightfit_forward"  # the mark of forward's nodes, which their copies in the graph of backward keep
+
+
+def divide(policy: Policy, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
+    """Make the graphs of forward and backward. Raises `CompileError` for a graph that cannot be captured."""
+    demand_plain(joint)
+    mark_forward(joint)
+    demand_separate(joint)
+    found = Values(joint, policy)
+    saved = found.held_for_backward()
+    forward, backward = divide_joint_graph(joint, saved, num_fwd_outputs, options)
+    save_generators(forward, backward)
+    return forward, backward
+
+
+def mark_forward(joint: Any) -> None:
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and not is_of_backward(node):
+            node.meta[FORWARD] = True
+
+
+def demand_separate(joint: Any) -> None:
+    """Raise `CompileError` if the block writes into its input, or reads one of several results itself.
+
+    Eager code adds up such a value's gradients from inside and outside as they come. A graph takes the outer ones as
+    one dense tensor, of zeros if there are none, and sums over another layout round differently.
+    """
+    results = dict(results_with_gradients(joint))
+    if any(results.values()):
+        raise CompileError("it writes in place into a tensor that has gradients")
+    bases = {base_of(node) for node in results if base_of(node).op == "call_function"}
+    if len(results) < 2:
+        return
+    for node in joint.graph.nodes:
+        computes = FORWARD in node.meta and node.target is not operator.getitem and not is_view(node)
+        if computes and any(base_of(source) in bases for source in node.all_input_nodes):
+            raise CompileError("it returns a value that it goes on to compute with, beside other results")
+
+
+def demand_plain(graph: Any) -> None:
+    """Raise `CompileError` unless a graph consists of operators on tensors of fixed sizes."""
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "get_attr", "output"):
+            raise CompileError(f"it contains {node.op} {node.target}")
+        is_call = node.op == "call_function" and node.target is not operator.getitem
+        if is_call and not isinstance(node.target, torch._ops.OpOverload):
+            raise CompileError(f"it contains {node.target}, which is no single operator")
+        if is_call and makes_sparse(node):
+            raise CompileError(f"{node.target} makes a sparse gradient")
+        if not sizes_are_static(node.meta.get("val")):
+            raise CompileError(f"sizes or numbers in it depend on the data ({node.name})")
+
+
+class Values:
+    """The values of a joint graph, and the policy's decision about each."""
+
+    def __init__(self, joint: Any, policy: Policy):
+        self.joint = joint
+        self.policy = policy
+        self.keys: dict[Any, OperatorKey] = {}
+        self.written = set(inputs_written_later(joint))
+        backward = [node for node in joint.graph.nodes if node.op == "call_function" and FORWARD not in node.meta]
+        self.read = {base_of(source) for node in backward for source in node.all_input_nodes}
+        self.returned = {base_of(node) for node, _ in results_with_gradients(joint)}
+        counts: dict[str, int] = {}
+        for node in joint.graph.nodes:
+            if FORWARD not in node.meta or node.target is operator.getitem or traits_of(node.target).is_view:
+                continue
+            name = str(node.target)
+            self.keys[node] = OperatorKey(name, counts.get(name, 0))
+            counts[name] = counts.get(name, 0) + 1
+
+    def held_for_backward(self) -> list[Any]:
+        """The nodes of forward, inputs among them, that backward reads, in the order of the graph."""
+        (output,) = self.joint.graph.find_nodes(op="output")
+        returned, *_ = output.args
+        waiting = [node for node in returned if isinstance(node, torch.fx.Node) and not is_forward(node)]
+        seen, held = set(waiting), set()
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                if source in seen:
+                    continue
+                seen.add(source)
+                if is_forward(source) and self.is_held(source):
+                    held.add(source)
+                elif source.op != "placeholder":
+                    waiting.append(source)
+        if held & self.written:
+            raise CompileError("backward reads an input that the block writes in place")
+        return [node for node in self.joint.graph.nodes if node in held]
+
+    def is_held(self, node: Any) -> bool:
+        """Whether a node of forward that backward needs is held, and not computed again."""
+        if node.op == "placeholder":
+            return True
+        if node.op == "get_attr":
+            return False  # a constant of the graph
+        base = base_of(node)
+        if base is not node:
+            # A view of an input is made again, since that takes no memory either way.
+            return base.op == "call_function" and self.is_held(base)
+        if node.target is operator.getitem:
+            return self.is_held(node.args[0])
+        if any(base_of(source) in self.written for source in node.all_input_nodes):
+            return True  # by the time of backward the block has written into its argument
+        traits = traits_of(node.target)
+        if traits.is_foreign or traits.written:
+            return True  # nobody knows whether such an operator gives the same result again
+        if any(is_index(value) for value in values_of(node)):
+            return True  # a recomputed router may choose other experts than forward did
+        if node in self.returned and node not in self.read:
+            return False  # eager code does not hold it, so the block's caller may write into it
+        return self.policy.decide(self.keys[node]) is Decision.KEEP
+
+
+def demand_single_casts(weights: Iterable[Any]) -> None:
+    """Raise `CompileError` if autocast casts a weight at several places.
+
+    Eager code casts it once, and adds the gradients of all places in 16 bits.
+    """
+    for node in weights:
+        if sum(not is_of_backward(user) and user.target is torch.ops.aten._to_copy.default for user in node.users) > 1:
+            raise CompileError("autocast casts one of their weights at several places")
+
+
+def makes_sparse(node: Any) -> bool:
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("sparse") is True
+
+
+def is_forward(node: Any) -> bool:
+    is_input = node.op == "placeholder" and "tangents" not in str(node.target)
+    return is_input or node.op == "get_attr" or FORWARD in node.meta
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node's result shares the storage of its first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    return isinstance(node.target, torch._ops.OpOverload) and traits_of(node.target).is_view
+
+
+def base_of(node: Any) -> Any:
+    """The node whose storage a node shares; itself if it is no view."""
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
+def values_of(node: Any) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def is_random(node: Any) -> bool:
+    """Whether a node draws random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not traits_of(node.target).is_random:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("dropout_p", 0) != 0  # attention draws only for dropout
+
+
+def save_generators(forward: Any, backward: Any) -> None:
+    """Let backward repeat the draws of the random operators that it computes again.
+
+    Forward saves the generator's state before the first of several draws that follow each other, and backward repeats
+    them in that order. PyTorch's partitioners leave draws in backward that nobody reads, which are removed.
+    """
+    drop_unread(backward.graph)
+    repeated = {node.name: node for node in backward.graph.nodes if is_random(node)}
+    if not repeated:
+        return
+    states: list[Any] = []
+    tangent = next(n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target))
+    player: Any = None  # the node in backward that continues the draws of the run so far
+    for drawn in [node for node in forward.graph.nodes if is_random(node)]:
+        again = repeated.get(drawn.name)
+        if again is None:
+            player = None
+            continue
+        if player is None:
+            with forward.graph.inserting_before(drawn):
+                state = forward.graph.call_function(state_of_generator, (device_of(drawn),))
+            with backward.graph.inserting_before(tangent):
+                place = backward.graph.placeholder(f"state_of_generator_{len(states)}")
+            with backward.graph.inserting_before(again):
+                player = backward.graph.call_function(resumed, (place,))
+            for node in (state, place):
+                node.meta["val"] = torch.empty(STATE_BYTES, dtype=torch.uint8, device="meta")
+            player.meta[FORWARD] = True
+            states.append(state)
+        with backward.graph.inserting_before(again):
+            repeat = backward.graph.call_function(replayed, (player, again.target, *again.args), dict(again.kwargs))
+        repeat.meta.update(again.meta)
+        again.replace_all_uses_with(repeat)
+        backward.graph.erase_node(again)
+    (output,) = forward.graph.find_nodes(op="output")
+    output.args = ((*output.args[0], *states),)
+    forward.recompile()
+    backward.recompile()
+
+
+def device_of(node: Any) -> torch.device:
+    """The device whose generator a random operator draws from: that of its result."""
+    return next(value.device for value in values_of(node) if isinstance(value, torch.Tensor))
+
+
+def drop_unread(graph: Any) -> None:
+    """Remove the nodes whose results nobody reads."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

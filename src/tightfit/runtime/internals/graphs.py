@@ -1,0 +1,204 @@
+"""PyTorch's tracers: dynamo, which records a block's forward, and AOTAutograd, which records its backward with it."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.runtime.internals.compiler import SIGNATURES
+from tightfit.runtime.internals.tensors import is_fake
+
+# Settings of `torch._functorch.config` for graphs that compute what eager code computes. A release may lack some.
+_EXACT = {
+    "enable_autograd_cache": False,  # a cached result would skip the partition
+    "enable_remote_autograd_cache": False,
+    "functionalize_rng_ops": False,  # random operators draw from the generator itself
+    "donated_buffer": False,  # it would refuse `retain_graph=True`
+    "backward_pass_autocast": "off",  # as eager code, whose backward runs outside of autocast
+}
+
+
+def recording_backend(
+    divide: Callable[..., Any], write_forward: Callable[..., Any], write_backward: Callable[..., Any]
+) -> Callable[[Any, Sequence[Any]], Any]:
+    """A backend of `torch.compile` that records the graphs of eager autograd, operator for operator.
+
+    `divide` is the partition of the joint graph, and the other two make a function of each part.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # these take seconds to import
+    from torch._functorch import config
+
+    backend = aot_autograd(
+        fw_compiler=write_forward, bw_compiler=write_backward, partition_fn=divide, decompositions={}
+    )
+    settings = {name: value for name, value in _EXACT.items() if hasattr(config, name)}
+
+    def record(graph: Any, inputs: Sequence[Any]) -> Any:
+        with config.patch(settings), _kernels_of_eager_code():
+            return backend(graph, inputs)
+
+    return record
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which PyTorch neither logs what it cannot record nor warns of itself. The exception says so too."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._dynamo")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            ignore_questions_for_gradients()
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def ignore_questions_for_gradients() -> None:
+    """Suppress the warning that dynamo causes when it asks a block's input for its gradient."""
+    message = r"The \.grad attribute of a Tensor that is not a leaf"
+    warnings.filterwarnings("ignore", message=message, category=UserWarning, module=r"torch\._.*")
+
+
+@contextmanager
+def _kernels_of_eager_code() -> Iterator[None]:
+    """A context in which AOTAutograd traces composite operators by their C++ kernels.
+
+    PyTorch's Python kernels for them round differently (dropout, batch norm) or copy (dropout with p=0).
+    """
+    name = "enable_python_dispatcher"
+    modules = [
+        module
+        for path, module in list(sys.modules.items())
+        if path.startswith(("torch._functorch.", "torch.fx.experimental.proxy_tensor")) and name in vars(module)
+    ]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, nullcontext)
+        yield
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """What a recorded function returns: for each result, whether it has gradients; and which are views inside."""
+
+    differentiable: tuple[bool, ...]
+    unsafe_views: tuple[int, ...]
+
+
+def recorded_call(inputs: Sequence[Any]) -> RecordedCall | None:
+    """The results of the function that was recorded last, or None unless inputs and results are plain and separate."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None or not all(type(i) in _PLAIN or is_fake(i) for i in inputs):
+        return None
+    written = any(info.mutation_type.name == "MUTATED_OUT_GRAPH" for info in metadata.input_info)
+    kinds = [info.output_type for info in metadata.output_info]
+    simple = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    extras = (
+        metadata.num_intermediate_bases,
+        metadata.tokens,
+        metadata.is_rng_op_functionalized,
+        metadata.num_mutated_inp_runtime_indices,
+        metadata.grad_enabled_mutation is not None,
+    )
+    if written or any(extras) or len(metadata.input_info) != len(inputs) or any(kind not in simple for kind in kinds):
+        return None
+    if any(not issubclass(info.raw_type, torch.Tensor) for info in metadata.output_info):
+        return None
+    views = tuple(place for place, kind in enumerate(kinds) if kind is OutputType.unsafe_view_alias)
+    return RecordedCall(tuple(info.requires_grad for info in metadata.output_info), views)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@contextmanager
+def recording_settings() -> Iterator[None]:
+    """A context in which dynamo records any number of signatures, and notices hooks that are registered later."""
+    from torch._dynamo import config  # takes seconds to import
+
+    settings = config.patch(
+        recompile_limit=SIGNATURES,
+        accumulated_recompile_limit=SIGNATURES,
+        skip_nnmodule_hook_guards=False,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
+        specialize_float=True,
+        trace_numpy=False,  # numpy's functions as those of torch round differently
+    )
+    with settings, _quiet():
+        yield
+
+
+def recording_failures() -> tuple[type[Exception], ...]:
+    """The exceptions with which dynamo ends if it cannot record a function."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def divide_joint_graph(
+    joint: Any, saved: Sequence[Any], num_fwd_outputs: int, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The forward and the backward graph of a joint graph, between which the `saved` nodes are held."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    options = {name: value for name, value in options.items() if name == "static_lifetime_input_nodes"}
+    return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_fwd_outputs, **options)
+
+
+def inputs_written_later(joint: Any) -> Iterator[Any]:
+    """The inputs of a joint graph that the function writes in place. The graph returns their new content."""
+    (output,) = joint.graph.find_nodes(op="output")
+    written = [desc.mutated_input for desc in output.meta["desc"] if hasattr(desc, "mutated_input")]
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if node.meta["desc"] in written:
+            yield node
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        yield node.args[0]
+
+
+def results_with_gradients(joint: Any) -> Iterator[tuple[Any, bool]]:
+    """The results of forward for which backward takes gradients, each with whether it is a new content of an input."""
+    (output,) = joint.graph.find_nodes(op="output")
+    inputs = joint.graph.find_nodes(op="placeholder")
+    given = [getattr(node.meta["desc"], "output", None) for node in inputs]
+    results = tree_leaves(output.args)
+    for result, desc in zip(results, output.meta["desc"], strict=True):
+        if isinstance(result, torch.fx.Node) and desc in given:
+            yield result, hasattr(desc, "mutated_input")
+
+
+def is_of_backward(node: Any) -> bool:
+    """Whether autograd's backward computes a node of a joint graph."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a function of one list of arguments, which it empties."""
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+def sizes_are_static(value: Any) -> bool:
+    """Whether the value of a node has no size, and is no number, that depends on data."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    if isinstance(value, list | tuple):
+        return all(map(sizes_are_static, value))
+    if not isinstance(value, torch.Tensor):
+        return not isinstance(value, symbols)
+    return not any(isinstance(size, symbols) for size in (*value.shape, *value.stride()))
