@@ -66,7 +66,8 @@ def fit(
         >>> from tightfit.models.decoder import Decoder
         >>> from tightfit.models.decoder_config import DecoderConfig
         >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64))
-        >>> found = tightfit.fit(model, tightfit.TokenBatch(2, 32, 64), device="rtx4090", dtype="fp32")
+        >>> batch = tightfit.TokenBatch(2, 32, 64)
+        >>> found = tightfit.fit(model, batch, device="rtx4090", dtype="fp32", optimizer="adamw_fused")
         >>> found.best.fits and found.best.peak_bytes <= found.budget_bytes
         True
     """
