@@ -157,16 +157,17 @@ class RecipeSearch:
                 return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
         rung = freeing.rungs()[0]
         needed = freeing.plain.peak_bytes + UNSEEN_BYTES
-        for _ in range(OFFLOADED_AGAIN):
-            levers = freeing.choice_within(rung, bound)
-            if levers is None:
-                break
-            candidate = whole.trace_applied(rung, *levers)
+        for left in reversed(range(OFFLOADED_AGAIN)):
+            levers = freeing.choice_within(rung, bound) if left else None
+            # The last one is of the least peak: what the allocator cannot use follows no bound.
+            candidate = whole.trace_applied(rung, *(freeing.least_choice(rung) if levers is None else levers))
             excess = whole.excess(candidate)
             if excess <= 0:
                 return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
             needed = candidate.needed_bytes
             bound -= excess
+            if levers is None:
+                break
         least = freeing.least_of(rung) + UNSEEN_BYTES
         return Found(Outcome(recipe, False, needed, max(least, search.budget_bytes + 1)), freeing)
 

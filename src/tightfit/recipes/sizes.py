@@ -22,7 +22,7 @@ from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import state_bytes
 
 MULTIPLE = 64  # of a sequence's tokens, which matrix units like
-CORRECTIONS = 3  # dry runs that confirm one size
+CORRECTIONS = 4  # dry runs that confirm one size
 NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
@@ -122,25 +122,29 @@ class Sizes:
             return max(now, min(value, most))
 
         guide = self._guide(found, dimension, points)
-        if guide is None:
-            self._explore(found, dimension, points, within)
         is_traced = parse_optimizer(found.recipe.optimizer).kind != OFFLOADED
-        if not (confirm and is_traced):
+        if guide is None or not (confirm and is_traced):
             if guide is not None and (value := within(guide)) not in points:
                 points[value] = self._peak(found, dimension.shape(value))
+            self._explore(found, dimension, points, within)
+        value = within(points if guide is None else guide)
+        if not (confirm and is_traced):
             value = within(points)
             return Largest(value, confirmed=value == now)  # the size that was asked about was traced
-        value = within(guide or points)
-        fits = now
+        fits, fails, step = now, None, dimension.multiple_of
         for _ in range(CORRECTIONS):
-            if value - fits < max(dimension.multiple_of, NOT_WORTH_A_RUN * fits):
+            if value - fits < max(step, NOT_WORTH_A_RUN * fits):
                 break
             points[value], excess = self._peak_and_excess(found, dimension.shape(value))
             if excess <= 0:
-                fits = value
+                fits, value = value, within(points)
             else:
-                limit, most = min(limit, points[value]) - excess, value - dimension.multiple_of
-            value = within(points)
+                fails, most = value, value - step
+                limit = min(limit, points[value]) - excess
+                value = within(points)
+            if fails is not None and not fits < value < fails:
+                # What the allocator cannot use is no matter of a line: a size in the middle.
+                value = (fits + fails) // 2 // step * step
         # Where no run confirmed a larger size, the last one that the points name is a guess.
         return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
 
@@ -149,8 +153,9 @@ class Sizes:
     ) -> None:
         """Add points until the size that they name is near to one of them."""
         now = dimension.now
-        other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
-        points.setdefault(other, self._peak(found, dimension.shape(other)))
+        if len(points) == 1:
+            other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
+            points[other] = self._peak(found, dimension.shape(other))
         for _ in range(POINTS):
             value = within(points)
             if value <= FAR * max(points) and min(abs(value - known) / known for known in points) < NEAR:

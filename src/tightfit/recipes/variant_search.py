@@ -174,6 +174,12 @@ class VariantSearch(Search):
             if excess <= 0:
                 return found, found.needed_bytes
             bound = min(bound, solution.peak_bytes) - excess
+        if least <= self.budget_bytes:
+            # A lower bound is no lower excess where the allocator's segments are what is too large.
+            choice = least_peak(chain).choice
+            found = self.candidate(update, rung, base.priced.policies(choice), base=base, choice=choice)
+            if self.excess(found) <= 0:
+                return found, found.needed_bytes
         return None, max(least, self.budget_bytes + 1)
 
     def may_do(self, rung: Combination, plain: Candidate) -> bool:
@@ -223,6 +229,14 @@ class VariantSearch(Search):
             return ({}, None, ()) if base.peak_bytes <= bound else None
         solution = solve(base.chain, bound)
         return None if solution is None else (base.priced.policies(solution.choice), base.priced, solution.choice)
+
+    def least_choice(self, rung: Combination) -> tuple[dict[str, Policy], Priced | None, Choice]:
+        """The policies of a rung's least peak."""
+        base = self.rung_baseline(rung)
+        if base.priced is None:
+            return {}, None, ()
+        choice = least_peak(base.chain).choice
+        return base.priced.policies(choice), base.priced, choice
 
     def least_of(self, rung: Combination) -> int:
         """The least peak of a rung without an optimizer."""
