@@ -23,7 +23,7 @@ Weights = Literal["f16", "bf16", "q8_0"]
 FILE = "model.gguf"
 LARGEST_F16 = 65504.0
 GROUP = 32  # weights of a row that share a scale in q8_0; rows that it does not divide are f16
-TODO = "use tightfit export without --to, which writes a folder for transformers"
+INSTEAD = "use tightfit export without --to, which writes a folder for transformers"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def export_gguf(source: str | Path, folder: str | Path, *, weights: Weights) -> 
             path, _, kind = name.rpartition(".")
             target = names.get_name(path)
             if target is None:
-                raise ModelError(f"the weight {name} has no name in GGUF's {family.architecture}: {TODO}")
+                raise ModelError(f"the weight {name} has no name in GGUF's {family.architecture}: {INSTEAD}")
             array, dtype = _as_written(_turned(weight, path, family, shape), name, weights)
             writer.add_tensor(f"{target}.{kind}", array, raw_dtype=dtype)
         writer.write_header_to_file()
@@ -128,7 +128,7 @@ def _family(shape: Any) -> Family:
     """Raises `ModelError` for a model that GGUF would say wrongly."""
     family = FAMILIES.get(shape.model_type)
     if family is None:
-        raise ModelError(f"GGUF is written for {', '.join(FAMILIES)}, and this is a {shape.model_type}: {TODO}")
+        raise ModelError(f"GGUF is written for {', '.join(FAMILIES)}, and this is a {shape.model_type}: {INSTEAD}")
     rope = getattr(shape, "rope_parameters", None) or {}
     wrong = {
         "rope_parameters": rope.get("rope_type", "default") != "default",
@@ -140,7 +140,7 @@ def _family(shape: Any) -> Family:
     }
     for key, is_wrong in wrong.items():
         if is_wrong:
-            raise ModelError(f"{key} {getattr(shape, key)} cannot be said in GGUF's {family.architecture}: {TODO}")
+            raise ModelError(f"{key} {getattr(shape, key)} cannot be said in GGUF's {family.architecture}: {INSTEAD}")
     return family
 
 
@@ -226,7 +226,7 @@ def _tokens(tokenizer: TextTokenizer, rows: int) -> _Tokens:
     normalizes = raw["normalizer"] is not None and raw["normalizer"]["type"] != "NFC"  # which llama.cpp leaves out
     if raw["model"]["type"] != "BPE" or cut is None or normalizes:
         raise DataError(
-            f"the tokenizer is none of the byte-level BPEs that are written as GGUF ({', '.join(CUTS)}): {TODO}, and "
+            f"the tokenizer is none of the byte-level BPEs written as GGUF ({', '.join(CUTS)}): {INSTEAD}, and "
             "convert that with llama.cpp's convert_hf_to_gguf.py"
         )
     kinds = gguf.TokenType
