@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# The tests start some hundred processes. Each would compile the package anew where the environment forbids bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all check published environment clean
 
 environment: $(READY)
