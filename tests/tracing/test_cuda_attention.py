@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+import tightfit
 from tightfit.tracing.cuda.attention import Backend, Call, choose_backend, gemm_alignment
+from tightfit.tracing.dry_run import DryRun
 
 T4, A100, RTX4090, H200 = (7, 5), (8, 0), (8, 9), (9, 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -85,3 +88,23 @@ def test_an_older_cudnn_is_not_preferred(monkeypatch):
 )
 def test_head_widths_are_aligned_to_128_bits_where_tensor_cores_are_used(dtype, capability, elements):
     assert gemm_alignment(dtype, capability) == elements
+
+
+def test_the_triangle_that_attention_makes_itself_is_not_computed(monkeypatch):
+    sizes = []
+    compute = DryRun.compute
+
+    def noting(self, traits, func, args, kwargs):
+        result = compute(self, traits, func, args, kwargs)
+        sizes.append(result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+    monkeypatch.setattr(DryRun, "compute", noting)
+    query, key = torch.randn(1, 4, 512, 16, requires_grad=True), torch.randn(1, 2, 512, 16, requires_grad=True)
+
+    def grouped(triangle):
+        result = scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        return result, triangle.tril()
+
+    tightfit.trace(grouped, torch.ones(512, 512, dtype=torch.bool), device="h200")
+    assert sizes.count(512 * 512) == 1  # the triangle of the function, which a branch may depend on

@@ -27,6 +27,8 @@ class Activity(threading.local):
     dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
     host: int = 0  # depth of code that works in host memory, whatever the device
     playing_cuda: bool = False  # a dry run in which CPU tensors simulate those of a CUDA device
+    # While playing CUDA: an operator of PyTorch's runs, inside which no code of the model can read a number.
+    inside_operator: bool = False
     card: Any = None  # while playing CUDA: the simulated device (`tracing/cuda/role.py`)
     dry_building: int = 0  # depth of builds of models without memory
     offloading: int = 0  # depth of copies to or from an offload store

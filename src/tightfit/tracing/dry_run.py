@@ -133,6 +133,8 @@ class DryRun(Recording):
             return False
         if func in ASKING:
             return True  # it returns a number, which a branch may depend on
+        if now.inside_operator and not self.is_small(func, args, kwargs, key):
+            return False  # attention's triangle of 4096 x 4096: 45 ms in every layer, and nothing can branch on it
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
             return traits.returns_written or not self.is_vast(func, args, kwargs, key)
         if any(t.numel() > KNOWN_LIMIT for t in inputs):
@@ -148,6 +150,9 @@ class DryRun(Recording):
             else shape.numel <= KNOWN_LIMIT
             for shape in shapes_in(self.shapes(func, args, kwargs, key))
         )
+
+    def is_small(self, func: Any, args: tuple, kwargs: dict, key: Any) -> bool:
+        return all(shape.numel <= KNOWN_LIMIT for shape in shapes_in(self.shapes(func, args, kwargs, key)))
 
     def is_vast(self, func: Any, args: tuple, kwargs: dict, key: Any) -> bool:
         """Whether an integer operator's results are too large to compute, such as a mask of 1M x 1M tokens."""

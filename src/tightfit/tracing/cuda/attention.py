@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tightfit.runtime.activity import now
 from tightfit.runtime.internals import attention_priority, cudnn_attention_is_preferred
 from tightfit.tracing.shapes import KNOWN_LIMIT
 
@@ -195,9 +196,13 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     """Attention as CUDA would compute it: the operator of the chosen kernel, with inputs padded as it requires."""
     backend = choose_backend(call, capability)
     if backend is Backend.MATH or call.may_be_known:
-        result = aten._scaled_dot_product_attention_math.default(
-            *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
-        )
+        outer, now.inside_operator = now.inside_operator, True
+        try:
+            result = aten._scaled_dot_product_attention_math.default(
+                *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
+            )
+        finally:
+            now.inside_operator = outer
         return result[0]
     if backend is Backend.FLASH:
         return flash(call, scale)
