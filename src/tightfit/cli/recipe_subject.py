@@ -1,5 +1,6 @@
 """What `fit` asks about: the model below any adapters, and the configuration that a recipe is written into."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,16 @@ class RecipeSubject:
     optimizer: OptimizerOf = optimizer_of
 
     def recipes(self, notice: Callable[[str], None]) -> Recipes:
-        return recipes_of(self.asked, self.budget, self.wanted, optimizer=self.optimizer, notice=notice, name=self.name)
+        # A command is alone in its process, so that it may fork.
+        return recipes_of(
+            self.asked,
+            self.budget,
+            self.wanted,
+            optimizer=self.optimizer,
+            notice=notice,
+            name=self.name,
+            processes=os.cpu_count() or 1,
+        )
 
     def written(self, outcome: Outcome, as_: str = YAML) -> str:
         """The recipe as a configuration, or as a script for another library."""

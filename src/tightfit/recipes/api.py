@@ -19,11 +19,12 @@ from tightfit.planner.asked import Asked
 from tightfit.recipes.choices import Wanted, recipes_for
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.ranking import ranked
-from tightfit.recipes.records import Autocast, Dtype, Outcome
+from tightfit.recipes.records import Autocast, Dtype, Largest, Outcome
 from tightfit.recipes.search import Found, RecipeSearch, is_small
 from tightfit.recipes.sizes import Sizes
-from tightfit.recipes.variants import OptimizerOf, optimizer_of
+from tightfit.recipes.variants import OptimizerOf, Variant, optimizer_of
 from tightfit.runtime.activity import aside
+from tightfit.runtime.forked import processes_for, shared_out
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors, twin_of
@@ -104,8 +105,11 @@ def recipes_of(
     notice: Notice | None = None,
     pick: int | None = None,
     name: str = "",
+    processes: int = 1,
 ) -> Recipes:
-    """`tightfit.fit`, with its arguments as records. The recipe of the number `pick` (from 1) is planned in full."""
+    """`tightfit.fit`, with its arguments as records. The recipe of the number `pick` (from 1) is planned in full. Up to
+    so many processes find the sizes, where this one can be forked.
+    """
     device = lookup(asked.device)
     asked = replace(asked, device=device, model=twin_of(asked.model))
     if budget is None:
@@ -124,15 +128,8 @@ def recipes_of(
     order = [by_outcome[id(outcome)] for outcome in ranked([each.outcome for each in found])]
     if pick is not None:
         order = _picked(search, order, pick)
-    sizes = Sizes(search)
-    outcomes: list[Outcome] = []
-    for number, each in enumerate(order, start=1):
-        if each.outcome.fits:
-            each = sizes.of(each, confirm=number <= CONFIRMED or number == pick)
-            search.notice(f"{each.outcome.name}: sequences of {each.outcome.longest_sequence} tokens")
-        outcomes.append(each.outcome)
     return Recipes(
-        outcomes=tuple(outcomes),
+        outcomes=tuple(_with_sizes(search, order, pick, processes)),
         device=device.name,
         budget_bytes=next(iter(search.searches.values())).budget_bytes,
         batch=describe_batch(asked.batch),
@@ -170,6 +167,44 @@ def _worth_a_row(found: list[Found]) -> list[Found]:
         return bool(seconds and other_seconds and seconds < FASTER * other_seconds)
 
     return [each for each in found if adds(each)]
+
+
+def _with_sizes(search: RecipeSearch, order: list[Found], pick: int | None, processes: int) -> list[Outcome]:
+    """The outcomes in their order. Those that fit have their longest sequence and largest batch."""
+    outcomes = [each.outcome for each in order]
+    confirmed = {*range(CONFIRMED), *([] if pick is None else [pick - 1])}
+    variants: dict[Variant, list[int]] = {}
+    for number, each in enumerate(order):
+        if each.outcome.fits:
+            variants.setdefault(Variant.of(each.recipe), []).append(number)
+    # Recipes of one variant share dry runs, so they stay together. The largest share goes first, each to the process
+    # that has least to do.
+    shares = sorted((_dry_runs(numbers, confirmed), numbers) for numbers in variants.values())
+    parts: list[list[int]] = [[] for _ in range(min(processes, processes_for(len(shares))))]
+    loads = [0] * len(parts)
+    for runs, numbers in reversed(shares):
+        least = loads.index(min(loads))
+        loads[least] += runs
+        parts[least] += numbers
+
+    def sized(numbers: list[int], notice: Notice) -> dict[int, tuple[Largest | None, Largest | None]]:
+        sizes = Sizes(search)
+        done = {}
+        for number in sorted(numbers):
+            outcome = sizes.of(order[number], confirm=number in confirmed).outcome
+            notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
+            done[number] = (outcome.longest_sequence, outcome.largest_batch)
+        return done
+
+    for part in shared_out(sized, parts, search.notice):
+        for number, (longest, largest) in part.items():
+            outcomes[number] = replace(outcomes[number], longest_sequence=longest, largest_batch=largest)
+    return outcomes
+
+
+def _dry_runs(numbers: list[int], confirmed: set[int]) -> int:
+    """About how many dry runs find the sizes of recipes of one variant."""
+    return 4 + 4 * len(confirmed.intersection(numbers))
 
 
 def _picked(search: RecipeSearch, order: list[Found], pick: int) -> list[Found]:

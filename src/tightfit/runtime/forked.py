@@ -1,0 +1,101 @@
+"""Work that forked copies of this process share, such as dry runs that do not depend on each other.
+
+A fork starts with all that this process has built and traced, at no cost, and sends back only what it was asked for.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+import torch
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+Notice = Callable[[str], None]
+MOST = 8  # processes: each one holds its own traces
+
+
+def processes_for(parts: int) -> int:
+    """How many processes may share so many parts here: 1 where this process must not be forked."""
+    # A fork of a process with threads may inherit a lock that nobody will release. macOS's own libraries start
+    # threads. With a device that is not the CPU, autograd has threads, and refuses to run in a fork.
+    if sys.platform != "linux" or threading.active_count() > 1 or torch.accelerator.is_available():
+        return 1
+    return max(1, min(parts, MOST, len(os.sched_getaffinity(0))))
+
+
+def shared_out(work: Callable[[Part, Notice], Result], parts: Sequence[Part], notice: Notice) -> list[Result]:
+    """The result of `work` for each part: the first in this process, each other one in a fork of its own.
+
+    `work` gets a part and a function that shows a line. Results and exceptions must be picklable. What a fork could not
+    finish, because the system ended it, is done here. The first exception of a fork is raised here.
+    """
+    forks = [_Fork(number, work, part) for number, part in enumerate(parts) if number > 0]
+    try:
+
+        def notice_all(line: str) -> None:
+            _receive(forks, notice, patient=False)
+            notice(line)
+
+        results = [work(part, notice_all) for part in parts[:1]]
+        while any(not fork.has_ended for fork in forks):
+            _receive(forks, notice, patient=True)
+    finally:
+        for fork in forks:
+            fork.end()  # after an error or Ctrl-C it is still at work
+    return results + [fork.result[0] if fork.result else work(parts[fork.number], notice) for fork in forks]
+
+
+class _Fork:
+    """A process that does one part. Mutable: the result, once it has come, and whether anything may still come."""
+
+    def __init__(self, number: int, work: Callable[..., Any], part: Any):
+        context = multiprocessing.get_context("fork")
+        self.number = number
+        self.result: list[Any] = []
+        self.has_ended = False
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process = context.Process(target=_run, args=(work, part, self.receiver, sender), daemon=True)
+        self.process.start()
+        sender.close()  # so that the end of the fork is seen here
+
+    def receive(self, notice: Notice) -> None:
+        try:
+            kind, value = self.receiver.recv()
+        except EOFError:
+            self.has_ended = True
+            return
+        if kind == "line":
+            notice(value)
+        elif kind == "result":
+            self.result.append(value)
+        else:
+            raise value
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.receiver.close()
+
+
+def _receive(forks: Sequence[_Fork], notice: Notice, *, patient: bool) -> None:
+    """Take what the forks have sent; if patient, wait for something."""
+    at_work = {fork.receiver: fork for fork in forks if not fork.has_ended}
+    for receiver in wait(list(at_work), None if patient else 0):
+        at_work[receiver].receive(notice)  # type: ignore[index]
+
+
+def _run(work: Callable[..., Any], part: Any, receiver: Connection, sender: Connection) -> None:
+    """What a fork does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its forks
+    receiver.close()
+    torch.set_num_threads(1)  # the threads of the first process are not in a fork, and OpenMP would wait for them
+    try:
+        sender.send(("result", work(part, lambda line: sender.send(("line", line)))))
+    except Exception as error:
+        sender.send(("error", error))
