@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ PACKAGE = ROOT / "src" / "tightfit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
+@cache
 def places():
     """The rows of the table "The house", in their order."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
@@ -18,6 +20,7 @@ def places():
     return re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
 
 
+@cache
 def place_of(module):
     """The row that a module such as `config.schema` belongs to: the one with the longest name that it starts with."""
     return max((p for p in places() if f"{module}.".startswith(f"{p}.")), key=len, default=None)
@@ -27,9 +30,19 @@ def module_of(path):
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def nodes_of(path):
+    return tuple(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
+@cache
 def imported(path):
     """The modules of this package that a file imports anywhere in it, each without the package's own name."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    return tuple(_imported(path))
+
+
+def _imported(path):
+    for node in nodes_of(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: a relative import"
@@ -37,6 +50,7 @@ def imported(path):
         yield from (name.removeprefix("tightfit.") for name in names if name.startswith("tightfit."))
 
 
+@cache
 def public_names():
     """What `from tightfit import ...` gives: no module, and so in no row."""
     import tightfit
@@ -104,7 +118,7 @@ def test_only_the_command_line_prints_and_exits():
     for path in FILES:
         if place_of(module_of(path)) == "cli":
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes_of(path):
             called = node.func if isinstance(node, ast.Call) else None
             name = called.id if isinstance(called, ast.Name) else None
             assert name not in ("print", "exit", "SystemExit"), f"{path}, line {called.lineno}"
