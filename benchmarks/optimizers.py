@@ -51,6 +51,7 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "adamw8bit": ("adamw8bit", FP32),
     "adamw8bit, step in backward": (in_backward("adamw8bit"), FP32),
     "adamw4bit": ("adamw4bit", FP32),
+    "flash_adamw": ("flash_adamw", FP32),
     "muon": ("muon", FP32),
     "adafactor": ("adafactor", FP32),
     "offloaded_adamw:0.5": ("offloaded_adamw:0.5", FP32),
@@ -58,6 +59,8 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "adamw_bf16": ("adamw_bf16", BF16),
     "adamw_bf16, step in backward": (in_backward("adamw_bf16"), BF16),
     "adamw_bf16_stochastic": ("adamw_bf16_stochastic", BF16),
+    "flash_adamw, bf16 weights": ("flash_adamw", BF16),
+    "flash_adamw, bf16 weights, step in backward": (in_backward("flash_adamw"), BF16),
     "adamw8bit, bf16 weights, step in backward": (in_backward("adamw8bit"), BF16),
     "offloaded_adamw, bf16 weights": ("offloaded_adamw", BF16),
 }
@@ -124,6 +127,8 @@ and the gradient is freed | bit-equal to stepping afterwards; excludes clipping 
 | `adamw_bf16` | bf16 weights, and 16 more bits beside them | bit-equal to AdamW on fp32 weights with the same \
 gradients |
 | `adamw_bf16_stochastic` | bf16 weights, rounded by chance | inexact |
+| `flash_adamw` | 8-bit states, and for bf16 weights 8 more bits of each: 24-bit masters; no package, on every device \
+| inexact; updates below a master's last bit count on average |
 | `adamw8bit`, `adamw4bit` | 8-bit states (bitsandbytes), 4-bit states (torchao): `pip install 'tightfit[lowbit]'` | \
 inexact |
 | `muon` | Muon on parameters of two dimensions, AdamW on the rest | another optimizer |
@@ -131,6 +136,12 @@ inexact |
 
 `adamw_bf16` and `adamw_bf16_stochastic` are for models with bf16 weights (`model.to(torch.bfloat16)`). For a model
 without bf16 weights they would be plain AdamW, and are refused by name.
+
+`flash_adamw` takes 7.125 bytes a parameter with bf16 weights: 2 of weight, 2 of gradient, 1 of the master's further
+bits, 2 of states, and scales of 8 bytes for each 64 parameters. Without the gradient (step in backward) it takes 5.125.
+It follows FlashOptim (arXiv:2602.23349) with other codes: the square root of the first moment and the fourth root of
+the second one, which lose less where sizes differ within a group. No second moment becomes zero, and scales are fp32.
+[lab-notes.md](lab-notes.md) has the errors of both. An infinite or undefined gradient spoils its group of 64.
 
 ## Bytes per parameter
 

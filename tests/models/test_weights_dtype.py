@@ -146,6 +146,7 @@ def test_adamw_on_bf16_weights_rounds_stochastically_so_that_small_updates_count
     [
         ("adamw", "updates are rounded stochastically"),
         ("adamw_bf16", "the 16 bits that bf16 leaves off are kept"),
+        ("flash_adamw", "8 more bits are kept beside them"),
         ("muon", "muon rounds updates to nearest, which loses small ones; adamw does not"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from small_training import assert_same_weights, batches, grouped, loss_of, net, train
 
 from tightfit.errors import InputError
-from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.host_gradient import HostGradient
 
 BF16 = torch.bfloat16
@@ -18,6 +18,7 @@ KINDS = {
     "states of 16-bit weights on the host": (lambda model: OffloadedAdamW(model.parameters()), BF16),
     "remainder": (lambda model: BF16AdamW(model.parameters(), 1e-2), BF16),
     "rounded by chance": (lambda model: BF16AdamW(grouped(model), keeping="stochastic", seed=4), BF16),
+    "24 bits": (lambda model: FlashAdamW(grouped(model), 1e-2), BF16),
     "muon": (lambda model: MuonWithAdamW(grouped(model), 1e-2, momentum=0.9), torch.float32),
 }
 

@@ -5,11 +5,11 @@ import torch
 from small_training import assert_same_weights, net, train
 
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.optim import OffloadedAdamW, step_in_backward
+from tightfit.optim import OffloadedAdamW, flash, step_in_backward
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.api import estimate
 from tightfit.step import model_loss
-from tightfit.tracing.record import Category
+from tightfit.tracing.record import Category, Phase
 from tightfit.tracing.step import trace_step
 from tiny import allocator_peak, decoder, token_batch
 
@@ -19,6 +19,10 @@ KINDS = ["adamw_fused", "muon", "adafactor", "offloaded_adamw", "offloaded_adamw
 
 def in_backward(parameters):
     return step_in_backward(torch.optim.AdamW, list(parameters)).optimizer
+
+
+def in_backward_by_name(name):
+    return lambda parameters: step_in_backward(lambda ps: build_optimizer(name, ps), list(parameters)).optimizer
 
 
 def traced(model, batch, optimizer, micro_batches=1):
@@ -36,11 +40,37 @@ def test_the_predicted_peak_is_the_allocators(optimizer, micro_batches):
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw_bf16_stochastic", "offloaded_adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "offloaded_adamw"])
 def test_sixteen_bit_weights_are_predicted_too(optimizer):
     model, batch = decoder(num_layers=2).to(torch.bfloat16), token_batch(2, 16)
     predicted = traced(model, batch, optimizer).peak_bytes
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_a_weight_that_is_updated_in_chunks_is_predicted_too(stepping, monkeypatch):
+    monkeypatch.setattr(flash, "CHUNK", 1 << 13)  # several chunks, a shorter one, and numbers beyond the last group
+    model = decoder(num_layers=1, hidden_size=36, num_heads=2).to(torch.bfloat16)
+    optimizer = in_backward_by_name("flash_adamw") if stepping else "flash_adamw"
+    batch = token_batch(2, 16)
+    assert traced(model, batch, optimizer).peak_bytes == allocator_peak(model, batch, optimizer=optimizer)
+
+
+def test_a_step_in_chunks_costs_as_much_as_all_of_its_chunks(monkeypatch):
+    model, batch = decoder(num_layers=1), token_batch(1, 8)
+
+    def seconds(chunk):
+        monkeypatch.setattr(flash, "CHUNK", chunk)
+        found = trace_step(
+            model,
+            as_parts([batch], model_loss),
+            model_loss,
+            optimizer="flash_adamw",
+            cost=lambda name, inputs, outputs, arguments: sum(shape.numel for shape in inputs),
+        )
+        return sum(o.seconds for o in found.operators if o.phase is Phase.OPTIMIZER)
+
+    assert seconds(256) == pytest.approx(seconds(1 << 17), rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler, which 4-bit states step with

@@ -8,7 +8,7 @@ from torch import nn
 
 from injected_out_of_memory import OutOfMemoryAt
 from tightfit.errors import RecoveryError
-from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.by_name import build_optimizer
 from tightfit.recovery.catching import caught
 from tightfit.recovery.update import UpdateGuard, one_by_one
@@ -26,11 +26,16 @@ KINDS = {
     "adafactor": torch.optim.Adafactor,
     "muon": MuonWithAdamW,
     "adamw_bf16": BF16AdamW,
+    "flash_adamw": FlashAdamW,
+    "flash_adamw bf16": FlashAdamW,
     "adamw_bf16 stochastic": lambda groups: BF16AdamW(groups, keeping="stochastic"),
 }
 # The share of the operators at which what is left cannot be computed: a bf16 weight and its remainder are written one
-# after the other from both, and SGD's first momentum is a copy of a gradient that it then writes into.
-MAY_REFUSE = {"adamw_bf16": 0.12, "sgd momentum": 0.35, "sgd foreach": 0.2}
+# after the other from both, so are codes and their scales, and SGD's first momentum is a copy of a gradient that it
+# then writes into.
+MAY_REFUSE = {
+    "adamw_bf16": 0.12, "flash_adamw": 0.1, "flash_adamw bf16": 0.1, "sgd momentum": 0.35, "sgd foreach": 0.2,
+}  # fmt: skip
 
 
 def training(kind, dtype=torch.float32):

@@ -17,7 +17,7 @@ from tightfit.tracing.step import trace_part, trace_update
 from tiny import decoder, token_batch
 
 DEVICES = {"cpu": even, "card": partial(lookup, "rtx4090")}
-OPTIMIZERS = [("fp32", "adamw"), ("fp32", "adafactor"), ("fp32", "adamw8bit"), ("bf16", "adamw_bf16_stochastic")]
+OPTIMIZERS = [("fp32", "adamw"), ("fp32", "adafactor"), ("fp32", "adamw8bit"), ("bf16", "flash_adamw")]
 
 
 def traces(dtype, optimizer, device, *, in_backward=False):

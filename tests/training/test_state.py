@@ -25,9 +25,10 @@ from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.state import TrainingState
 
 OPTIMIZERS = [
-    "adamw", "adamw_fused", "adamw8bit", "offloaded_adamw", "offloaded_adamw:0.5", "adam", "muon", "adafactor", "sgd",
+    "adamw", "adamw_fused", "adamw8bit", "flash_adamw", "offloaded_adamw", "offloaded_adamw:0.5", "adam", "muon",
+    "adafactor", "sgd",
 ]  # fmt: skip
-FOR_BF16 = ["adamw_bf16", "adamw_bf16_stochastic", "offloaded_adamw"]
+FOR_BF16 = ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "offloaded_adamw"]
 WIDTH = 80  # a matrix of 6,400 elements: 8-bit states begin at 4,096
 
 

@@ -222,8 +222,8 @@ class TrainingConfig(Section):
     """After the warm-up: cosine decay, stable and then linear decay, or constant."""
     optimizer: Annotated[str, AfterValidator(_known_optimizer)] = "adamw"
     """adamw (on bf16 weights adamw_bf16_stochastic), adamw_fused, adamw8bit, adamw4bit, adamw_bf16,
-    adamw_bf16_stochastic, offloaded_adamw (all of its states on the host, or a share: `offloaded_adamw:0.5`), adam,
-    muon, adafactor or sgd: see optimizers.md."""
+    adamw_bf16_stochastic, flash_adamw, offloaded_adamw (all of its states on the host, or a share:
+    `offloaded_adamw:0.5`), adam, muon, adafactor or sgd: see optimizers.md."""
     step_in_backward: bool = False
     """Update each weight as soon as its gradient is computed, and free the gradient; needs `grad_clip: null` and no
     fp16."""

@@ -11,6 +11,7 @@ OPTIMIZERS = {
     "adamw4bit": "AdamW with 4-bit states (package torchao)",
     "adamw_bf16": "AdamW for bf16 weights, with 16 more bits kept beside them: an exact fp32 master",
     "adamw_bf16_stochastic": "AdamW for bf16 weights, rounded stochastically",
+    "flash_adamw": "AdamW with 8-bit states, and for bf16 weights 8 more bits kept beside them: 24-bit masters",
     "offloaded_adamw": "AdamW with its states on the host; `offloaded_adamw:0.5` for half of them",
     "adam": "Adam",
     "muon": "Muon on matrices, AdamW on the rest",
@@ -18,6 +19,7 @@ OPTIMIZERS = {
     "sgd": "SGD",
 }
 OFFLOADED = "offloaded_adamw"
+FLASH = "flash_adamw"
 
 
 FOR_BF16 = ("adamw_bf16", "adamw_bf16_stochastic")

@@ -10,7 +10,7 @@ import torch
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
 from tightfit.names.optimizers import FOR_BF16, OptimizerName, parse_optimizer
-from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.optim.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
@@ -34,6 +34,7 @@ _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw4bit": adamw4bit,
     "adamw_bf16": BF16AdamW,
     "adamw_bf16_stochastic": partial(BF16AdamW, keeping="stochastic"),
+    "flash_adamw": FlashAdamW,
     "offloaded_adamw": OffloadedAdamW,
     "adam": torch.optim.Adam,
     "muon": MuonWithAdamW,

@@ -23,6 +23,10 @@ class StrictStateOptimizer(torch.optim.Optimizer):
         """The device of a parameter's state."""
         return parameter.device
 
+    def state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...]:
+        """The shape of a parameter's state, unless it is a single number."""
+        return tuple(parameter.shape)
+
     def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory for a parameter's state, on the device where this optimizer holds it."""
         place = self.state_device(parameter, key)
@@ -40,7 +44,7 @@ class StrictStateOptimizer(torch.optim.Optimizer):
         """
         owners = _owners(self.param_groups, state_dict)
         for index, states in state_dict["state"].items():
-            _check(owners, index, states)  # all of them before the first change
+            _check(self, owners, index, states)  # all of them before the first change
         self.state = defaultdict(dict)
         for index, states in state_dict["state"].items():
             self.state[owners[index]] = {key: self._taken(owners[index], key, value) for key, value in states.items()}
@@ -74,14 +78,16 @@ def _owners(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict
     return owners
 
 
-def _check(owners: Mapping[Any, Tensor], index: Any, states: Mapping[str, Any]) -> None:
+def _check(
+    optimizer: StrictStateOptimizer, owners: Mapping[Any, Tensor], index: Any, states: Mapping[str, Any]
+) -> None:
     if index not in owners:
         raise InputError(f"load_state_dict: the saved state has states of parameter {index}, which is in none of its "
                          "groups: the file is damaged or was edited")  # fmt: skip
-    shape = owners[index].shape
+    parameter = owners[index]
     for key, value in states.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != optimizer.state_shape(parameter, key):
             raise InputError(
                 f"load_state_dict: {key} of parameter {index} has shape {tuple(value.shape)}, the parameter "
-                f"{tuple(shape)}: the state belongs to another model"
+                f"{tuple(parameter.shape)}: the state belongs to another model"
             )

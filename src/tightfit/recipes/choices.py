@@ -15,8 +15,8 @@ ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
 BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16
 
 # Of AdamW and its kin. Adam, SGD and plain AdamW are left out: the others need less, or learn as well with as much.
-FOR_FP32 = ("adamw_fused", "adamw8bit", "adamw4bit", "offloaded_adamw", "adafactor", "muon")
-FOR_BF16 = ("adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", *FOR_FP32[1:5])
+FOR_FP32 = ("adamw_fused", "flash_adamw", "adamw8bit", "adamw4bit", "offloaded_adamw", "adafactor", "muon")
+FOR_BF16 = ("adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", *FOR_FP32[1:6])
 PACKAGES = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao"}
 NOT_ON_CPU = ("adamw4bit", "offloaded_adamw")  # one compiles its step for a minute, the other's host is the device
 NOT_IN_BACKWARD = ("offloaded_adamw", "muon")  # one has moved its gradients already, the other orders its matrices
@@ -25,6 +25,7 @@ NOT_IN_BACKWARD = ("offloaded_adamw", "muon")  # one has moved its gradients alr
 STATE_BYTES = {
     "adamw8bit": lambda width: 2.0,
     "adamw4bit": lambda width: 1.0,
+    "flash_adamw": lambda width: 3.0 if width == 2 else 2.0,
     "adamw_bf16": lambda width: 10.0 if width == 2 else 8.0,
     "adamw_bf16_stochastic": lambda width: 8.0,
     "offloaded_adamw": lambda width: 0.0,

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "adamw4bit": ("torchao.optim.AdamW4bit", "import torchao", ""),
     "adamw_bf16": ("BF16AdamW", "from tightfit.optim import BF16AdamW", ""),
     "adamw_bf16_stochastic": ("BF16AdamW", "from tightfit.optim import BF16AdamW", ', keeping="stochastic"'),
+    "flash_adamw": ("FlashAdamW", "from tightfit.optim import FlashAdamW", ""),
     "offloaded_adamw": ("OffloadedAdamW", "from tightfit.optim import OffloadedAdamW", ""),
     "adam": ("torch.optim.Adam", "", ""),
     "muon": ("MuonWithAdamW", "from tightfit.optim import MuonWithAdamW", ""),

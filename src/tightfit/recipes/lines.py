@@ -18,6 +18,7 @@ IN_PYTHON = {
     "adamw4bit": "torchao.optim.AdamW4bit(model.parameters())",
     "adamw_bf16": "BF16AdamW(model.parameters())",
     "adamw_bf16_stochastic": 'BF16AdamW(model.parameters(), keeping="stochastic")',
+    "flash_adamw": "FlashAdamW(model.parameters())",
     "offloaded_adamw": "OffloadedAdamW(model.parameters())",
     "adam": "torch.optim.Adam(model.parameters())",
     "muon": "MuonWithAdamW(model.parameters())",

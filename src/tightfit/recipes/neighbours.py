@@ -18,7 +18,12 @@ from tightfit.runtime.module_paths import module_at
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PLAIN = ("adamw", "adamw_fused")
-CLASSES = {"offloadedadamw": OFFLOADED, "bf16adamw": "adamw_bf16", "muonwithadamw": "muon"}
+CLASSES = {
+    "offloadedadamw": OFFLOADED,
+    "bf16adamw": "adamw_bf16",
+    "flashadamw": "flash_adamw",
+    "muonwithadamw": "muon",
+}
 UNKNOWN = "adamw"  # stands for an optimizer that has no name here, and is never changed
 
 
@@ -68,7 +73,7 @@ def frugal_optimizers(request: Request, recipe: Recipe) -> list[Recipe]:
     """
     if kind_of(request.optimizer) not in PLAIN:
         return []
-    names = ["adamw8bit"] if find_spec("bitsandbytes") is not None else []
+    names = ["flash_adamw", *(["adamw8bit"] if find_spec("bitsandbytes") is not None else [])]
     # States on the host save nothing where the host is the device.
     names = [*([] if request.device.kind == "cpu" else [OFFLOADED]), *names, "adafactor"]
     return [replace(recipe, optimizer=name) for name in names]
@@ -98,7 +103,7 @@ def narrow_weights(request: Request, recipe: Recipe) -> list[Recipe]:
     if kind_of(request.optimizer) not in PLAIN or holds_fp32(request.batch):
         return []
     low = replace(recipe, dtype="bf16", precision="fp32")
-    return [replace(low, optimizer=name) for name in ("adamw_bf16", "adamw_bf16_stochastic")]
+    return [replace(low, optimizer=name) for name in ("adamw_bf16", "flash_adamw", "adamw_bf16_stochastic")]
 
 
 def adapted(request: Request, recipe: Recipe) -> list[Recipe]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from tightfit.recipes.records import LOW_RANK, OTHER, PRODUCTS, STATES, WEIGHTS, Outcome, Recipe
+from tightfit.recipes.records import LOW_RANK, MASTERS, OTHER, PRODUCTS, STATES, WEIGHTS, Outcome, Recipe
 
 # What a change of the result is worth in doublings of a step's time: a recipe that changes less stands first unless it
 # is slower by more than this. Judgement, not measurement. Adapters on all layers learn about as well as full training
@@ -13,6 +13,7 @@ WORTH = {
     WEIGHTS: 0.3,
     STATES["adamw8bit"]: 0.2,
     STATES["adamw4bit"]: 0.5,
+    MASTERS["flash_adamw"]: 0.05,
     "frozen weights in 8 bits": 0.4,
     "frozen weights in 4 bits": 0.5,
     OTHER: 1.5,

@@ -21,6 +21,7 @@ OPTIMIZERS_IN_WORDS = {
     "adamw4bit": "4-bit AdamW",
     "adamw_bf16": "AdamW with an fp32 master",
     "adamw_bf16_stochastic": "AdamW, stochastic rounding",
+    "flash_adamw": "flash AdamW",
     "offloaded_adamw": "AdamW, states on the host",
     "adam": "Adam",
     "muon": "Muon",
@@ -33,7 +34,8 @@ NOTHING = "nothing"
 ROUNDING = "rounding"
 PRODUCTS = "products in 16 bits"
 WEIGHTS = "weights in 16 bits"
-STATES = {"adamw8bit": "8-bit states", "adamw4bit": "4-bit states"}
+STATES = {"flash_adamw": "8-bit states", "adamw8bit": "8-bit states", "adamw4bit": "4-bit states"}
+MASTERS = {"flash_adamw": "24-bit master weights"}  # of weights in 16 bits
 OTHER = "another optimizer"
 LOW_RANK = "low rank"
 ADAMWS = ("adamw", "adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", "offloaded_adamw", *STATES)
@@ -91,6 +93,8 @@ class Recipe:
             found.append(WEIGHTS)
         if kind in STATES:
             found.append(STATES[kind])
+            if kind in MASTERS and self.dtype == "bf16":
+                found.append(MASTERS[kind])
         elif kind not in ADAMWS:
             found.append(OTHER)
         return (*found, *((LOW_RANK,) if self.adapter is not None else ()))

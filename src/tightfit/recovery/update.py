@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tightfit.errors import RecoveryError
-from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW
+from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.in_backward import has_stepped, only, steps_in_backward
 from tightfit.optim.offloaded import MASTER
 from tightfit.recovery.catching import TRIES, Failure, caught
@@ -34,6 +34,7 @@ FINISHABLE = (
     torch.optim.Muon,
     torch.optim.SGD,
     BF16AdamW,
+    FlashAdamW,
     MuonWithAdamW,
 )
 # They put a state that they make in its place after the update: if it is there, the parameter is finished, and if it is

@@ -25,6 +25,7 @@ class Activity(threading.local):
     aside: int = 0  # depth of code that is no part of a training: dry runs, calibrations, comparisons
     on_aside: tuple[Callable[[bool], None], ...] = ()  # called with True when such code begins, with False at its end
     dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
+    repeats: int = 1  # in a dry run: how often the operators that run now run in the real step, one after the other
     host: int = 0  # depth of code that works in host memory, whatever the device
     playing_cuda: bool = False  # a dry run in which CPU tensors simulate those of a CUDA device
     # While playing CUDA: an operator of PyTorch's runs, inside which no code of the model can read a number.
@@ -103,6 +104,16 @@ def accumulation() -> Iterator[None]:
         yield
     finally:
         Activity.accumulating -= 1
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """A context whose operators stand for themselves and for the same ones on other pieces of a tensor."""
+    outside, now.repeats = now.repeats, now.repeats * times
+    try:
+        yield
+    finally:
+        now.repeats = outside
 
 
 @contextmanager

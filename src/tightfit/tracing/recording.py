@@ -130,6 +130,7 @@ class Recording(TorchDispatchMode):
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
     ) -> None:
         seconds, workspace = self.priced(traits, inputs, args, out, key)
+        seconds *= now.repeats
         chooses = self._chooses.get(key)
         if chooses is None:
             chooses = self._chooses[key] = any(map(is_index, flat(out)))
