@@ -52,6 +52,7 @@ def even() -> DeviceSpec:
         framework_seconds=5e-6,
         recording_seconds=5e-5,
         replaying_seconds=2.5e-5,
+        captured_seconds=4e-6,
     )  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def busy_hour() -> DeviceSpec:
         framework_seconds=8 * spec.framework_seconds,
         recording_seconds=2 * spec.recording_seconds,
         replaying_seconds=3 * spec.replaying_seconds,
+        captured_seconds=3e-5,
         disturbed_by="other processes kept 1.5 of 2 cores busy",
     )
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tightfit.errors import ModelError
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
-from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Offload
+from tightfit.planner.levers import ROUNDING_SPREAD, CapturedBlocks, Exactness, Offload
 from tightfit.planner.plans import BlockChoice, Plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
@@ -184,7 +184,7 @@ def without_offload(plan: Plan) -> Plan:
 
 def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
     """The block whose choice alone makes a difference; several blocks if only their combination does."""
-    choices = tuple(c for c in plan.choices if c.action != "keep")
+    choices = tuple(c for c in plan.choices if c.action != "keep" or c.captured)
 
     def differs(some: tuple[BlockChoice, ...]) -> bool:
         return plain.worst_difference(run(model, batch, loss, replace(plan, choices=some))) is not None
@@ -199,7 +199,13 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
 
 
 def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
-    """The exact lever that makes the difference: offload, if none is left with everything kept in memory."""
+    """The exact lever that makes the difference: capture, if none is left where the recorder runs the blocks; offload,
+    if none is left with everything kept in memory.
+    """
+    if plan.lever(CapturedBlocks) is not None:
+        levers = tuple(lever for lever in plan.levers if not isinstance(lever, CapturedBlocks))
+        if plain.worst_difference(run(model, batch, loss, replace(plan, levers=levers))) is None:
+            return CapturedBlocks.name
     if plan.lever(Offload) is None:
         return "recompute"
     in_memory = run(model, batch, loss, without_offload(plan))

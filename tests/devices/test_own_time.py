@@ -20,17 +20,19 @@ from tiny import decoder, token_batch
 
 class Clock:
     """Seconds that are known, in the place of measured ones: those of a forward and a backward, plain and recomputed,
-    and of each kernel. Which operators run is as it is.
+    of each kernel, and of captured blocks. Which operators run is as it is.
     """
 
-    def __init__(self, monkeypatch, forward, backward, kernel):
-        self.recomputing = False
+    def __init__(self, monkeypatch, forward, backward, kernel, captured=(0.0, 0.0)):
+        self.recomputing = self.capturing = False
         self.plain_operators = self.replayed_operators = 0
         clock = self
 
         class Blocks(own_time_module._Blocks):
             def timed(self):
                 assert min(super().timed()) > 0
+                if clock.capturing:
+                    return captured
                 return forward[clock.recomputing], backward[clock.recomputing]
 
             def kernels(self):
@@ -41,6 +43,13 @@ class Clock:
                 else:
                     clock.plain_operators = found.counts[False]
                 return found
+
+            @contextmanager
+            def captured(self):
+                with super().captured():
+                    clock.capturing = True
+                    yield
+                    clock.capturing = False
 
             @contextmanager
             def recomputed(self):
@@ -54,7 +63,7 @@ class Clock:
 
 def test_what_a_step_takes_beside_its_kernels_is_shared_out_over_its_operators(monkeypatch):
     """Steps of known seconds: a millisecond for each kernel, and so much more for what is measured."""
-    clock = Clock(monkeypatch, forward=(2.0, 2.5), backward=(3.0, 4.5), kernel=0.001)
+    clock = Clock(monkeypatch, forward=(2.0, 2.5), backward=(3.0, 4.5), kernel=0.001, captured=(1.5, 2.0))
     found = own_time(rounds=1)
     first, again = clock.plain_operators, clock.replayed_operators
     forward = own_time_module._Blocks().forward_operators()
@@ -62,12 +71,13 @@ def test_what_a_step_takes_beside_its_kernels_is_shared_out_over_its_operators(m
     assert found.framework == pytest.approx((5.0 - 0.001 * first) / first)
     assert found.recording == pytest.approx(0.5 / forward)
     assert found.replaying == pytest.approx((1.5 - 0.001 * again) / again - found.framework)
+    assert found.captured == pytest.approx((3.5 - 0.001 * first) / first)
 
 
 def test_nothing_that_is_measured_is_below_zero(monkeypatch):
     """On a busy machine kernels alone may take longer than whole steps, and recomputed steps less than plain ones."""
     Clock(monkeypatch, forward=(2.0, 1.5), backward=(3.0, 2.5), kernel=10.0)
-    assert astuple(own_time(rounds=1)) == (0.0, 0.0, 0.0)
+    assert astuple(own_time(rounds=1)) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_measuring_leaves_the_random_generators_alone():

@@ -108,6 +108,8 @@ def _overheads(spec: DeviceSpec) -> list[str]:
             f"adds {format_seconds(spec.recording_seconds)} where it notes one, "
             f"{format_seconds(spec.replaying_seconds)} where it runs one again."
         )
+        if spec.captured_seconds is not None:
+            lines.append(f"In a captured block: {format_seconds(spec.captured_seconds)} instead of all these.")
     else:
         lines.append(f"Launch of an operator: {format_seconds(spec.launch_seconds)}.")
     if spec.fresh_threshold_bytes is not None:

@@ -14,6 +14,7 @@ from tightfit.cli.question import Question
 from tightfit.errors import CannotFit, TightfitError
 from tightfit.names.quantisation import QUANTISED_FILE
 
+NEED_A_TRACER = ("compile", "capture")  # levers that need PyTorch's compiler, or its tracers
 COMPILED = ("adamw8bit", "adamw4bit")  # optimizers whose packages compile code of theirs when they are imported
 ALL_LOADED = "TIGHTFIT_ALL_LOADED"  # set in the environment of a command that was started again
 # The collector of cycles begins at 700 new objects. An import makes hundreds of thousands, and next to no garbage.
@@ -79,12 +80,15 @@ def end_at_once() -> None:
 
 
 def may_defer(question: Question) -> bool:
-    """Not where the user's own code is imported, nor where a plan may compile, nor where a model is a pipe that can be
-    read once, nor with an optimizer or adapters that need what is left out; nor in a process that others go on with.
+    """Not where the user's own code is imported, nor where a plan may compile or capture, nor where a model is a pipe
+    that can be read once, nor with an optimizer or adapters that need what is left out; nor in a process that others go
+    on with.
     """
     if not _alone or ALL_LOADED in os.environ or question.config is not None or question.model is None:
         return False
-    if question.optimizer in COMPILED or "compile" in (question.levers or "") or question.adapter is not None:
+    if question.optimizer in COMPILED or question.adapter is not None:
+        return False
+    if any(lever in (question.levers or "") for lever in NEED_A_TRACER):
         return False
     if (Path(question.model) / QUANTISED_FILE).is_file():
         return False  # its weights are torchao's

@@ -81,6 +81,7 @@ def _figures_of_cpu() -> dict[str, Any]:
         "framework_seconds": own.framework,
         "recording_seconds": own.recording,
         "replaying_seconds": own.replaying,
+        "captured_seconds": own.captured,
     }
 
 

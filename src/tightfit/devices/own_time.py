@@ -1,8 +1,8 @@
-"""Measures the seconds that PyTorch and the recompute executor add to each operator's kernel on a CPU.
+"""Measures the seconds that PyTorch, the recompute executor and captured blocks add to each operator's kernel on a CPU.
 
-Both are Python and bookkeeping. They take the same time for small and large kernels, and timing a kernel alone does not
+All are Python and bookkeeping. They take the same time for small and large kernels, and timing a kernel alone does not
 show them. So steps of a few small decoder blocks run here for real, in turns: plain steps, steps in which every kernel
-is timed, and steps with recomputed blocks.
+is timed, steps with recomputed blocks, and steps with captured ones.
 """
 
 import time
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.levers.recompute import RECOMPUTE_ALL, Applied
+from tightfit.levers.captured import capture_paths
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Applied
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.runtime.activity import now
 from tightfit.runtime.operators import traits_of
@@ -27,12 +28,14 @@ WARM_UP = 5
 @dataclass(frozen=True)
 class OwnTime:
     """Seconds for one operator that computes something: PyTorch's own (with the views around it), and those that the
-    executor adds to record it and to replay it.
+    executor adds to record it and to replay it. `captured` are all of an operator in a captured block, with its share
+    of entering the block.
     """
 
     framework: float
     recording: float
     replaying: float
+    captured: float
 
 
 class Block(nn.Module):
@@ -102,6 +105,9 @@ class _Blocks:
     def recomputed(self) -> Applied:
         return apply_policies(self.model, {str(i): RECOMPUTE_ALL for i in range(BLOCKS)})
 
+    def captured(self) -> Applied:
+        return capture_paths(self.model, {str(i): KEEP_ALL for i in range(BLOCKS)})
+
 
 def own_time(rounds: int = ROUNDS) -> OwnTime:
     """Measure with the present number of threads: the least times over interleaved rounds, at least zero.
@@ -110,16 +116,19 @@ def own_time(rounds: int = ROUNDS) -> OwnTime:
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         blocks = _Blocks()
-        plain, recomputed, kernels, kernels_again = [], [], [], []
+        plain, recomputed, captured, kernels, kernels_again = [], [], [], [], []
         for _ in range(WARM_UP + rounds):
             plain.append(blocks.timed())
             kernels.append(blocks.kernels())
             with blocks.recomputed():
                 recomputed.append(blocks.timed())
                 kernels_again.append(blocks.kernels())
+            with blocks.captured():
+                captured.append(blocks.timed())
         recorded = blocks.forward_operators()
     first, again = kernels[0].counts[False], kernels_again[0].counts[True]
     (forward, backward), (forward_recorded, backward_replayed) = _least(plain), _least(recomputed)
+    spent_captured = sum(_least(captured))
     spent = min(k.seconds[False] for k in kernels)
     spent_again = min(k.seconds[True] for k in kernels_again)
     framework = max(0.0, (forward + backward - spent) / first)
@@ -127,6 +136,7 @@ def own_time(rounds: int = ROUNDS) -> OwnTime:
         framework,
         recording=max(0.0, (forward_recorded - forward) / recorded),
         replaying=max(0.0, (backward_replayed - backward - spent_again) / again - framework),
+        captured=max(0.0, (spent_captured - spent) / first),
     )
 
 

@@ -86,7 +86,8 @@ class DeviceSpec:
     - `fresh_threshold_bytes`: outputs from this size on are new memory from the system each time, and cost
       `fresh_seconds_per_byte` for first touch and release; None if the allocator keeps freed memory.
     - `framework_seconds`: PyTorch's own time for each operator on a CPU, without the kernel. The recompute executor
-      adds `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it.
+      adds `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it. In the program of
+      a captured block an operator takes `captured_seconds` instead of both (None: not measured).
     - `launch_seconds`: on CUDA, the time of a launch in eager PyTorch. No kernel's price is below it.
     - `workspace_bytes`: on CUDA, the measured scratch memory, by library (`"cublas"`, `"attention"`).
     - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
@@ -106,6 +107,7 @@ class DeviceSpec:
     framework_seconds: float = 0.0
     recording_seconds: float = 0.0
     replaying_seconds: float = 0.0
+    captured_seconds: float | None = None
     compute_capability: tuple[int, int] | None = None
     sm_count: int | None = None
     roofline: Roofline | None = None
@@ -127,7 +129,7 @@ class DeviceSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> "DeviceSpec":
         """The inverse of `to_dict`. Raises `DeviceError` if a figure is missing, unknown or not a finite number."""
         try:
-            if missing := {field.name for field in fields(cls)} - set(data):
+            if missing := {field.name for field in fields(cls)} - set(data) - _LATER:
                 raise ValueError(f"it lacks {', '.join(sorted(missing))}")
             spec = cls(
                 **{
@@ -164,6 +166,9 @@ class DeviceSpec:
         return cls.from_dict(data)
 
 
+_LATER = frozenset({"captured_seconds"})  # figures that files of earlier versions lack
+
+
 def _roofline(data: Mapping[str, Any]) -> Roofline:
     return Roofline(**{**data, "kernels": Kernels(**data["kernels"])})
 
@@ -186,6 +191,7 @@ def _figures(spec: DeviceSpec) -> list[float]:
         spec.framework_seconds,
         spec.recording_seconds,
         spec.replaying_seconds,
+        *((spec.captured_seconds,) if spec.captured_seconds is not None else ()),
         *points,
         *curves,
         *coefficients,

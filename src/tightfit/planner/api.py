@@ -14,7 +14,7 @@ from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate
-from tightfit.planner.levers import CompiledBlocks, Lever, Offload, Recompute
+from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
 from tightfit.planner.refusal import Refusal
@@ -250,7 +250,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
     # Compiled blocks have no policy inside: the compiler decides what they save, by their share.
-    compiled = candidate.combination.get(CompiledBlocks)
+    compiled, captured = candidate.combination.get(CompiledBlocks), candidate.combination.get(CapturedBlocks)
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
         option = options.get(path)
@@ -268,6 +268,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
                 offloaded=tuple((key.name, key.occurrence) for key in offloaded),
                 offloaded_modules=tuple(modules[path][key] for key in offloaded),
                 offloads_inputs=policy.offloads_inputs,
+                captured=captured is not None and path in captured.paths,
             )
         )
     assert all(policy_of(c) == candidate.policies.get(c.path, KEEP_ALL) for c in choices), "a choice says its policy"

@@ -12,7 +12,7 @@ from tightfit.levers.offload import HostStore
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.planner.levers import Lever, Offload
+from tightfit.planner.levers import CapturedBlocks, Lever, Offload, find
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.step_figures import fingerprint
@@ -79,7 +79,11 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
     policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
     offload = plan.lever(Offload)
     offload_store = None if offload is None else offload.offload_store()
-    return AppliedPlan(plan, model, apply_levers(model, policies, plan.levers, joined_paths(plan), offload_store))
+    levers = [
+        lever.within([choice.path for choice in plan.choices]) if isinstance(lever, CapturedBlocks) else lever
+        for lever in plan.levers
+    ]
+    return AppliedPlan(plan, model, apply_levers(model, policies, levers, joined_paths(plan), offload_store))
 
 
 def joined_paths(plan: PlanRecord) -> list[str]:
@@ -97,8 +101,12 @@ def apply_levers(
 
     If one lever raises, the others are removed again.
     """
-    handles: list[Removable] = [apply_policies(model, policies, joined=joined, offload_store=offload_store)]
+    captured = find(levers, CapturedBlocks)
+    recorded = {path: p for path, p in policies.items() if captured is None or path not in captured.paths}
+    handles: list[Removable] = [apply_policies(model, recorded, joined=joined, offload_store=offload_store)]
     try:
+        if captured is not None:
+            handles.append(captured.install(model, policies))
         for lever in levers:
             handle = lever.apply(model)
             if handle is not None:

@@ -21,6 +21,7 @@ from tightfit.names.optimizers import optimizer_in_words
 from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.levers import Combination, Lever, lever_types
+from tightfit.runtime.activity import now
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.tracing.copies import AWAY, BACK
 from tightfit.tracing.cuda import CudaRole
@@ -81,7 +82,9 @@ class Request:
     @property
     def executor(self) -> ExecutorCost:
         """The recompute executor's own seconds for each operator on the device."""
-        return ExecutorCost(self.device.recording_seconds, self.device.replaying_seconds)
+        device = self.device
+        captured = 0.0 if device.captured_seconds is None else device.captured_seconds - device.framework_seconds
+        return ExecutorCost(device.recording_seconds, device.replaying_seconds, captured)
 
     @cached_property
     def role(self) -> CudaRole | None:
@@ -121,9 +124,13 @@ def role_of(device: DeviceSpec) -> CudaRole | None:
 
 @dataclass(frozen=True)
 class Tracer:
-    """Runs a request's step dry, with levers applied."""
+    """Runs a request's step dry, with levers applied.
+
+    `refused` says why blocks of the last run could not be captured, by path.
+    """
 
     request: Request
+    refused: dict[str, str] = field(default_factory=dict)
 
     def whole(
         self,
@@ -198,8 +205,14 @@ class Tracer:
         self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool = False
     ) -> Iterator[None]:
         offload_store = HostStore(self.request.offload, compared) if "offload" in self.request.levers else None
-        with Applied(apply_levers(self.request.model, policies, combination.levers, joined, offload_store)):
-            yield
+        model = self.request.model
+        with Applied(apply_levers(model, policies, combination.levers, joined, offload_store)):
+            self.refused.clear()
+            outer, now.on_refused_capture = now.on_refused_capture, self.refused.__setitem__
+            try:
+                yield
+            finally:
+                now.on_refused_capture = outer
 
 
 def state_bytes(trace: StepTrace) -> int:

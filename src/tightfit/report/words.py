@@ -22,7 +22,8 @@ def keeps(choice: BlockChoice) -> str:
         "compile": f"{choice.share or 0:.0%} of what compiled code would keep",
     }
     kept = words[choice.action]
-    return f"{kept}, not even its output" if choice.joined else kept
+    kept = f"{kept}, not even its output" if choice.joined else kept
+    return f"{kept} (captured)" if choice.captured else kept
 
 
 def kept_bytes(choices: Sequence[BlockChoice]) -> str:
@@ -47,7 +48,8 @@ def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]
 
 
 def _what_it_does(choice: BlockChoice) -> Hashable:
-    return (choice.action, choice.share, choice.kept, choice.kept_modules, choice.joined, choice.offloaded)
+    kept = (choice.kept, choice.kept_modules, choice.joined, choice.offloaded)
+    return (choice.action, choice.share, choice.captured, *kept)
 
 
 def _name_of_runs(runs: Sequence[Sequence[BlockChoice]]) -> str:

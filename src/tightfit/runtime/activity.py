@@ -22,6 +22,7 @@ class Activity(threading.local):
     region: str | None = None  # module path of the innermost block that a lever observes
     occurrence: int = -1  # the number of operators of this name that ran in the block before this one
     recording: bool = False  # a lever records this operator, to recompute or offload its results
+    captured: int = 0  # depth of running programs of captured blocks
     aside: int = 0  # depth of code that is no part of a training: dry runs, calibrations, comparisons
     on_aside: tuple[Callable[[bool], None], ...] = ()  # called with True when such code begins, with False at its end
     dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
@@ -40,6 +41,8 @@ class Activity(threading.local):
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     # In a dry run: `outside()`, in which blocks are captured, and `run(program, args)` (`tracing/compiled_code.py`).
     dry_captured: Any = None
+    # In a plan's dry run: called with the path of a block that cannot be captured, and the reason.
+    on_refused_capture: Callable[[str, str], None] | None = None
     on_save: Callable[[Any], None] | None = None  # called with each tensor that autograd saves inside an observed block
     on_random_state: Callable[[Any], None] | None = None  # in a dry run: called with each state of the CPU's generator
 
@@ -84,6 +87,16 @@ def recomputation() -> Iterator[None]:
         yield
     finally:
         now.recomputing -= 1
+
+
+@contextmanager
+def captured_program() -> Iterator[None]:
+    """A context whose operators are those of a captured block's program."""
+    now.captured += 1
+    try:
+        yield
+    finally:
+        now.captured -= 1
 
 
 @contextmanager

@@ -34,13 +34,19 @@ def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorSh
 
 @dataclass(frozen=True)
 class ExecutorCost:
-    """The recompute executor's own seconds, without the kernel, for an operator that it records or replays."""
+    """The recompute executor's own seconds, without the kernel, for an operator that it records or replays.
+
+    `captured` is what an operator in the program of a captured block takes more than in eager code: negative if less.
+    """
 
     recorded: float = 0.0
     replayed: float = 0.0
+    captured: float = 0.0
 
     def seconds(self) -> float:
         """The executor's seconds for the operator that runs now."""
+        if now.captured:
+            return self.captured
         return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
 
 

@@ -105,7 +105,8 @@ class Group:
     def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = "run without being captured") -> None:
         """Warn that blocks of a kind are not captured, once for each reason."""
         text = f"blocks of {kind.__name__} {what}: {reason}"
-        if text not in self.told:
+        # A dry run has no user to warn: a plan says which blocks are not captured, and a training warns by itself.
+        if text not in self.told and not now.aside:
             self.told.add(text)
             warnings.warn(f"{path}: {text}", stacklevel=4)
 
@@ -140,7 +141,7 @@ class CapturedForward(FrugalForward):
         self.group = group
         self.shares = shares
         self.captures = 0
-        self.refused = False  # it was tried, and runs without being captured
+        self.refused: str | None = None  # why it runs without being captured, if it was tried
         self._recorded: RecordedForward | None = None
         self._last: weakref.ref[Any] | None = None  # the node of the last call under autocast
 
@@ -150,12 +151,14 @@ class CapturedForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside or fake_mode_is_active():
             return self.original(*args, **kwargs)
-        if self.refused or now.playing_cuda:
+        if self.refused is not None:
+            self.tell(self.refused)
+            return self.stand_in(args, kwargs)
+        if now.playing_cuda:
             return self.stand_in(args, kwargs)
         under_autocast = autocast_is_active()
         if under_autocast and self.shares:
-            self.refused = True
-            self.group.tell(self.path, type(self.module), "other parts of the model have their weights under autocast")
+            self.tell("other parts of the model have their weights under autocast")
             return self.stand_in(args, kwargs)
         if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
             return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
@@ -172,9 +175,15 @@ class CapturedForward(FrugalForward):
                 self.note_open_call(outputs)
             return outputs
         outputs = self.stand_in(args, kwargs)  # first, since wrong code raises its own error here
-        self.refused = True
-        self.group.tell(self.path, type(self.module), reason)
+        self.tell(reason)
         return outputs
+
+    def tell(self, reason: str) -> None:
+        """Run without being captured from now on, and say why."""
+        self.refused = reason
+        if now.on_refused_capture is not None:
+            now.on_refused_capture(self.path, reason)  # a dry run restores what its step changes, this forward too
+        self.group.tell(self.path, type(self.module), reason)
 
     def attempt(self, args: tuple, kwargs: dict, *, settled: bool) -> tuple[str | None, Any]:
         """The reason why the block cannot be captured, if any, and its outputs otherwise.

@@ -21,7 +21,7 @@ from tightfit.levers.captured.partition import (
     drop_unread,
 )
 from tightfit.levers.captured.views import CONTIGUOUS, join_views, shorten_views
-from tightfit.runtime.activity import now, recomputation
+from tightfit.runtime.activity import captured_program, now, recomputation
 from tightfit.runtime.internals import boxed, dispatch_is_watched
 
 
@@ -90,7 +90,8 @@ def written(module: Any, order: list[Any], again: set[Any], returned: set[Any]) 
 
     def call(args: list[Any]) -> Any:
         if now.dry_captured is not None:
-            return now.dry_captured.run(watched or straight, args)
+            with captured_program():
+                return now.dry_captured.run(watched or straight, args)
         return (watched if watched is not None and dispatch_is_watched() else straight)(args)
 
     return boxed(call)

@@ -27,12 +27,14 @@ from tightfit.planner.levers.chunked_loss import ChunkedLoss  # isort: skip
 from tightfit.planner.levers.tile import TiledModules  # isort: skip
 from tightfit.planner.levers.offload import Offload  # isort: skip
 from tightfit.planner.levers.compiled import CompiledBlocks  # isort: skip
+from tightfit.planner.levers.captured import CapturedBlocks  # isort: skip
 from tightfit.planner.levers.combination import Combination  # isort: skip
 
 __all__ = [
     "CLASSES",
     "ROUNDING_SPREAD",
     "Block",
+    "CapturedBlocks",
     "Choice",
     "ChunkedLoss",
     "Combination",

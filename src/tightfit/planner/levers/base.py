@@ -41,6 +41,7 @@ class Role(enum.Enum):
     INSIDE_BLOCKS = "inside blocks"  # decided for each operator of each block, and solved exactly
     COMBINED = "combined"  # each of its settings is combined with each setting of the others
     WHOLE_BLOCKS = "whole blocks"  # replaces the choices inside blocks; the fastest setting is tried first
+    EXECUTION = "execution"  # another way to run what was chosen inside blocks, tried on the fastest plan
     LAST = "last"  # tried only if nothing else fits
 
 

@@ -9,16 +9,17 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tightfit.errors import CannotFit, CompileError, LeverError
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.levers.recompute.rule import every_block
+from tightfit.planner.blocks.captured import priced_as_captured, saved_seconds
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.blocks.pricing import Priced, price
-from tightfit.planner.blocks.solve import least_peak, solve
-from tightfit.planner.levers import Combination, Lever, Offload, PlainStep, Recompute, Role, lever_types
+from tightfit.planner.blocks.solve import least_peak, peak, solve
+from tightfit.planner.levers import CapturedBlocks, Combination, Lever, Offload, PlainStep, Recompute, Role, lever_types
 from tightfit.planner.records import DeviceRoom, Rejected
 from tightfit.planner.request import Request, Tracer, lacking, optimizer_peak
 from tightfit.planner.search.candidates import (
@@ -34,6 +35,8 @@ from tightfit.tracing.record import Phase, StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
 Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
+LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
+NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
 
@@ -45,6 +48,7 @@ class Search:
     budget: int | str
     best: Candidate | None = None
     least: Candidate | None = None
+    solved: Candidate | None = None  # the fastest that fits without compiled or captured blocks
     rejected: list[Rejected] = field(default_factory=list)
     priced: dict[Combination, Baseline] = field(default_factory=dict)
     routing_matters: bool = False
@@ -105,6 +109,7 @@ class Search:
         if self.best is None:
             self.forbidden()
             self.solve_combinations()
+        self.capture_blocks()
         if self.best is None:
             self.try_last_resorts()
         if self.best is None:
@@ -180,7 +185,7 @@ class Search:
         """Add the last-resort levers to the combination of least peak, one setting at a time, until one fits."""
         assert self.least is not None, "the plain step was traced"
         # Solving puts recompute on blocks, which compiled blocks refuse (RECOMPUTE_AND_COMPILED_BLOCKS).
-        least = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS))
+        least = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
         for kind in self.of_role(Role.LAST):
             for setting in kind.settings(self.step()):
                 combination = least.with_lever(setting)
@@ -291,6 +296,73 @@ class Search:
                 f"{combination}, blocks at their least",
             )
 
+    # Captured blocks
+
+    def capture_blocks(self) -> None:
+        """Run the blocks of the fastest plan so far as captured programs, where that is faster, or fits at last.
+
+        Other combinations are not tried: blocks of one kind and policy are captured anew for each shape, which takes
+        longer than their traces.
+        """
+        base = self.solved or self.least
+        if not self.request.may(CapturedBlocks) or not self.paths or base is None:
+            return
+        if self.best is None and self.budget_bytes < NEARLY * base.needed_bytes:
+            return
+        paths = tuple(path for path in self.paths if not base.policies.get(path, KEEP_ALL).offloads)
+        saved = saved_seconds(base.trace, paths, self.request.executor)
+        if self.best is not None and saved < LEAST_SAVING * base.seconds:
+            reason = f"would save less than {LEAST_SAVING:.1%} of the step"
+            self.rejected.append(Rejected(CapturedBlocks.title, reason))
+            return
+        candidate = self.trace_captured(base, base.policies, base.choice, paths)
+        if candidate is None:
+            return
+        self.consider(candidate, str(candidate.combination))
+        if base.priced is not None and len(paths) == len(self.paths):
+            self.solve_captured(candidate, base.priced)
+
+    def solve_captured(self, first: Candidate, priced: Priced) -> None:
+        """Solve the choices inside blocks again, with the prices and in the bytes of captured blocks."""
+        captured = first.combination.get(CapturedBlocks)
+        assert captured is not None, "its blocks are captured"
+        micro_batches = first.combination.micro_batches
+        again = priced_as_captured(priced, captured.paths, self.request.executor, first.trace, micro_batches)
+        # What recorded blocks take, and captured ones do not, is room; where they take more, it is the other way round.
+        bound = self.budget_bytes - UNSEEN_BYTES + peak(priced.chain, first.choice) - first.peak_bytes
+        tried = {first.choice}
+        for _ in range(TIGHTENINGS):
+            solution = solve(again.chain, bound)
+            if solution is None or solution.choice in tried:
+                return
+            tried.add(solution.choice)
+            candidate = self.trace_captured(first, again.policies(solution.choice), solution.choice, captured.paths)
+            if candidate is None:
+                return
+            candidate = replace(candidate, priced=again)
+            self.consider(candidate, f"{candidate.combination}, blocks solved")
+            excess = self.excess(candidate)
+            if excess <= 0:
+                return
+            bound = min(bound, solution.peak_bytes) - excess
+
+    def trace_captured(
+        self, base: Candidate, policies: dict[str, Policy], choice: tuple[int, ...], paths: tuple[str, ...]
+    ) -> Candidate | None:
+        """The step with the blocks at `paths` captured; None if none of them can be. Says why others are not."""
+        combination = base.combination.with_lever(CapturedBlocks(paths))
+        candidate = self.trace_applied(combination, policies, base.priced, choice)
+        refused = dict(self.tracer.refused)
+        for reason in dict.fromkeys(refused.values()):
+            count = sum(each == reason for each in refused.values())
+            name = f"{CapturedBlocks.title} ({count} of {len(self.paths)} blocks)"
+            row = Rejected(name, f"cannot be captured: {reason}")
+            if row not in self.rejected:
+                self.rejected.append(row)
+        left = tuple(path for path in paths if path not in refused)
+        # Blocks that are refused run in the trace as they will without the lever.
+        return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None
+
     def join_segments(self) -> None:
         """Join blocks to segments, which also recompute the blocks' outputs. That is slower, and needs less memory in
         models of many blocks.
@@ -299,7 +371,7 @@ class Search:
             return
         if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return  # segments lower only forward and backward
-        combination = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS))
+        combination = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
         for segments in segment_counts(len(self.paths)):
             rule = every_block(self.paths, segments=segments)
             part = self.tracer.part(combination, rule.policies, self.plain, rule.joined)
@@ -343,7 +415,12 @@ class Search:
             )
             reason = f"{format_bytes(excess)} {over}"
             self.rejected.append(Rejected(name, reason, candidate.peak_bytes, candidate.seconds))
-        elif self.best is None or candidate.seconds < self.best.seconds:
+            return
+        if self.solved is None or candidate.seconds < self.solved.seconds:
+            whole = (*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
+            if not any(candidate.combination.get(kind) for kind in whole):
+                self.solved = candidate
+        if self.best is None or candidate.seconds < self.best.seconds:
             if self.best is not None:
                 self.reject_slower(self.in_words(self.best), self.best)
             self.best = candidate

@@ -1,0 +1,56 @@
+"""What captured blocks save, and what the options of captured blocks cost, both from the prices of recorded ones."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.blocks.frontier import replay_cost
+from tightfit.planner.blocks.graph import BlockGraph
+from tightfit.planner.blocks.pricing import Priced
+from tightfit.planner.blocks.windows import calls_of, owning_blocks
+from tightfit.tracing.record import StepTrace
+from tightfit.tracing.recording import ExecutorCost
+
+
+def saved_seconds(trace: StepTrace, paths: Collection[str], executor: ExecutorCost) -> float:
+    """The seconds of a step that its blocks at `paths` would save if they were captured, by the operators' own time.
+
+    Captured blocks also write in place where eager code does not, which only a trace shows.
+    """
+    owners = owning_blocks(trace, list(paths))
+    first, last = trace.repeated
+    return sum(
+        (operator.executor_seconds - executor.captured) * (trace.loop_repeats if first <= index < last else 1)
+        for index, operator in enumerate(trace.operators)
+        if owners[operator.call] is not None
+    )
+
+
+def priced_as_captured(
+    priced: Priced, paths: Collection[str], executor: ExecutorCost, trace: StepTrace, micro_batches: int
+) -> Priced:
+    """The same blocks and bytes, with the seconds that each option takes if the blocks at `paths` are captured.
+
+    An operator that runs again takes a captured operator's own time instead of the recorder's, and none is noted.
+    """
+    options = []
+    for place, path in enumerate(priced.paths):
+        mine = priced.chain.options[place]
+        if path in paths:
+            graph, times = priced.graphs[place], calls_of(trace, path) * micro_batches
+            choices = priced.choices[place]
+            mine = tuple(
+                replace(option, seconds=times * _replay_seconds(graph, choice.policy, executor))
+                for option, choice in zip(mine, choices, strict=True)
+            )
+        options.append(mine)
+    return replace(priced, chain=replace(priced.chain, options=tuple(options)))
+
+
+def _replay_seconds(graph: BlockGraph, policy: Policy, executor: ExecutorCost) -> float:
+    """Seconds of running again, in one captured call of a block, what its policy does not keep."""
+    if policy == KEEP_ALL:
+        return 0.0
+    kept = frozenset(place for place, key in enumerate(graph.keys) if key in policy.kept)
+    _, seconds, replayed = replay_cost(graph.operations, kept)
+    return max(0.0, seconds + len(replayed) * (executor.captured - executor.replayed))

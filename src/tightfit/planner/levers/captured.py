@@ -1,0 +1,88 @@
+"""The lever `capture`: blocks run as two straight programs each, recorded once, bit for bit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.devices.spec import DeviceSpec
+    from tightfit.levers.handle import Applied
+    from tightfit.levers.recompute import Policy
+    from tightfit.planner.records import BlockChoice
+
+
+@register
+@dataclass(frozen=True)
+class CapturedBlocks(Lever):
+    """The paths of the captured blocks. The plan's `choices` say what each of them keeps and recomputes."""
+
+    paths: tuple[str, ...]
+
+    name = "capture"
+    title = "capture"
+    summary = "blocks run as programs that were recorded once, with what recompute chose in them (CPU)"
+    exactness = Exactness.EXACT
+    role = Role.EXECUTION
+    on_request = True
+    needs_blocks = True
+
+    @classmethod
+    def settings(cls, step: PlainStep) -> Sequence[Self]:
+        return [cls(step.blocks)] if step.blocks else []
+
+    @classmethod
+    def why_not(cls, step: PlainStep) -> str | None:
+        return None if step.blocks else "the model has no repeated blocks"
+
+    @classmethod
+    def refusal(cls, device: "DeviceSpec") -> str | None:
+        if device.kind != "cpu":
+            return (
+                f"capture is not available in a plan for {device.name}: tightfit predicts captured blocks for a CPU "
+                "only: leave it out of the levers (recompute is exact too)"
+            )
+        if device.captured_seconds is None:
+            return (
+                f"capture is not available on {device.name}: the time of an operator in a captured block is not "
+                "known: calibrate it again, or leave capture out of the levers (recompute is exact too)"
+            )
+        return None
+
+    def within(self, paths: Sequence[str]) -> "CapturedBlocks":
+        """This setting, for those of its blocks that are among `paths`."""
+        known = set(paths)
+        return CapturedBlocks(tuple(path for path in self.paths if path in known))
+
+    def policies(self, policies: "Mapping[str, Policy]") -> "dict[str, Policy]":
+        """The policy of each captured block: its own among `policies`, else to keep everything."""
+        from tightfit.levers.recompute import KEEP_ALL
+
+        return {path: policies.get(path, KEEP_ALL) for path in self.paths}
+
+    def apply(self, model: "nn.Module") -> None:
+        """Changes nothing: `apply_levers` applies all choices inside blocks together."""
+
+    def install(self, model: "nn.Module", policies: "Mapping[str, Policy]") -> "Applied":
+        """Capture the blocks, each with its policy."""
+        from tightfit.levers.captured import capture_paths
+
+        return capture_paths(model, self.policies(policies))
+
+    def sentence(self, choices: "Sequence[BlockChoice]") -> str:
+        return f"{len(self.paths)} of {len(choices)} blocks run as captured programs."
+
+    @classmethod
+    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+        """None: it saves time, and next to no memory."""
+        return []
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(tuple(raw["paths"]))
+
+    def __str__(self) -> str:
+        return f"{len(self.paths)} blocks captured" if len(self.paths) != 1 else "1 block captured"

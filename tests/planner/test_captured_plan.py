@@ -1,0 +1,145 @@
+"""A plan may capture blocks: what it says of bytes is what the allocator records, and no bit changes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import tightfit
+from exactness import assert_bit_equal, run
+from made_up_devices import even
+from tightfit import Plan
+from tightfit.errors import CannotFit, LeverError
+from tightfit.levers.captured import CapturedForward
+from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Recompute
+from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tiny import allocator_peak, decoder, token_batch
+
+LEVERS = ["recompute", "capture"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder(num_layers=3, hidden_size=32, vocab_size=64)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return {name: tensor % 64 for name, tensor in token_batch(4, 32).items()}
+
+
+@pytest.fixture(scope="module")
+def recorded(model, batch):
+    return tightfit.plan(model, batch, "0.7x", levers=["recompute"], device=even())
+
+
+@pytest.fixture(scope="module")
+def made(model, batch):
+    return tightfit.plan(model, batch, "0.7x", levers=LEVERS, device=even())
+
+
+def forwards(model):
+    return [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+
+
+def test_it_is_predicted_to_be_faster_and_takes_the_predicted_bytes(model, batch, made, recorded):
+    assert made.lever(CapturedBlocks) == CapturedBlocks(("layers.0", "layers.1", "layers.2"))
+    assert made.lever(Recompute) is not None
+    assert all(choice.captured for choice in made.choices)
+    assert made.step_seconds < recorded.step_seconds
+    with made.apply(model):
+        assert {type(forward) for forward in forwards(model)} == {CapturedForward}
+        measured = allocator_peak(model, batch)
+        assert not any(forward.refused for forward in forwards(model))
+    assert made.peak_bytes - UNSEEN_BYTES <= measured <= made.peak_bytes + UNSEEN_BYTES
+    assert made.peak_bytes <= made.budget_bytes
+    assert forwards(model) == []
+
+
+def test_it_changes_no_bit_and_says_what_captured_blocks_do(model, batch, made):
+    def plain(model, batch):
+        return model(**batch).loss
+
+    captured = run(model, batch, plain, levers=made.apply)
+    assert_bit_equal(run(model, batch, plain), captured)
+    assert tightfit.verify(model, batch, made).ok
+    text = str(made)
+    assert "3 of 3 blocks run as captured programs." in text
+    assert "(captured)" in text
+
+
+def test_a_wrong_program_is_found_and_named(model, batch, made, monkeypatch):
+    right = CapturedForward.__call__
+    monkeypatch.setattr(CapturedForward, "__call__", lambda self, *args, **kw: right(self, *args, **kw) * 1.001)
+    report = tightfit.verify(model, batch, made)
+    assert not report.ok
+    assert report.worst is not None
+    assert report.worst.lever == "capture"
+
+
+def test_its_file_is_read_again_and_files_without_captured_blocks_too(made, recorded, tmp_path):
+    made.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == made
+    raw = json.loads(json.dumps(recorded.to_dict()))
+    for choice in raw["choices"]:
+        del choice["captured"]
+    assert Plan.from_dict(raw) == recorded
+
+
+@pytest.mark.slow  # records blocks for four policies
+def test_captured_blocks_are_tried_where_recorded_ones_do_not_fit(model, batch):
+    with pytest.raises(CannotFit) as caught:
+        tightfit.plan(model, batch, "0.01x", levers=["recompute"], device=even())
+    budget = caught.value.least_bytes - 1
+    plan = tightfit.plan(model, batch, budget, levers=LEVERS, device=even())
+    assert plan.lever(CapturedBlocks) is not None
+    with plan.apply(model):
+        assert allocator_peak(model, batch) <= budget
+
+
+def test_a_block_that_cannot_be_captured_stays_with_the_recorder_and_is_named_once(batch):
+    class Odd(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        @torch._dynamo.disable
+        def aside(self, x):
+            return x
+
+        def forward(self, x, *args):
+            return self.inner(self.aside(x), *args)
+
+    model = decoder(num_layers=4, hidden_size=32, vocab_size=64)
+    for place in (1, 3):
+        model.layers[place] = Odd(model.layers[place])
+    plan = tightfit.plan(model, batch, "0.6x", levers=LEVERS, device=even(), blocks="layers.*")
+    assert plan.lever(CapturedBlocks) == CapturedBlocks(("layers.0", "layers.2"))
+    assert [choice.captured for choice in plan.choices] == [True, False, True, False]
+    named = [row.levers for row in plan.rejected if row.levers.startswith("capture")]
+    assert named == ["capture (2 of 4 blocks)"]
+    with plan.apply(model):
+        assert allocator_peak(model, batch) == pytest.approx(plan.peak_bytes, abs=UNSEEN_BYTES)
+
+
+def test_where_it_saves_next_to_nothing_no_trace_is_spent_on_it(model, batch):
+    device = replace(even(), captured_seconds=even().framework_seconds + even().recording_seconds)
+    plan = tightfit.plan(model, batch, "0.7x", levers=LEVERS, device=device)
+    assert plan.lever(CapturedBlocks) is None
+    assert [row.reason for row in plan.rejected if row.levers == "capture"] == ["would save less than 0.2% of the step"]
+
+
+def test_it_is_refused_in_one_line_where_its_price_is_not_known(model, batch):
+    with pytest.raises(LeverError, match="capture is not available in a plan for NVIDIA GeForce RTX 4090"):
+        tightfit.plan(model, batch, "0.7x", levers=LEVERS, device="rtx4090")
+    with pytest.raises(LeverError, match="capture is not available on made up"):
+        tightfit.plan(model, batch, "0.7x", levers=LEVERS, device=replace(even(), captured_seconds=None))
+
+
+@pytest.mark.slow  # runs the compiler
+def test_a_plan_that_may_compile_and_capture_does_one_of_the_two(model, batch):
+    plan = tightfit.plan(model, batch, "0.7x", levers=[*LEVERS, "compile"], device=even())
+    used = [kind for kind in (CapturedBlocks, CompiledBlocks) if plan.lever(kind) is not None]
+    assert len(used) == 1
