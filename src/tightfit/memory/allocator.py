@@ -47,7 +47,9 @@ def memory_of(tensor: Tensor) -> Iterator[Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
-        yield from memory_of(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # a shard of a distributed tensor names its mesh of devices too
+            yield from memory_of(part)
 
 
 def scales_of(parameter: Tensor) -> Iterator[Tensor]:

@@ -58,6 +58,8 @@ class Traits:
     is_uninitialised: bool  # returns uninitialised memory
     overwrites: bool  # overwrites its whole target without reading it
     is_foreign: bool  # from another library, so a second call may give another result
+    is_collective: bool  # of torch.distributed: sends to other processes, and receives from them
+    is_composed: bool  # its own kernel on the CPU calls operators, which allocate
 
 
 # By identity: PyTorch hashes an operator in Python, which takes longer than the rest of a look-up. The operator stands
@@ -92,6 +94,8 @@ def _inspect(operator: Any) -> Traits:
         is_uninitialised=operator.namespace == "aten" and operator._opname in _UNINITIALISED,
         overwrites=operator.namespace == "aten" and operator._opname in _OVERWRITING,
         is_foreign=operator.namespace not in ("aten", "prims") and schema.name not in _REPEATABLE,
+        is_collective=operator.namespace == "c10d",
+        is_composed=operator.namespace in ("fsdp", "_c10d_functional") or schema.name == "aten::_chunk_cat",
     )
 
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_iter
 
 from tightfit.errors import TraceError
 from tightfit.runtime.activity import now
-from tightfit.runtime.internals import active_modes, is_custom_operator, runs_with
+from tightfit.runtime.internals import active_modes, fake_mode_is_active, is_custom_operator, run_kernel, runs_with
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
+from tightfit.tracing.collectives import play_collective
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -68,9 +69,18 @@ class DryRun(Recording):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(answers_itself, types)):
+        answering = any(map(answers_itself, types))
+        if (answering or not types) and fake_mode_is_active():
+            return func(*args, **kwargs)  # PyTorch asks for shapes by fake tensors: distributed tensors do, once a call
+        if answering:
             return NotImplemented  # the class runs its own operators, which come here again one by one
         traits = traits_of(func)
+        # CUDA has a kernel of its own for the composed operator of ATen (`_chunk_cat`).
+        if traits.is_composed and not (now.playing_cuda and func.namespace == "aten"):
+            with self:
+                return run_kernel(func, "CPU", args, kwargs)
+        if traits.is_collective:
+            return play_collective(self, func, traits, args, kwargs, self.compute)
         if traits.is_view:
             return self.view(func, args, kwargs)  # allocates nothing, and autograd must see the real aliasing
         inputs, key = inputs_and_key(func, args, kwargs)

@@ -1,5 +1,6 @@
 """Counts the bytes of live storages, operator by operator."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,11 @@ class Ledger:
             self.new_value(cell, operator)
         return cell
 
+    def track_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Track tensors without known data that may be freed before the step begins."""
+        for tensor in tensors:
+            self.track(tensor, known=False, operator=None)
+
     def announce(self, tensor: torch.Tensor, category: Category, *, known: bool, name: str = "") -> None:
         """Enter a tensor that exists before the step begins and after it ends."""
         self.track(tensor, known=known, operator=None)
@@ -98,6 +104,25 @@ class Ledger:
             entry = self.entries[index]
             entry.died = self.now + 1
             self.live_bytes -= entry.bytes
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
+        """Enter a new size of a storage, as its release and a new allocation. False if no cell of this ledger is on it.
+
+        FSDP2 frees gathered parameters by the size zero, because views of them are saved for backward, and gives them
+        their size back. So a storage that changes its size holds a parameter, unless it is known to hold another thing.
+        """
+        cell: Cell | None = storage.__dict__.get(self.key)
+        if cell is None or cell.ledger is not self:
+            return False
+        self.release(cell.index)
+        before = self.entries[cell.index]
+        size = -(-nbytes // self.rounding) * self.rounding
+        cell.index = len(self.entries)
+        kept = before.shape, before.dtype, before.name, before.category or Category.PARAMETER
+        self.entries.append(Entry(size, self.now, self.now, before.forward, *kept))
+        self.live_bytes += size
+        self.new_value(cell, self.now)
+        return True
 
     def label(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Set the category and the name of a storage, unless it has a category."""

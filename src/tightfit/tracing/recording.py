@@ -162,16 +162,20 @@ class Recording(TorchDispatchMode):
         reads: tuple[int, ...] = (),
         makes: tuple[int, ...] = (),
         copied_bytes: int = 0,
+        scratch_bytes: int = 0,
     ) -> None:
-        """Enter an event that is no operator of PyTorch and allocates nothing. Call it after `begin`."""
+        """Enter an event that is no operator of PyTorch, with the memory that it needs while it runs. Call it after
+        `begin`.
+        """
         phase = Phase.RECOMPUTE if now.recomputing else self.phase
         module, call = self.modules.attribute(phase)
-        self.levels.append(self.ledger.live_bytes)
+        self.levels.append(self.ledger.live_bytes + scratch_bytes)
         self.operators.append(
             OperatorRecord(
-                name, phase, module, seconds, 0, None, -1, reads, makes, False, copied_bytes=copied_bytes, call=call
+                name, phase, module, seconds, scratch_bytes, None, -1, reads, makes, False,
+                copied_bytes=copied_bytes, call=call,
             )
-        )
+        )  # fmt: skip
 
     def priced(
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any

@@ -1,8 +1,8 @@
 """Runs a whole training step dry and returns its record."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reading import reads_answered
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, Recording, no_cost
+from tightfit.tracing.resizing import resizes_followed
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
@@ -53,6 +54,20 @@ class _Phases:
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
 
+class Rank(Protocol):
+    """One process of several, which a dry run plays (`ranks`)."""
+
+    steps: int  # a step whose memory is that of every later one: the second, or the third
+
+    def playing(self) -> AbstractContextManager[Any]:
+        """A context in which this process is that rank."""
+        ...
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model as the rank holds it. It may change the model, which nobody else has."""
+        ...
+
+
 def trace_step(
     model: nn.Module,
     parts: Sequence[Part],
@@ -64,21 +79,28 @@ def trace_step(
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
     routing: Routing = Routing.BALANCED,
+    rank: Rank | None = None,
 ) -> StepTrace:
     """Run two training steps dry and return the trace of the second one, in which the optimizer has its states.
 
     `parts` are the micro-batches, the largest last. `routing` is the assumption about a router's choices. With a
     `role`, CPU tensors simulate a CUDA device. The model, its gradients, the batch, the optimizer and the random
-    generators do not change. Raises `TraceError` for an operator that cannot run dry.
+    generators do not change, except with a `rank`: the model is then its own, and is changed. Raises `TraceError` for
+    an operator that cannot run dry.
     """
     settings = settings or StepSettings()
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
-    with _dry(model, parts, cost, executor, role, routing, beside=modules_beside(loss)) as dry:
+    with _dry(model, parts, cost, executor, role, routing, beside=modules_beside(loss), rank=rank) as dry:
+        if rank is not None:
+            dry.ledger.track_all(model.parameters())
+            model = rank.wrapped(model)
+            announce(dry.ledger, model, [], [])
         twin = _built(optimizer, model, settings)
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
         traced, repeated = representatives(parts, steps_in_backward(twin))
-        boundaries = run_twice(dry, model, traced, loss, twin, settings, on_cuda=role is not None)
+        steps = 2 if rank is None else rank.steps
+        boundaries = run_until_steady(dry, model, traced, loss, twin, settings, on_cuda=role is not None, steps=steps)
         trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
     return trace if role is None else as_allocated(trace)
 
@@ -237,22 +259,25 @@ def _dry(
     role: CudaRole | None,
     routing: Routing = Routing.BALANCED,
     beside: Sequence[nn.Module] = (),
+    rank: Rank | None = None,
 ) -> Iterator[DryRun]:
     """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards.
 
-    `beside` are modules that the loss runs, whose weights exist before the step and after it.
+    `beside` are modules that the loss runs, whose weights exist before the step and after it. The model of a `rank` is
+    not restored, and its parameters are not announced: the rank wraps it first, and may free them.
     """
     batch = list(tensors_in([part.batch for part in parts]))
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
         ledger.reserve(role.held_bytes, Category.WORKSPACE)
     plain = plain_tensors(model)
-    everything = [*model.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
+    lasting = model if rank is None else nn.Module()
+    everything = [*lasting.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
     with (
         aside(),
         torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
-        everything_restored(model, *batch),
+        everything_restored(lasting, *batch),
         ExitStack() as restored,
         on_host(everything),
         ModuleTracker(model) as modules,
@@ -264,7 +289,7 @@ def _dry(
         try:
             for module in beside:
                 restored.enter_context(everything_restored(module))
-            announce(ledger, model, batch, plain)
+            announce(ledger, lasting, batch, plain)
             for module in beside:
                 announce(ledger, module, [], plain_tensors(module))
             playing = nullcontext() if role is None else role.playing()
@@ -278,6 +303,8 @@ def _dry(
                 random_states_counted(dry),
                 copies_played(dry),
                 compiled_code_played(dry),
+                nullcontext() if rank is None else resizes_followed(dry),
+                nullcontext() if rank is None else rank.playing(),
             ):
                 yield dry
         finally:
@@ -312,7 +339,7 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensors in held for tensor in tensors] + scales
 
 
-def run_twice(
+def run_until_steady(
     dry: DryRun,
     model: nn.Module,
     parts: Sequence[Part],
@@ -321,15 +348,16 @@ def run_twice(
     settings: StepSettings,
     *,
     on_cuda: bool = False,
+    steps: int = 2,
 ) -> list[int]:
-    """Run a step that makes the optimizer's states, then the step that is recorded.
+    """Run steps that make what every later one finds, such as the optimizer's states, then the one that is recorded.
 
-    Returns the operators at which the micro-batches of the second step begin, and the end of the last one.
+    Returns the operators at which the micro-batches of the recorded step begin, and the end of the last one.
     """
     boundaries: list[int] = []
     # The first step has no states before its optimizer phase. Every later step does, so the second one is recorded.
-    for recorded in (False, True):
-        if recorded:
+    for number in range(1, steps + 1):
+        if number == steps:
             dry.begin_again()
             dry.gradients_before = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         boundaries = run_parts(dry, model, parts, loss, settings)
@@ -359,8 +387,8 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
         # Labelled here: the optimizer sets gradients to None, and an offloading one has moved them to the host.
         for name in dry.with_gradient:
             gradient = gradient_memory(model.get_parameter(name))
-            if gradient is not None:
-                dry.ledger.label(gradient, Category.GRADIENT, name)
+            for held in () if gradient is None else memory_of(gradient):
+                dry.ledger.label(held, Category.GRADIENT, name)
     return boundaries
 
 

@@ -50,7 +50,12 @@ def set_unbacked(tensor: torch.Tensor) -> None:
 
 def is_unbacked(tensor: torch.Tensor) -> bool:
     """Whether a dry run made the tensor's storage, so that it holds no data."""
-    return tensor.untyped_storage().__dict__.get(_UNBACKED, False)
+    return is_unbacked_storage(tensor.untyped_storage())
+
+
+def is_unbacked_storage(storage: torch.UntypedStorage) -> bool:
+    """`is_unbacked`, of a storage."""
+    return storage.__dict__.get(_UNBACKED, False)
 
 
 @functools.lru_cache(1 << 12)

@@ -1,0 +1,227 @@
+"""A rank's peak in DDP and FSDP2: predicted on one machine, against real processes that talk by gloo.
+
+Each real process counts its allocations by `allocations.c`, which is preloaded: PyTorch's CPU allocator to the byte, in
+every thread, and all other large allocations by themselves. PyTorch's profiler, with which other benchmarks measure a
+CPU, records the threads in which it was started, and gloo frees copies in threads of its own. Each process takes six
+steps. The first ones make states and buckets. Of the others the least peak is compared: gloo's thread may free a copy
+after the call that needed it has returned, so single peaks are higher by up to one copy, and these are in the results.
+
+    python benchmarks/ranks.py [--output results.json] [--only fsdp2]
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from environment import environment
+from tightfit.levers.micro_batch import as_parts, as_tensors, split_batch
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.optim.by_name import build_optimizer
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.world import Parallel, World
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2
+from tightfit.step import Precision, StepSettings, TokenBatch, forward_backward, model_loss, update
+from tightfit.tracing.step import trace_step
+
+HERE = Path(__file__).resolve().parent
+STEPS, WARM = 8, 3
+EVEN, UNEVEN = (64, 4, 256), (90, 5, 257)  # hidden size, heads, vocabulary
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how processes train it together."""
+
+    world_size: int
+    parallel: Parallel
+    precision: Precision = "fp32"
+    reshard: bool = True
+    micro_batches: int = 1
+    grad_clip: float | None = None
+    shape: tuple[int, int, int] = EVEN
+
+    def model(self) -> Decoder:
+        hidden, heads, vocabulary = self.shape
+        torch.manual_seed(0)
+        return Decoder(DecoderConfig(hidden_size=hidden, num_layers=4, num_heads=heads, vocab_size=vocabulary))
+
+    def parts(self) -> list[Any]:
+        batch = as_tensors(TokenBatch(4, 32, self.shape[2]))
+        return as_parts(split_batch(batch, self.micro_batches), model_loss)
+
+    @property
+    def settings(self) -> StepSettings:
+        # FSDP2 casts weights and activations itself, so autocast has nothing to do.
+        return StepSettings("fp32" if self.parallel == "fsdp2" else self.precision, self.grad_clip)
+
+
+CASES = [
+    Case(size, parallel, precision, reshard, shape=shape)
+    for size in (2, 4)
+    for parallel, reshards in (("ddp", [True]), ("fsdp2", [True, False]))
+    for reshard in reshards
+    for precision in ("fp32", "bf16")
+    for shape in (EVEN, UNEVEN)
+] + [
+    Case(2, "fsdp2", grad_clip=1.0, shape=UNEVEN),
+    Case(2, "fsdp2", micro_batches=2, shape=UNEVEN),
+    Case(2, "ddp", grad_clip=1.0, micro_batches=2, shape=UNEVEN),
+]
+
+
+def predicted(case: Case, rank: int) -> dict[str, int]:
+    """The peak of a rank, of all and without gloo's copies."""
+    model = case.model()
+    world = World(case.world_size, case.parallel, 1, case.reshard)
+    played = PlayedRank(world, rank, find_blocks(model), case.precision)
+    trace = trace_step(own_copy(model), case.parts(), model_loss, settings=case.settings, rank=played)
+    without = (
+        level - operator.workspace_bytes * operator.name.startswith("c10d.")
+        for level, operator in zip(trace.levels, trace.operators, strict=True)
+    )
+    return {"predicted_bytes": trace.peak_bytes, "without_gloo_bytes": max(without)}
+
+
+def measured(case: Case, library: Path) -> list[dict[str, int]]:
+    """What each real process counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        here = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(asdict(case))]
+        setting = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen([*here, str(rank), f"{folder}/store"], env=setting, stdout=subprocess.PIPE, text=True)
+            for rank in range(case.world_size)
+        ]
+        written = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "a process failed: its own message is above"
+    return [json.loads(text.splitlines()[-1]) for text in written]
+
+
+def work(case: Case, rank: int, store: str) -> None:
+    """One real process: six steps, and a line of JSON."""
+    counts = Counts()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.world_size)
+    dist.barrier()
+    gc.collect()
+    before = counts.live
+    model = case.model()
+    if case.parallel == "ddp":
+        held = in_ddp(model)
+    else:
+        mesh = dist.init_device_mesh("cpu", (case.world_size,))
+        held = in_fsdp2(model, find_blocks(model), mesh, precision=case.precision, reshard_after_forward=case.reshard)
+    parts = case.parts()
+    optimizer = build_optimizer("adamw", held.parameters())
+    gc.collect()  # the first import of a part of PyTorch leaves cycles that hold the whole weights of one block
+    gc.disable()
+    peaks, others = [], []
+    for _ in range(STEPS):
+        dist.barrier()
+        time.sleep(0.1)  # gloo's threads let go of what they hold
+        counts.reset()
+        other = counts.other
+        step(held, parts, optimizer, case.settings)
+        peaks.append(counts.peak - before)
+        others.append(counts.other_peak - other)
+    print(json.dumps({"peaks": peaks[WARM:], "other_bytes": max(others[WARM:])}), flush=True)
+    dist.destroy_process_group()
+
+
+def step(model: torch.nn.Module, parts: list[Any], optimizer: Any, settings: StepSettings) -> None:
+    forward_backward(model, parts, model_loss, settings.precision)
+    update(model, optimizer, settings)
+
+
+class Counts:
+    """The counts of `allocations.c` in this process."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.allocations.restype = ctypes.c_long
+        mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "libc10.so" in line]
+        ends = [int(end, 16) for span in mapped for end in span.split("-")]
+        self._library.is_of_allocator(ctypes.c_ulong(min(ends)), ctypes.c_ulong(max(ends)))
+
+    def reset(self) -> None:
+        self._library.reset()
+
+    @property
+    def live(self) -> int:
+        return self._library.allocations(0)
+
+    @property
+    def peak(self) -> int:
+        return self._library.allocations(1)
+
+    @property
+    def other(self) -> int:
+        return self._library.allocations(2)
+
+    @property
+    def other_peak(self) -> int:
+        return self._library.allocations(3)
+
+
+def compare(case: Case, library: Path) -> list[dict[str, Any]]:
+    """A row for each rank."""
+    rows = []
+    for rank, counted in enumerate(measured(case, library)):
+        made = predicted(case, rank)
+        least, most = min(counted["peaks"]), max(counted["peaks"])
+        rows.append(
+            {**asdict(case), "rank": rank, **made, "measured_bytes": least, "highest_bytes": most}
+            | {"outside_bytes": counted["other_bytes"], "difference": made["predicted_bytes"] - least}
+        )
+        print(
+            f"{case.parallel} x{case.world_size} {case.precision} reshard={case.reshard} {case.shape} rank {rank}: "
+            f"predicted {made['predicted_bytes']:,}, measured {least:,} ({rows[-1]['difference']:+,}; up to {most:,})",
+            flush=True,
+        )
+    return rows
+
+
+def built(folder: str) -> Path:
+    """The counter, compiled."""
+    library = Path(folder) / "allocations.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-O2", "-o", str(library), str(HERE / "allocations.c"), "-ldl", "-lpthread"],
+        check=True,
+    )
+    return library
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments[:1] == ["--worker"]:
+        described = json.loads(arguments[1])
+        work(Case(**{**described, "shape": tuple(described["shape"])}), int(arguments[2]), arguments[3])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", choices=["ddp", "fsdp2"])
+    parser.add_argument("--world-size", type=int)
+    options = parser.parse_args(arguments)
+    cases = [case for case in CASES if options.only in (None, case.parallel)]
+    cases = [case for case in cases if options.world_size in (None, case.world_size)]
+    with tempfile.TemporaryDirectory() as folder:
+        library = built(folder)
+        rows = [row for case in cases for row in compare(case, library)]
+    if options.output is not None:
+        options.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

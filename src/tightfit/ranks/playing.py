@@ -1,0 +1,80 @@
+"""One rank of DDP or FSDP2 for a dry run: PyTorch's own code, on a process group that sends nothing."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import ModelError
+from tightfit.ranks.world import World
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2
+from tightfit.runtime.internals import fake_process_group
+from tightfit.runtime.module_paths import named_modules, tensors_of
+from tightfit.step import Precision
+from tightfit.tracing.shapes import TensorShape
+
+
+@dataclass
+class PlayedRank:
+    """A rank of a world, as `tracing.step` plays it. `blocks` are the paths that FSDP2 wraps one by one."""
+
+    world: World
+    number: int
+    blocks: Sequence[str]
+    precision: Precision = "fp32"
+
+    @property
+    def steps(self) -> int:
+        # DDP makes its buckets anew when the second step begins, in the order in which gradients were ready.
+        return 3 if self.world.parallel == "ddp" else 2
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        with fake_process_group(self.number, self.world.size):
+            yield
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        if self.world.parallel == "ddp":
+            return in_ddp(model)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (self.world.size,))
+        return in_fsdp2(
+            model,
+            self.blocks,
+            mesh,
+            precision=self.precision,
+            reshard_after_forward=self.world.reshard_after_forward,
+        )
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model for one rank. Its parameters have no memory, and its other tensors are the model's own.
+
+    Raises `ModelError` where Python cannot copy the modules, and for parameters of classes that cannot be sharded.
+    """
+    memo: dict[int, Any] = {}
+    for path, module in named_modules(model):
+        for tensor in tensors_of(module):
+            memo[id(tensor)] = tensor
+        for name, parameter in module.named_parameters(recurse=False):
+            if type(parameter) is not nn.Parameter:
+                raise ModelError(
+                    f"{f'{path}.{name}'.lstrip('.')} is a {type(parameter).__name__}: an estimate for several ranks "
+                    "takes plain weights only: load the model without quantisation"
+                )
+            memo[id(parameter)] = _without_memory(parameter)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{type(model).__name__} cannot be copied for a rank: {reason}") from error
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    shape = TensorShape.of(parameter)
+    return nn.Parameter(shape.unbacked(), requires_grad=parameter.requires_grad)

@@ -1,0 +1,64 @@
+"""torch.distributed: a process group that sends nothing, and works that are done."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def finished_work(results: Sequence[torch.Tensor]) -> Any:
+    """The `Work` of a collective that has ended with these results, as an operator returns it."""
+    # Not PyTorch's `FakeWork`: its future has no value, and DDP reads the reduced bucket from there.
+    future: Any = torch.futures.Future()
+    future.set_result(list(results))
+    distributed: Any = torch._C._distributed_c10d
+    return distributed._create_work_from_future(future).boxed()
+
+
+def run_kernel(operator: Any, key: str, args: tuple, kwargs: dict) -> Any:
+    """Run an operator's own kernel for a dispatch key, past all modes. What it calls comes to the modes again."""
+    return operator.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+
+
+@contextmanager
+def fake_process_group(rank: int, size: int) -> Iterator[None]:
+    """A context in which this process is one rank of a default process group of `size` that sends nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def process_group_exists() -> bool:
+    """Whether this process is part of a distributed run."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def sizes_of_storages_by(resize: Any, size: Any) -> Iterator[None]:
+    """A context in which `resize(storage, nbytes)` is asked before a storage is resized, and `size(storage)` before it
+    says its bytes. PyTorch's own answer counts where the first returns False, the second None.
+    """
+    kind: Any = torch.UntypedStorage
+    own_resize, own_nbytes = kind.resize_, kind.nbytes
+
+    def resize_(self: Any, nbytes: int) -> Any:
+        return self if resize(self, nbytes) else own_resize(self, nbytes)
+
+    def nbytes(self: Any) -> int:
+        played = size(self)
+        return own_nbytes(self) if played is None else played
+
+    kind.resize_, kind.nbytes = resize_, nbytes
+    try:
+        yield
+    finally:
+        # Both are inherited: without these attributes, the class has its base's again.
+        del kind.resize_, kind.nbytes
