@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NARROWEST, WIDEST = 60, 120  # columns of a table
 
 
-@options.asking(options.OF_A_STEP)
+@options.asking({**options.OF_A_STEP, **options.OF_RANKS})
 def estimate(
     question: Question,
     inference: options.Inference = False,
@@ -43,6 +43,8 @@ def estimate(
     [dim]tightfit estimate examples/quickstart.yaml training.batch_size=16[/]
 
     [dim]tightfit estimate --model llama-8b.json --seq-len 8192 --precision bf16[/]
+
+    [dim]tightfit estimate --model llama-3.1-8b --seq-len 4096 --precision bf16 --device h100 --world-size 8[/]
 
     [dim]tightfit estimate --model cpu26 --inference --seq-len 512 --new-tokens 256 --device rtx4090[/]
     """

@@ -20,6 +20,7 @@ OF_TRAINING = {
     "step_in_backward": "--step-in-backward",
     "micro_batches": "--micro-batches",
     "grad_clip": "--grad-clip",
+    "world_size": "--world-size",
 }
 
 

@@ -86,6 +86,8 @@ def may_defer(question: Question) -> bool:
     """
     if not _alone or ALL_LOADED in os.environ or question.config is not None or question.model is None:
         return False
+    if question.world_size is not None:
+        return False  # FSDP2 and its distributed tensors are what is left out
     if question.optimizer in COMPILED or question.adapter is not None:
         return False
     if any(lever in (question.levers or "") for lever in NEED_A_TRACER):

@@ -225,6 +225,26 @@ NewTokens = Annotated[
         rich_help_panel=THE_STEP,
     ),
 ]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Ranks that train together, each with a --device; the batch is that of one rank (else one process).",
+        rich_help_panel=THE_STEP,
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(metavar="M", help="Machines that the ranks are spread over (else 1).", rich_help_panel=THE_STEP),
+]
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How the ranks are joined: fsdp2 (each repeated block sharded, then the rest) or ddp (else fsdp2).",
+        rich_help_panel=THE_STEP,
+    ),
+]
 
 # Of the commands that make a folder with a model out of another one.
 Source = Annotated[
@@ -262,6 +282,7 @@ OF_A_STEP: dict[str, Any] = {
     "grad_clip": GradClip,
     "device": Device,
 }
+OF_RANKS: dict[str, Any] = {"world_size": WorldSize, "nodes": Nodes, "parallel": Parallel}
 OF_A_PLAN = {**OF_A_STEP, "budget": Budget, "levers": Levers, "blocks": Blocks}
 
 

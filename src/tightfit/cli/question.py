@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from tightfit.cli.adapter import BASES, adapter_setting
 from tightfit.errors import InputError
+from tightfit.ranks.world import world_of
 
 SIZE, LENGTH = 1, 1024  # of a batch, where a question about a --model gives none
 DTYPES = ("auto", "fp32", "bf16")
@@ -50,6 +51,9 @@ class Question:
     budget: str | None = None
     levers: str | None = None
     blocks: str | None = None
+    world_size: int | None = None
+    nodes: int | None = None
+    parallel: str | None = None
     shape: Mapping[str, int] = field(default_factory=dict)  # keys of the decoder, laid over CONFIG's or the preset's
 
     @classmethod
@@ -62,6 +66,7 @@ class Question:
         if question.config is not None and question.model is not None:
             raise InputError(f"{question.config!r} and --model are both given: ask about one of them")
         question.check_weights()
+        world_of(question.world_size, question.nodes, question.parallel)
         return question
 
     def check_weights(self) -> None:

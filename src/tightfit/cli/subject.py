@@ -64,6 +64,11 @@ class Subject:
         return self.asked.batch
 
     def estimate(self) -> Estimate:
+        if self.asked.world_size is not None and self.recompute is not None:
+            raise InputError(
+                "memory.recompute is set by hand, and an estimate for several ranks is of the plain step: leave it out "
+                "with memory.recompute=null"
+            )
         with self.rejections(), self.recomputing():
             found = estimate_asked(replace(self.asked, micro_batches=self.asked.count))
         return replace(found, optimizer=self.optimizer)
@@ -157,6 +162,7 @@ def _from_config(question: Question, dry: bool) -> Subject:
             device=None if training.device == "auto" else training.device,
             micro_batches=training.gradient_accumulation_steps,
             grad_clip=training.grad_clip,
+            **_ranks(question),
             step_in_backward=training.step_in_backward,
             levers=config.memory.levers,
             blocks=question.blocks,
@@ -216,6 +222,7 @@ def _from_model(question: Question, dry: bool) -> Subject:
             device=question.device,
             micro_batches=1 if question.micro_batches is None else question.micro_batches,
             grad_clip=question.grad_clip,
+            **_ranks(question),
             step_in_backward=bool(question.step_in_backward),
             levers=question.allowed,
             blocks=question.blocks,
@@ -224,6 +231,11 @@ def _from_model(question: Question, dry: bool) -> Subject:
         budget=question.budget,
         attention=question.attention,
     )
+
+
+def _ranks(question: Question) -> dict[str, Any]:
+    """The arguments about several ranks."""
+    return {"world_size": question.world_size, "nodes": question.nodes, "parallel": question.parallel}
 
 
 def _held(question: Question) -> sources.Held:

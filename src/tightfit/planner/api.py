@@ -45,6 +45,9 @@ def estimate(
     grad_clip: float | None = None,
     keep_gradients: bool | None = None,
     step_in_backward: bool = False,
+    world_size: int | None = None,
+    nodes: int | None = None,
+    parallel: Literal["ddp", "fsdp2"] | None = None,
 ) -> Estimate:
     """Predict the peak memory and the time of one training step, without computing it and without changing the model.
 
@@ -55,6 +58,11 @@ def estimate(
     (`zero_grad(set_to_none=False)`), so the next step begins with them. None assumes this if the model has gradients
     now and all of them are zero. `step_in_backward` says that each weight is updated once its gradient is ready
     (`tightfit.optim.step_in_backward`), which excludes clipping and fp16.
+
+    `world_size` is the number of ranks that train together, each with `device`, on `nodes` machines (1). `batch` is
+    then that of one rank. `parallel` is `"fsdp2"` (the default: each repeated block is sharded by `fully_shard`, then
+    the rest, in the mixed precision that `precision` names) or `"ddp"`. The estimate is that of the rank with the
+    highest peak, and has the peaks of all ranks (`rank_peak_bytes`).
 
     Raises `InputError` for a wrong argument and `TraceError` for an operator that cannot run dry.
 
@@ -69,8 +77,9 @@ def estimate(
         True
     """
     asked = Asked(
-        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward
-    )
+        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward,
+        world_size=world_size, nodes=nodes, parallel=parallel,
+    )  # fmt: skip
     return estimate_asked(asked)
 
 

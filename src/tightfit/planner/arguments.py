@@ -9,6 +9,8 @@ from torch import nn
 
 from tightfit.errors import InputError
 from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
+from tightfit.ranks.world import World
+from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
 
 
@@ -77,6 +79,26 @@ def check_step_in_backward(in_backward: bool, grad_clip: float | None, precision
         raise InputError(STEP_IN_BACKWARD_AND_CLIPPING.refusal(other=f"grad_clip {grad_clip:g}"))
     if in_backward and precision == "fp16":
         raise InputError(STEP_IN_BACKWARD_AND_SCALER.refusal())
+
+
+def check_world(world: World | None, optimizer: Any, in_backward: bool) -> None:
+    """Raise `InputError` for a step that no rank of a world can be played with."""
+    if world is None:
+        return
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: this {type(optimizer).__name__} holds the parameters of one process, and each rank makes its "
+            "own: give its name, or a callable that takes parameters"
+        )
+    if in_backward:
+        raise InputError(
+            "step_in_backward and world_size are both given, and gradients of several ranks are averaged before the "
+            "step: leave one out"
+        )
+    if process_group_exists():
+        raise InputError(
+            "this process is a rank of a distributed run already: ask about world_size in a process of its own"
+        )
 
 
 def check_levers(levers: Any) -> None:

@@ -10,10 +10,17 @@ from torch import nn
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
-from tightfit.planner.arguments import check_levers, check_settings, check_step, check_step_in_backward
+from tightfit.planner.arguments import (
+    check_levers,
+    check_settings,
+    check_step,
+    check_step_in_backward,
+    check_world,
+)
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.wrapped import refuse_distributed
+from tightfit.ranks.world import world_of
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.tracing.twin import has_no_memory, twin_of, with_memory
 
@@ -36,6 +43,9 @@ class Asked:
     blocks: str | None = None
     offload_folder: str | None = None
     offload_budget: int | str | None = None
+    world_size: int | None = None
+    nodes: int | None = None
+    parallel: str | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -64,6 +74,8 @@ class Asked:
         check_step_in_backward(self.step_in_backward, self.grad_clip, self.precision)
         check_levers(self.levers)
         refuse_distributed(self.model, "a plan or an estimate")
+        world = world_of(self.world_size, self.nodes, self.parallel)
+        check_world(world, self.optimizer, self.step_in_backward)
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
         model, batch = as_twins(self.model, self.batch, self.optimizer)
         levers = allowed_levers(self.levers)
@@ -79,6 +91,7 @@ class Asked:
             micro_batches=count,
             fewest_micro_batches=chooses,
             offload=OffloadSettings(self.offload_folder, positive_bytes(self.offload_budget)),
+            world=world,
         )
 
 

@@ -8,7 +8,10 @@ from typing import Any
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures
+from tightfit.ranks.world import World, communicator_bytes
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.rules import ONE_SIDED
+from tightfit.units import format_bytes
 
 
 class Estimate(EstimateRecord):
@@ -42,6 +45,8 @@ class Estimate(EstimateRecord):
 
 def make_estimate(request: Request) -> Estimate:
     """Trace the request's step without levers, and return the figures."""
+    if request.world is not None:
+        return of_ranks(request, request.world)
     tracer = Tracer(request)
     trace = tracer.whole(request.plain, {})
     routed = tracer.routed_peaks(trace, request.plain, {})
@@ -58,6 +63,44 @@ def make_estimate(request: Request) -> Estimate:
         worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
         weights=dtypes_of(request.model),
     )
+
+
+def of_ranks(request: Request, world: World) -> Estimate:
+    """The figures of the rank with the highest peak, and the peaks of all."""
+    tracer = Tracer(request)
+    found = tracer.ranks(world)
+    trace = found.largest
+    communicator = 0 if request.role is None else communicator_bytes(world)
+    beside = (0 if request.role is None else CONTEXT_BYTES) + communicator
+    routed = [] if not trace.peak_depends_on_data else [max(tracer.ranks(world, r).peaks) for r in ONE_SIDED]
+    return Estimate(
+        step_figures=step_figures(trace),
+        parameters=sum(p.numel() for p in request.model.parameters()),
+        precision=request.settings.precision,
+        optimizer=request.optimizer_name,
+        device=request.device.name,
+        device_bytes=request.device.memory_bytes,
+        assumptions=(*assumption_sentences(trace.assumptions), *of_communication(world, communicator)),
+        context_bytes=0 if request.role is None else CONTEXT_BYTES,
+        fits=(trace.reserved_bytes or max(found.peaks)) + beside <= request.device.memory_bytes,
+        worst_peak_bytes=max(found.peaks + tuple(routed)) if routed else None,
+        weights=dtypes_of(request.model),
+        world_size=world.size,
+        nodes=world.nodes,
+        parallel=world.parallel,
+        rank_peak_bytes=found.peaks,
+        communicator_bytes=communicator,
+    )
+
+
+def of_communication(world: World, communicator: int) -> list[str]:
+    """What is assumed about the messages between ranks."""
+    if world.size == 1:
+        return []
+    sentences = ["the time that messages between ranks take was left out of the seconds"]
+    if communicator:
+        sentences.append(f"the memory of NCCL's communicator was assumed to be {format_bytes(communicator)}")
+    return sentences
 
 
 def assumption_sentences(assumptions: Any) -> tuple[str, ...]:

@@ -43,6 +43,11 @@ class EstimateRecord:
     fits: bool = True  # whether the step fits the device without levers; on CUDA with reserved memory and the context
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, if the peak depends on routing
     weights: str = ""  # dtypes of the parameters, the one with the most elements first
+    world_size: int = 1  # ranks; the figures above are those of the rank with the highest peak
+    nodes: int = 1
+    parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
+    rank_peak_bytes: tuple[int, ...] = ()  # of each rank, in their order; empty without ranks
+    communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
 
     @property
     def peak_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -20,7 +20,11 @@ from tightfit.memory.disk import disk_rates
 from tightfit.names.optimizers import optimizer_in_words
 from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import apply_levers
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Lever, lever_types
+from tightfit.ranks.peaks import RankTraces, trace_ranks
+from tightfit.ranks.playing import PlayedRank
+from tightfit.ranks.world import World
 from tightfit.runtime.activity import now
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.tracing.copies import AWAY, BACK
@@ -51,6 +55,7 @@ class Request:
     micro_batches: int = 1  # the caller's own gradient accumulation
     fewest_micro_batches: bool = False  # stop at the first number that fits, even if a larger one would be faster
     offload: OffloadSettings = field(default_factory=OffloadSettings)
+    world: World | None = None  # several ranks, each with a device of its own; None: one process
 
     def __post_init__(self) -> None:
         for kind in lever_types():
@@ -153,6 +158,29 @@ class Tracer:
                 role=request.role,
                 routing=routing,
             )
+
+    def ranks(self, world: World, routing: Routing = Routing.BALANCED) -> RankTraces:
+        """The plain step of every rank of a world."""
+        request = self.request
+        settings = request.settings
+
+        def trace(model: nn.Module, rank: PlayedRank) -> StepTrace:
+            return trace_step(
+                model,
+                request.parts(request.micro_batches),
+                request.loss,
+                optimizer=request.optimizer,
+                # FSDP2 casts weights and activations itself, so autocast has nothing to do.
+                settings=replace(settings, precision="fp32") if world.parallel == "fsdp2" else settings,
+                cost=request.cost,
+                executor=request.executor,
+                role=request.role,
+                routing=routing,
+                rank=rank,
+            )
+
+        blocks = find_blocks(request.model, request.blocks) if world.parallel == "fsdp2" else []
+        return trace_ranks(request.model, world, blocks, settings.precision, trace)
 
     def routed_peaks(
         self, trace: StepTrace, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from tightfit.errors import ModelError
@@ -38,18 +37,19 @@ class PlayedRank:
             yield
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        if self.world.parallel == "ddp":
-            return in_ddp(model)
+        """Raises `ModelError` for a model that PyTorch's engine refuses."""
+        try:
+            return in_ddp(model) if self.world.parallel == "ddp" else self._sharded(model)
+        except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{type(model).__name__} does not run in {self.world.parallel}: {reason}") from error
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (self.world.size,))
-        return in_fsdp2(
-            model,
-            self.blocks,
-            mesh,
-            precision=self.precision,
-            reshard_after_forward=self.world.reshard_after_forward,
-        )
+        reshard = self.world.reshard_after_forward
+        return in_fsdp2(model, self.blocks, mesh, precision=self.precision, reshard_after_forward=reshard)
 
 
 def own_copy(model: nn.Module) -> nn.Module:

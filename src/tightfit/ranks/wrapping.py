@@ -29,7 +29,8 @@ def in_fsdp2(
     policy = mixed_precision(precision)
     for path in blocks:
         fully_shard(module_at(model, path), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    return model
 
 
 def mixed_precision(precision: Precision) -> Any:

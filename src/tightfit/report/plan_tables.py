@@ -25,6 +25,7 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
         f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of the device; "
         f"step {format_seconds(step_figures.step_seconds)}.",
         *device_footprint(estimate),
+        *ranks(estimate),
         f"The peak is in {where(step_figures)}.",
         *worst_case(step_figures.peak_bytes, estimate.worst_peak_bytes),
         "",
@@ -53,6 +54,21 @@ def device_footprint(estimate: EstimateRecord) -> list[str]:
         f"The allocator reserves {format_bytes(estimate.reserved_bytes)}; with {format_bytes(estimate.context_bytes)} "
         f"assumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}."
     ]
+
+
+def ranks(estimate: EstimateRecord) -> list[str]:
+    """Sentences about the ranks of a training on several devices."""
+    peaks = estimate.rank_peak_bytes
+    if not peaks:
+        return []
+    nodes = "" if estimate.nodes == 1 else f" on {estimate.nodes} nodes"
+    engine = {"ddp": "DDP", "fsdp2": "FSDP2"}[estimate.parallel or "ddp"]
+    least = min(peaks)
+    differ = "all ranks have this peak" if least == max(peaks) else f"the rank with the least has {format_bytes(least)}"
+    lines = [f"Each of {estimate.world_size} ranks{nodes}, with {engine}; {differ}."]
+    if estimate.communicator_bytes:
+        lines.append(f"NCCL takes {format_bytes(estimate.communicator_bytes)} besides, which is assumed.")
+    return lines
 
 
 def worst_case(peak: int, worst: int | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plays collectives of `torch.distributed` in a dry run: nothing is sent, and every other process is assumed to answer."""
+"""Plays collectives of `torch.distributed` in a dry run: nothing is sent, and all other processes seem to answer."""
 
 from collections.abc import Callable
 from typing import Any

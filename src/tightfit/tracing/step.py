@@ -57,7 +57,10 @@ Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 class Rank(Protocol):
     """One process of several, which a dry run plays (`ranks`)."""
 
-    steps: int  # a step whose memory is that of every later one: the second, or the third
+    @property
+    def steps(self) -> int:
+        """The number of the step whose memory is that of every later one."""
+        ...
 
     def playing(self) -> AbstractContextManager[Any]:
         """A context in which this process is that rank."""

@@ -12,8 +12,8 @@ def finished_work(results: Sequence[torch.Tensor]) -> Any:
     # Not PyTorch's `FakeWork`: its future has no value, and DDP reads the reduced bucket from there.
     future: Any = torch.futures.Future()
     future.set_result(list(results))
-    distributed: Any = torch._C._distributed_c10d
-    return distributed._create_work_from_future(future).boxed()
+    library: Any = torch._C
+    return library._distributed_c10d._create_work_from_future(future).boxed()
 
 
 def run_kernel(operator: Any, key: str, args: tuple, kwargs: dict) -> Any:

@@ -1,0 +1,86 @@
+"""Ranks of DDP and FSDP2, played on one machine."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tightfit import estimate
+from tightfit.errors import InputError, ModelError
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.ranks.peaks import rows_of
+from tightfit.step import TokenBatch
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from round_device import round_device
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
+
+BATCH = TokenBatch(2, 16, 67)
+
+
+def model():
+    return Decoder(DecoderConfig(hidden_size=24, num_layers=2, num_heads=2, vocab_size=67))
+
+
+def test_each_rank_of_fsdp2_holds_its_shard_and_ranks_with_fewer_rows_have_lower_peaks():
+    made = model()
+    before = {name: (p, p.clone()) for name, p in made.named_parameters()}
+    one = estimate(made, BATCH, device=round_device())
+    found = estimate(made, BATCH, device=round_device(), world_size=3)
+    assert found.peak_bytes == max(found.rank_peak_bytes) < one.peak_bytes
+    # 67 rows of the embedding: 23, 23 and 21. AdamW has two states in fp32 of each row.
+    fewer = sum(8 * (rows_of(p.shape[0], 3, 0) - rows_of(p.shape[0], 3, 2)) * p[0].numel() for p in made.parameters())
+    assert fewer > 0
+    assert found.rank_peak_bytes == (found.peak_bytes, found.peak_bytes, found.peak_bytes - fewer)
+    assert (found.world_size, found.parallel, found.communicator_bytes) == (3, "fsdp2", 0)
+    for name, parameter in made.named_parameters():  # the model itself is untouched
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    assert not dist.is_initialized()
+
+
+def test_ddp_holds_its_buckets_besides_what_one_process_holds():
+    made = model()
+    one = estimate(made, BATCH, device=round_device())
+    found = estimate(made, BATCH, device=round_device(), world_size=4, parallel="ddp")
+    weights = sum(4 * p.numel() for p in made.parameters())
+    # Buckets are as large as all gradients, at every moment of a step. The gradients themselves are there for longer.
+    assert one.peak_bytes + weights <= found.peak_bytes <= one.peak_bytes + 2 * weights
+    assert set(found.rank_peak_bytes) == {found.peak_bytes}
+
+
+def test_a_card_is_played_for_each_rank_with_the_memory_of_its_communicator():
+    found = estimate(model(), BATCH, device="h100", precision="bf16", world_size=16, nodes=2)
+    assert len(found.rank_peak_bytes) == 16
+    assert found.communicator_bytes == 1 << 30
+    assert found.context_bytes == CONTEXT_BYTES
+    assert any("NCCL" in sentence for sentence in found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"world_size": 0}, "world_size is 0, wanted an integer of at least 1"),
+        ({"world_size": 8, "nodes": 3}, "8 ranks cannot be spread evenly over 3 nodes"),
+        ({"world_size": 2, "parallel": "fsdp"}, "parallel 'fsdp' is not known: choose ddp or fsdp2"),
+        ({"parallel": "ddp"}, "parallel is given without world_size"),
+        ({"world_size": 2, "step_in_backward": True}, "step_in_backward and world_size are both given"),
+    ],
+)
+def test_misuse_is_one_line(arguments, line):
+    with pytest.raises(InputError, match=line):
+        estimate(model(), BATCH, device=round_device(), **arguments)
+
+
+def test_what_the_engine_refuses_is_one_line():
+    class WithScalar(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return (x * self.scale).sum()
+
+    with pytest.raises(ModelError, match="WithScalar does not run in fsdp2: "):
+        estimate(WithScalar(), (torch.ones(4),), device=round_device(), world_size=2)
+    assert not dist.is_initialized()
