@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from round_device import round_device
 from tightfit import estimate
 from tightfit.errors import InputError, ModelError
 from tightfit.models.decoder import Decoder
@@ -11,7 +12,6 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.ranks.peaks import rows_of
 from tightfit.step import TokenBatch
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
-from round_device import round_device
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 
