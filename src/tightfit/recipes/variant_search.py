@@ -71,7 +71,7 @@ class VariantSearch(Search):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tracer = PartTracer(self.request, self.frees)
+        self.tracer = PartTracer(self.request, frees=self.frees)
 
     @cached_property
     def budget_bytes(self) -> int:
