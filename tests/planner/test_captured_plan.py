@@ -132,7 +132,7 @@ def test_where_it_saves_next_to_nothing_no_trace_is_spent_on_it(model, batch):
 
 
 def test_it_is_refused_in_one_line_where_its_price_is_not_known(model, batch):
-    with pytest.raises(LeverError, match="capture is not available in a plan for NVIDIA GeForce RTX 4090"):
+    with pytest.raises(LeverError, match="capture is not available in a plan for RTX 4090"):
         tightfit.plan(model, batch, "0.7x", levers=LEVERS, device="rtx4090")
     with pytest.raises(LeverError, match="capture is not available on made up"):
         tightfit.plan(model, batch, "0.7x", levers=LEVERS, device=replace(even(), captured_seconds=None))

@@ -137,7 +137,7 @@ class RecipeSearch:
             return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
         needed: list[int] = []
         for rung in search.rungs():
-            candidate, least = search.solved(update, rung, plain)
+            candidate, least = search.solved_for(update, rung, plain)
             if candidate is not None:
                 return self.found(search, recipe, candidate)
             needed.append(least)

@@ -148,7 +148,7 @@ class VariantSearch(Search):
         # The last of a count has every other lever. A chunked loss costs next to no time, and leaves more to keep.
         return [[c for c in combinations if c.micro_batches == count][-1] for count in picked]
 
-    def solved(self, update: StepTrace, rung: Combination, plain: Candidate) -> tuple[Candidate | None, int]:
+    def solved_for(self, update: StepTrace, rung: Combination, plain: Candidate) -> tuple[Candidate | None, int]:
         """The fastest candidate of a rung that fits, None if none does; and the least bytes that the rung needs."""
         states = state_bytes(update)
         if rung not in self.priced and rung != self.request.plain and self.may_do(rung, plain):
