@@ -2,7 +2,7 @@
 
 Each real process counts its allocations by `allocations.c`, which is preloaded: PyTorch's CPU allocator to the byte, in
 every thread, and all other large allocations by themselves. PyTorch's profiler, with which other benchmarks measure a
-CPU, records the threads in which it was started, and gloo frees copies in threads of its own. Each process takes six
+CPU, records the threads in which it was started, and gloo frees copies in threads of its own. Each process takes eight
 steps. The first ones make states and buckets. Of the others the least peak is compared: gloo's thread may free a copy
 after the call that needed it has returned, so single peaks are higher by up to one copy, and these are in the results.
 
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from environment import environment
 from tightfit.levers.micro_batch import as_parts, as_tensors, split_batch
@@ -54,11 +55,15 @@ class Case:
     micro_batches: int = 1
     grad_clip: float | None = None
     shape: tuple[int, int, int] = EVEN
+    recompute: bool = False  # every block, by PyTorch's own checkpoint
 
     def model(self) -> Decoder:
         hidden, heads, vocabulary = self.shape
         torch.manual_seed(0)
-        return Decoder(DecoderConfig(hidden_size=hidden, num_layers=4, num_heads=heads, vocab_size=vocabulary))
+        model = Decoder(DecoderConfig(hidden_size=hidden, num_layers=4, num_heads=heads, vocab_size=vocabulary))
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = checkpoint_wrapper(layer) if self.recompute else layer
+        return model
 
     def parts(self) -> list[Any]:
         batch = as_tensors(TokenBatch(4, 32, self.shape[2]))
@@ -71,16 +76,18 @@ class Case:
 
 
 CASES = [
+    Case(2, "fsdp2", recompute=True, shape=UNEVEN),
+    Case(2, "fsdp2", "bf16", recompute=True, shape=UNEVEN),
+    Case(2, "fsdp2", grad_clip=1.0, shape=UNEVEN),
+    Case(2, "fsdp2", micro_batches=2, shape=UNEVEN),
+    Case(2, "ddp", grad_clip=1.0, micro_batches=2, shape=UNEVEN),
+] + [
     Case(size, parallel, precision, reshard, shape=shape)
     for size in (2, 4)
     for parallel, reshards in (("ddp", [True]), ("fsdp2", [True, False]))
     for reshard in reshards
     for precision in ("fp32", "bf16")
-    for shape in (EVEN, UNEVEN)
-] + [
-    Case(2, "fsdp2", grad_clip=1.0, shape=UNEVEN),
-    Case(2, "fsdp2", micro_batches=2, shape=UNEVEN),
-    Case(2, "ddp", grad_clip=1.0, micro_batches=2, shape=UNEVEN),
+    for shape in ((EVEN, UNEVEN) if size == 2 and reshard else (UNEVEN,))
 ]
 
 
@@ -112,7 +119,7 @@ def measured(case: Case, library: Path) -> list[dict[str, int]]:
 
 
 def work(case: Case, rank: int, store: str) -> None:
-    """One real process: six steps, and a line of JSON."""
+    """One real process: a few steps, and a line of JSON."""
     counts = Counts()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.world_size)
     dist.barrier()
@@ -187,7 +194,8 @@ def compare(case: Case, library: Path) -> list[dict[str, Any]]:
             | {"outside_bytes": counted["other_bytes"], "difference": made["predicted_bytes"] - least}
         )
         print(
-            f"{case.parallel} x{case.world_size} {case.precision} reshard={case.reshard} {case.shape} rank {rank}: "
+            f"{case.parallel} x{case.world_size} {case.precision} reshard={case.reshard} {case.shape} rank {rank}, "
+            f"recompute={case.recompute}, {case.micro_batches} micro-batches, clip {case.grad_clip}: "
             f"predicted {made['predicted_bytes']:,}, measured {least:,} ({rows[-1]['difference']:+,}; up to {most:,})",
             flush=True,
         )
@@ -216,11 +224,14 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if options.only in (None, case.parallel)]
     cases = [case for case in cases if options.world_size in (None, case.world_size)]
+    here = environment()
     with tempfile.TemporaryDirectory() as folder:
         library = built(folder)
-        rows = [row for case in cases for row in compare(case, library)]
-    if options.output is not None:
-        options.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        rows: list[dict[str, Any]] = []
+        for case in cases:
+            rows += compare(case, library)
+            if options.output is not None:
+                options.output.write_text(json.dumps({"environment": here, "results": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tightfit.planner.apply import apply_levers
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Lever, lever_types
 from tightfit.ranks.peaks import RankTraces, trace_ranks
-from tightfit.ranks.playing import PlayedRank
+from tightfit.ranks.playing import PlayedRank, refusals_of_shards
 from tightfit.ranks.world import World
 from tightfit.runtime.activity import now
 from tightfit.step import Batch, Loss, Part, StepSettings
@@ -35,7 +35,7 @@ from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import ExecutorCost, OperatorCost
 from tightfit.tracing.rules import ONE_SIDED, Routing
 from tightfit.tracing.shapes import TensorShape
-from tightfit.tracing.step import trace_part, trace_step
+from tightfit.tracing.step import trace_part, trace_step, trace_update
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
@@ -163,15 +163,20 @@ class Tracer:
         """The plain step of every rank of a world."""
         request = self.request
         settings = request.settings
+        if world.parallel == "fsdp2":  # casts weights and activations itself, so autocast has nothing to do
+            settings = replace(settings, precision="fp32")
 
         def trace(model: nn.Module, rank: PlayedRank) -> StepTrace:
+            with refusals_of_shards(request.optimizer_name):
+                return whole(model, rank)
+
+        def whole(model: nn.Module, rank: PlayedRank) -> StepTrace:
             return trace_step(
                 model,
                 request.parts(request.micro_batches),
                 request.loss,
                 optimizer=request.optimizer,
-                # FSDP2 casts weights and activations itself, so autocast has nothing to do.
-                settings=replace(settings, precision="fp32") if world.parallel == "fsdp2" else settings,
+                settings=settings,
                 cost=request.cost,
                 executor=request.executor,
                 role=request.role,
@@ -179,8 +184,14 @@ class Tracer:
                 rank=rank,
             )
 
+        def update(model: nn.Module) -> StepTrace:
+            trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            return trace_update(
+                model, request.optimizer, settings=settings, with_gradient=trained, cost=request.cost, role=request.role
+            )
+
         blocks = find_blocks(request.model, request.blocks) if world.parallel == "fsdp2" else []
-        return trace_ranks(request.model, world, blocks, settings.precision, trace)
+        return trace_ranks(request.model, world, blocks, request.settings.precision, trace, update)
 
     def routed_peaks(
         self, trace: StepTrace, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()

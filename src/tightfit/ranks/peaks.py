@@ -1,4 +1,9 @@
-"""The peaks of all ranks of a world: ranks that hold equal shards have equal steps, so one of them is played."""
+"""The peaks of all ranks of a world.
+
+Ranks that hold equal shards have equal steps. Rank 0 has the largest shards, and its whole step is played. The others
+run the same operators in forward and backward, on buffers of the same sizes, because FSDP2 pads what it gathers and
+reduces. They differ in the optimizer's states and in what the optimizer's step allocates: only that is played for them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +13,13 @@ from torch import nn
 from tightfit.ranks.playing import PlayedRank, own_copy
 from tightfit.ranks.world import World
 from tightfit.step import Precision
-from tightfit.tracing.record import StepTrace
+from tightfit.tracing.record import Category, Phase, StepTrace
+from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.unbacked import unbacked_tensor
 
 RankTracer = Callable[[nn.Module, PlayedRank], StepTrace]  # the step of a rank's own model
+UpdateTracer = Callable[[nn.Module], StepTrace]  # the optimizer's phase on parameters that a module holds
+Kind = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -22,26 +31,68 @@ class RankTraces:
 
 
 def trace_ranks(
-    model: nn.Module, world: World, blocks: Sequence[str], precision: Precision, trace: RankTracer
+    model: nn.Module,
+    world: World,
+    blocks: Sequence[str],
+    precision: Precision,
+    trace: RankTracer,
+    trace_update: UpdateTracer,
 ) -> RankTraces:
-    """Play one rank of each kind."""
-    traces: dict[tuple[int, ...], StepTrace] = {}
-    kinds = [kind_of(model, world, rank) for rank in range(world.size)]
-    for rank, kind in enumerate(kinds):
-        if kind not in traces:
-            traces[kind] = trace(own_copy(model), PlayedRank(world, rank, blocks, precision))
-    largest = max(traces.values(), key=lambda found: found.peak_bytes)
-    return RankTraces(largest, tuple(traces[kind].peak_bytes for kind in kinds))
+    """Play rank 0, and the optimizer's phase of one rank of each other kind."""
+    largest = trace(own_copy(model), PlayedRank(world, 0, blocks, precision))
+    lengths = row_counts(model) if world.parallel == "fsdp2" else []
+    kinds = [tuple(rows_of(length, world.size, rank) for length in lengths) for rank in range(world.size)]
+    peaks = {kinds[0]: largest.peak_bytes}
+    if gathers_in_update(largest):
+        # Muon multiplies whole matrices, so what a rank allocates is not a matter of its own shards.
+        for rank, kind in enumerate(kinds):
+            if kind not in peaks:
+                peaks[kind] = trace(own_copy(model), PlayedRank(world, rank, blocks, precision)).peak_bytes
+    elif len(set(kinds)) > 1:
+        phases = largest.phase_peaks()
+        optimizer = phases.pop(Phase.OPTIMIZER)
+        before = max(phases.values())
+        first = _Update.of(trace_update(shards_of(model, world, 0)))
+        for rank, kind in enumerate(kinds):
+            if kind not in peaks:
+                own = _Update.of(trace_update(shards_of(model, world, rank)))
+                peaks[kind] = max(before - first.states + own.states, optimizer - first.highest + own.highest)
+    return RankTraces(largest, tuple(peaks[kind] for kind in kinds))
 
 
-def kind_of(model: nn.Module, world: World, rank: int) -> tuple[int, ...]:
-    """What a rank holds: of each number of rows that parameters have, the rows in its shard. Ranks of one kind have
-    equal steps.
-    """
-    if world.parallel == "ddp":
-        return ()
-    lengths = sorted({parameter.shape[0] for parameter in model.parameters() if parameter.dim()})
-    return tuple(rows_of(length, world.size, rank) for length in lengths)
+def gathers_in_update(trace: StepTrace) -> bool:
+    """Whether the optimizer's step gathers shards of other ranks."""
+    return any(o.phase is Phase.OPTIMIZER and "allgather" in o.name for o in trace.operators)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The bytes of the optimizer's states, and of its phase at the highest without parameters and gradients."""
+
+    states: int
+    highest: int
+
+    @classmethod
+    def of(cls, trace: StepTrace) -> "_Update":
+        # FSDP2 pads parameters and gradients, so these are alike in all ranks.
+        at_peak = trace.by_category()
+        padded = at_peak[Category.PARAMETER] + at_peak[Category.GRADIENT]
+        return cls(trace.by_category(0)[Category.OPTIMIZER_STATE], trace.peak_bytes - padded)
+
+
+def shards_of(model: nn.Module, world: World, rank: int) -> nn.Module:
+    """A module that holds a rank's shard of each parameter, without memory."""
+    held = nn.Module()
+    for number, parameter in enumerate(model.parameters()):
+        shape = (rows_of(parameter.shape[0], world.size, rank), *parameter.shape[1:])
+        memory = unbacked_tensor(shape, TensorShape.of(parameter).stride, parameter.dtype)
+        held.register_parameter(str(number), nn.Parameter(memory, requires_grad=parameter.requires_grad))
+    return held
+
+
+def row_counts(model: nn.Module) -> list[int]:
+    """The numbers of rows that parameters have, each once."""
+    return sorted({parameter.shape[0] for parameter in model.parameters()})
 
 
 def rows_of(length: int, size: int, rank: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.errors import ModelError
+from tightfit.errors import InputError, ModelError
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.runtime.internals import fake_process_group
@@ -50,6 +50,19 @@ class PlayedRank:
         mesh = init_device_mesh("cpu", (self.world.size,))
         reshard = self.world.reshard_after_forward
         return in_fsdp2(model, self.blocks, mesh, precision=self.precision, reshard_after_forward=reshard)
+
+
+@contextmanager
+def refusals_of_shards(optimizer: str) -> Iterator[None]:
+    """A context in which an operator that PyTorch does not have for shards raises `InputError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sharding propagation failed" not in str(error):
+            raise
+        raise InputError(
+            f"optimizer {optimizer} does not run on these shards: {str(error).splitlines()[0]}: take adamw, or ddp"
+        ) from error
 
 
 def own_copy(model: nn.Module) -> nn.Module:

@@ -46,6 +46,10 @@ _REPEATABLE = frozenset(
 )
 
 
+# Operators that FSDP2 and distributed tensors call below autograd, where others do not come.
+_COMPOSED = frozenset({"aten::_chunk_cat", "aten::contiguous"})
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """Facts about one operator overload."""
@@ -59,6 +63,7 @@ class Traits:
     overwrites: bool  # overwrites its whole target without reading it
     is_foreign: bool  # from another library, so a second call may give another result
     is_collective: bool  # of torch.distributed: sends to other processes, and receives from them
+    is_mark: bool  # names a stretch of time for a profiler
     is_composed: bool  # its own kernel on the CPU calls operators, which allocate
 
 
@@ -95,7 +100,8 @@ def _inspect(operator: Any) -> Traits:
         overwrites=operator.namespace == "aten" and operator._opname in _OVERWRITING,
         is_foreign=operator.namespace not in ("aten", "prims") and schema.name not in _REPEATABLE,
         is_collective=operator.namespace == "c10d",
-        is_composed=operator.namespace in ("fsdp", "_c10d_functional") or schema.name == "aten::_chunk_cat",
+        is_mark=operator.namespace == "profiler",
+        is_composed=operator.namespace in ("fsdp", "_c10d_functional") or schema.name in _COMPOSED,
     )
 
 

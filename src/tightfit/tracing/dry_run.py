@@ -75,10 +75,11 @@ class DryRun(Recording):
         if answering:
             return NotImplemented  # the class runs its own operators, which come here again one by one
         traits = traits_of(func)
-        # CUDA has a kernel of its own for the composed operator of ATen (`_chunk_cat`).
-        if traits.is_composed and not (now.playing_cuda and func.namespace == "aten"):
+        if traits.is_composed and not (now.playing_cuda and traits.name in _COMPOSED_ON_CPU):
             with self:
                 return run_kernel(func, "CPU", args, kwargs)
+        if traits.is_mark:
+            return func(*args, **kwargs)
         if traits.is_collective:
             return play_collective(self, func, traits, args, kwargs, self.compute)
         if traits.is_view:
@@ -317,6 +318,8 @@ class DryRun(Recording):
 _INDEXING, _LENGTHS, _CHOOSING, _REDUCED_IN_PLACE = (
     frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, REDUCED_IN_PLACE)
 )
+
+_COMPOSED_ON_CPU = frozenset({"aten._chunk_cat.default", "aten._chunk_cat.out"})  # CUDA has a kernel of its own
 
 # Operators that allocate a tensor, and at most fill it with one number.
 _ALLOCATING = frozenset(

@@ -1,5 +1,6 @@
 """torch.distributed: a process group that sends nothing, and works that are done."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,11 +28,13 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    shown = sys.excepthook  # which is replaced by one that names the rank before each line, and never put back
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = shown
 
 
 def process_group_exists() -> bool:
