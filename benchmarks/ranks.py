@@ -51,7 +51,7 @@ class Case:
     world_size: int
     parallel: Parallel
     precision: Precision = "fp32"
-    reshard: bool = True
+    reshard: bool | None = None
     micro_batches: int = 1
     grad_clip: float | None = None
     shape: tuple[int, int, int] = EVEN
@@ -84,10 +84,10 @@ CASES = [
 ] + [
     Case(size, parallel, precision, reshard, shape=shape)
     for size in (2, 4)
-    for parallel, reshards in (("ddp", [True]), ("fsdp2", [True, False]))
+    for parallel, reshards in (("ddp", [None]), ("fsdp2", [None, False]))
     for reshard in reshards
     for precision in ("fp32", "bf16")
-    for shape in ((EVEN, UNEVEN) if size == 2 and reshard else (UNEVEN,))
+    for shape in ((EVEN, UNEVEN) if size == 2 and reshard is None else (UNEVEN,))
 ]
 
 

@@ -1,17 +1,27 @@
 """Ranks of DDP and FSDP2, played on one machine."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from round_device import round_device
 from tightfit import estimate
+from tightfit.cli.light import may_defer
+from tightfit.cli.question import Question
 from tightfit.errors import InputError, ModelError
+from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.asked import Asked
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.peaks import rows_of
-from tightfit.step import TokenBatch
+from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.world import World
+from tightfit.step import StepSettings, TokenBatch, model_loss
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.step import trace_step
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 
@@ -32,7 +42,9 @@ def test_each_rank_of_fsdp2_holds_its_shard_and_ranks_with_fewer_rows_have_lower
     fewer = sum(8 * (rows_of(p.shape[0], 3, 0) - rows_of(p.shape[0], 3, 2)) * p[0].numel() for p in made.parameters())
     assert fewer > 0
     assert found.rank_peak_bytes == (found.peak_bytes, found.peak_bytes, found.peak_bytes - fewer)
-    assert (found.world_size, found.parallel, found.communicator_bytes) == (3, "fsdp2", 0)
+    written = found.to_dict()
+    assert [written[name] for name in ("world_size", "parallel", "communicator_bytes")] == [3, "fsdp2", 0]
+    assert list(written["rank_peak_bytes"]) == list(found.rank_peak_bytes)
     for name, parameter in made.named_parameters():  # the model itself is untouched
         assert parameter is before[name][0]
         assert torch.equal(parameter, before[name][1])
@@ -42,16 +54,23 @@ def test_each_rank_of_fsdp2_holds_its_shard_and_ranks_with_fewer_rows_have_lower
 def test_ddp_holds_its_buckets_besides_what_one_process_holds():
     made = model()
     one = estimate(made, BATCH, device=round_device())
+    shown = sys.excepthook
     found = estimate(made, BATCH, device=round_device(), world_size=4, parallel="ddp")
+    assert sys.excepthook is shown  # `torch.distributed` replaces it
     weights = sum(4 * p.numel() for p in made.parameters())
     # Buckets are as large as all gradients, at every moment of a step. The gradients themselves are there for longer.
     assert one.peak_bytes + weights <= found.peak_bytes <= one.peak_bytes + 2 * weights
     assert set(found.rank_peak_bytes) == {found.peak_bytes}
 
 
-def test_a_card_is_played_for_each_rank_with_the_memory_of_its_communicator():
-    found = estimate(model(), BATCH, device="h100", precision="bf16", world_size=16, nodes=2)
-    assert len(found.rank_peak_bytes) == 16
+def test_a_card_is_played_for_each_rank_and_a_rank_with_fewer_rows_has_the_peak_of_its_whole_step():
+    made = model()
+    found = estimate(made, BATCH, device="h100", precision="bf16", grad_clip=1.0, world_size=5, nodes=5)
+    request = Asked(made, BATCH, device="h100", precision="bf16", world_size=5).request()
+    rank = PlayedRank(request.world, 4, find_blocks(made), "bf16")
+    settings = StepSettings(grad_clip=1.0)  # FSDP2 casts weights itself, without autocast
+    whole = trace_step(own_copy(made), request.parts(1), model_loss, settings=settings, role=request.role, rank=rank)
+    assert found.rank_peak_bytes[4] == whole.peak_bytes < found.rank_peak_bytes[0]
     assert found.communicator_bytes == 1 << 30
     assert found.context_bytes == CONTEXT_BYTES
     assert any("NCCL" in sentence for sentence in found.assumptions)
@@ -70,6 +89,26 @@ def test_a_card_is_played_for_each_rank_with_the_memory_of_its_communicator():
 def test_misuse_is_one_line(arguments, line):
     with pytest.raises(InputError, match=line):
         estimate(model(), BATCH, device=round_device(), **arguments)
+
+
+def test_gathered_weights_stay_where_they_are_not_freed_after_a_blocks_forward():
+    made, parts = model(), as_parts(split_batch(BATCH.tensors(), 1), model_loss)
+
+    def at_end_of_forward(reshard):
+        rank = PlayedRank(World(2, "fsdp2", 1, reshard), 0, find_blocks(made))
+        trace = trace_step(own_copy(made), parts, model_loss, rank=rank)
+        return trace.starts[trace.end_of_forward]
+
+    gathered = sum(4 * p.numel() for layer in made.layers for p in layer.parameters())
+    assert at_end_of_forward(False) - at_end_of_forward(None) == gathered
+
+
+def test_options_of_the_command_line_are_checked_before_anything_is_loaded():
+    with pytest.raises(InputError, match="world_size is 0"):
+        Question.of({"model": "cpu8", "world_size": 0})
+    with pytest.raises(InputError, match="nodes is given without world_size"):
+        Question.of({"model": "cpu8", "nodes": 2})
+    assert not may_defer(Question.of({"model": "cpu8", "world_size": 2}))
 
 
 def test_what_the_engine_refuses_is_one_line():

@@ -26,7 +26,7 @@ class World:
     size: int
     parallel: Parallel = "fsdp2"
     nodes: int = 1
-    reshard_after_forward: bool = True  # FSDP2 frees gathered weights after a block's forward, and gathers them again
+    reshard_after_forward: bool | None = None  # of FSDP2: whether gathered weights are freed; None: its own default
 
     def __post_init__(self) -> None:
         """Raise `InputError` for what no training can have."""

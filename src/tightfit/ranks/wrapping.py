@@ -21,9 +21,13 @@ def in_fsdp2(
     mesh: Any,
     *,
     precision: Precision = "fp32",
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
 ) -> nn.Module:
-    """The model itself, sharded in place: each block by itself, then all that is left together."""
+    """The model itself, sharded in place: each block by itself, then all that is left together.
+
+    `reshard_after_forward` None is FSDP2's own default: blocks free their gathered weights after forward, and what is
+    left keeps them until its backward.
+    """
     from torch.distributed.fsdp import fully_shard
 
     policy = mixed_precision(precision)

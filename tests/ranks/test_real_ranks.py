@@ -1,0 +1,41 @@
+"""Real processes that talk by gloo, against ranks that are played: their peaks are equal to the byte."""
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    sys.path.insert(0, str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("ranks_benchmark", BENCHMARKS / "ranks.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # which its dataclasses look up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        del sys.modules[spec.name]
+
+
+# Slow: two processes import PyTorch for each case and wait for each other, 8 s of processor time each.
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
+@pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
+@pytest.mark.parametrize(
+    ("parallel", "precision", "reshard"),
+    [("fsdp2", "fp32", None), ("fsdp2", "bf16", False), ("ddp", "fp32", None)],
+)
+def test_a_played_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, reshard):
+    case = ranks.Case(2, parallel, precision, reshard, shape=ranks.UNEVEN)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = ranks.compare(case, ranks.built(folder))
+    assert [row["difference"] for row in rows] == [0, 0]
