@@ -16,6 +16,8 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   └── CompileError             a block that PyTorch's compiler does not take as a whole
 ├── TraceError                   a training step that cannot be run dry
 ├── CannotFit                    exit code 3: no plan fits the budget; carries the least that does
+├── RankError                    a process of several is lost, or the processes differ in what they are to do
+│   └── PeerFailed               another process has failed, with its exit code; it has reported why
 ├── RecoveryError                a step that ran out of memory and cannot be undone or finished exactly, by name
 └── VerificationFailed           exit code 4: a plan changed what the step computes
 """
@@ -130,6 +132,21 @@ class CannotFit(TightfitError):
     def __reduce__(self) -> tuple[Any, ...]:
         # It crosses to another process whole, without the model that was asked about.
         return type(self), (str(self), self.least_bytes, self.taken_bytes), {"_ways_out": self._ways_out}
+
+
+class RankError(TightfitError):
+    """One of several processes that train together is lost or silent, or they differ in what they are to do."""
+
+
+class PeerFailed(RankError):
+    """Another process has failed and has said why; this one ends with it, and with its exit code."""
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.exit_code)
 
 
 class RecoveryError(TightfitError):

@@ -18,6 +18,7 @@ from tightfit.checkpoint.store import Checkpoints
 from tightfit.config import Config, dump_config, parse_config
 from tightfit.errors import CheckpointError, ConfigError, DataError, OutputError
 from tightfit.training import StepMetrics, TrainResult, train
+from tightfit.training.evaluation import HeldOutSums
 from tiny_adapters import saved_llama
 
 EVERY_TWO = {"every_steps": 2}
@@ -236,7 +237,7 @@ def test_overwriting_clears_checkpoints_too(tmp_path: Path):
 
 def test_checkpoints_of_the_best_loss_are_kept_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
-    monkeypatch.setattr("tightfit.training.run.evaluation_loss", lambda *_, **__: next(losses))
+    monkeypatch.setattr("tightfit.training.run.held_out_sums", lambda *_, **__: HeldOutSums(next(losses), 1))
 
     run(tmp_path, checkpoint={"every_steps": 1, "keep_last": 1, "keep_best": 1})
 

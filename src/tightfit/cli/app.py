@@ -1,6 +1,6 @@
 """The commands and what happens to their errors: one line on stderr, and the exit code that the error carries."""
 
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperGroup
@@ -22,12 +22,15 @@ from tightfit.cli import (
     scoring,
     training,
 )
+from tightfit.cli.together import ranks_started, refuse_several, report_and_end
 from tightfit.cli.ways import show_ways_out
-from tightfit.errors import CannotFit, OutputError, TightfitError
+from tightfit.errors import CannotFit, InputError, OutputError, TightfitError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.runtime.idle_lines import leave_out_idle_lines
 
 PROFILE, MINIMIND = "profile", "minimind"  # the commands whose arguments belong to somebody else's script
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # Typer has a click of its own, or uses the package
 
 
 class Commands(TyperGroup):
@@ -41,12 +44,19 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
+        command = next(iter([*getattr(ctx, "_protected_args", ()), *ctx.args]), "")
         try:
+            if command in self.commands:
+                refuse_several(command)
             return super().invoke(ctx)
         except TightfitError as error:
             if ctx.params["debug"]:
                 raise
             end_with(error)
+        except UsageError as error:
+            if ranks_started() > 1:
+                end_with(InputError(f"{cast(Any, error).format_message()} See tightfit {command} --help"))
+            raise
         except OSError as error:
             if ctx.params["debug"] or error.errno not in NO_ROOM:
                 raise
@@ -56,9 +66,13 @@ class Commands(TyperGroup):
 
 def end_with(error: TightfitError) -> NoReturn:
     """The error as one line, ways out where a plan cannot fit, and the exit code that the error carries."""
-    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-    if isinstance(error, CannotFit):
-        show_ways_out(error)
+
+    def report() -> None:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        if isinstance(error, CannotFit):
+            show_ways_out(error)
+
+    report_and_end(error, report, error.exit_code)
     raise typer.Exit(error.exit_code) from error
 
 

@@ -7,6 +7,7 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.asking import columns
 from tightfit.cli.ending import ends_in_order
+from tightfit.cli.together import is_silent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,11 +38,16 @@ def train(
     [dim]tightfit train my.yaml memory.budget=20GiB training.precision=bf16[/]
 
     [dim]tightfit train my.yaml --resume training.max_steps=2000[/]
+
+    [dim]torchrun --nproc-per-node 2 -m tightfit train my.yaml[/]
     """
     with ends_in_order():
         from tightfit.cli.progress import ProgressReporter
         from tightfit.training import train as run
 
+        if is_silent():
+            run(config, tuple(overrides or ()), resume=resume)
+            return
         reporter = ProgressReporter()
         try:
             with reporter:

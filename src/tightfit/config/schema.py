@@ -249,6 +249,11 @@ class TrainingConfig(Section):
     one with figures of your own: `rtx3080,memory=8GiB`."""
     num_threads: Count | None = None
     """Threads of the CPU's operators; null: PyTorch's own choice."""
+    parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
+    """How processes that torchrun starts share the training: `ddp`, each has the whole model and its part of every
+    batch; `auto`: `ddp` under torchrun, else one process. `fsdp2` is not built yet."""
+    rank_timeout: Count = 600
+    """Seconds that a process waits for the others before it takes one for lost. Longer than a checkpoint's save."""
 
     @model_validator(mode="after")
     def _steps_go_together(self) -> Self:

@@ -23,6 +23,8 @@ from tightfit.training.reporter import Reporter
 from tightfit.training.storage import PLAN
 from tightfit.version import VERSION
 
+_BEFORE = {"ranks": 1}  # what a checkpoint of an earlier version does not say
+
 
 @dataclass(frozen=True)
 class Context:
@@ -36,13 +38,19 @@ class Context:
 
     @classmethod
     def of(
-        cls, config: Config, data: PreparedData, device: DeviceSpec, purpose: Mapping[str, str] | None = None
+        cls,
+        config: Config,
+        data: PreparedData,
+        device: DeviceSpec,
+        purpose: Mapping[str, str] | None = None,
+        ranks: int = 1,
     ) -> "Context":
         around = {
             "device": device.name,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "tightfit": VERSION,
+            "ranks": ranks,
         }
         return cls(config, device, data.fingerprint, around, dict(purpose or {}))
 
@@ -81,9 +89,9 @@ class Context:
                     "anew with output.overwrite=true and without --resume"
                 )
         changed = [
-            f"{name} {stored['around'].get(name)} is {now} now"
+            f"{name} {before} is {now} now"
             for name, now in self.around.items()
-            if stored["around"].get(name) != now
+            if (before := stored["around"].get(name, _BEFORE.get(name))) != now
         ]
         if changed:
             reporter.on_note(f"equal to rounding, no longer to the bit, from here on: {', '.join(changed)}")
@@ -103,9 +111,12 @@ class Context:
             return Corrections()
 
     def _is_same(self, checkpoint: Checkpoint) -> bool:
-        """Whether the training runs on the same device and with the same section `memory` as before the checkpoint."""
+        """Whether the training runs on the same device, with the same section `memory` and on as many ranks as before
+        the checkpoint.
+        """
         stored = checkpoint.record
         same = stored["config"]["memory"] == self.config.model_dump(mode="json")["memory"]
+        same = same and stored["around"].get("ranks", _BEFORE["ranks"]) == self.around["ranks"]
         return same and stored["around"]["device"] == self.around["device"]
 
     def fitted(self, checkpoint: Checkpoint | None, model: nn.Module) -> Fit | None:

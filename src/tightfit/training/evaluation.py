@@ -1,7 +1,7 @@
 """The loss on samples that are not trained on."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from tightfit.data.samples import Samples
 from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.models.mode import evaluating
+from tightfit.processes.ranks import ALONE, Ranks
 from tightfit.step import Precision, autocast
 from tightfit.training.objective import Objective, counted
 
@@ -37,11 +38,42 @@ def evaluation_loss(
     Samples of unlike length run by length, so that few are padded much, the longest first, so that an evaluation that
     runs out of memory does so at once.
     """
+    found = held_out_sums(
+        model, samples, loss, micro_batch_size=micro_batch_size, precision=precision, stop=stop, note=note
+    )
+    return None if found is None else found.mean
+
+
+class HeldOutSums(NamedTuple):
+    """The sum of the losses of samples, and of what they are a mean over."""
+
+    loss: float
+    count: float
+
+    @property
+    def mean(self) -> float | None:
+        return self.loss / self.count if self.count else None
+
+
+@torch.no_grad()
+def held_out_sums(
+    model: nn.Module,
+    samples: Samples,
+    loss: Objective,
+    *,
+    micro_batch_size: int,
+    precision: Precision = "fp32",
+    stop: Callable[[], bool] = lambda: False,
+    note: Callable[[str], None] = lambda line: None,
+    ranks: Ranks = ALONE,
+) -> HeldOutSums | None:
+    """Those of `evaluation_loss`, of this rank's part of the samples; None where `stop` says so."""
     device = next(model.parameters()).device
     order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
+    order = order[ranks.rank :: ranks.size]  # each rank has long and short ones
     total, tokens, first, size = 0.0, 0, 0, max(micro_batch_size // samples.rows, 1)
     with evaluating(model), chunks_without_gradients(model):
-        while first < len(samples):
+        while first < len(order):
             if stop():
                 return None
             batch = counted(samples.batch(order[first : first + size]), device)
@@ -53,7 +85,7 @@ def evaluation_loss(
             total += share
             tokens += loss.count(batch)
             first += size
-    return total / tokens if tokens else None
+    return HeldOutSums(total, tokens)
 
 
 def _share(

@@ -27,7 +27,8 @@ from tightfit.step import Loss, model_loss
 from tightfit.tracing.record import Category
 from tightfit.training.buckets import Bucket, DryRun, sized
 from tightfit.training.optimizer import OptimizerRecipe
-from tightfit.training.state import random_bytes, weights
+from tightfit.training.random_states import random_bytes
+from tightfit.training.state import weights
 from tightfit.units import format_bytes, parse_budget
 
 

@@ -57,6 +57,12 @@ class Interrupt:
         finally:
             self._may_cut = False
 
+    def take(self, number: int) -> None:
+        """A signal that another process has received: what runs here ends as if it had come here."""
+        if self.received is None:
+            self.received = number
+            self._restore()
+
     def finish(self) -> None:
         """From here on, what runs inside `cuttable` cannot be undone any more: a later signal waits for its end."""
         self._may_cut = False

@@ -15,16 +15,18 @@ from torch import nn
 
 from tightfit.config.schema import TrainingConfig
 from tightfit.errors import OutputError, RecoveryError
-from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.levers.micro_batch import as_parts, inseparable_samples, split_batch
 from tightfit.models.masks import enforce_masks
 from tightfit.optim.in_backward import steps_in_backward
+from tightfit.processes.ranks import ALONE, Ranks
 from tightfit.recovery.step_state import StepState
 from tightfit.runtime.internals import forget_unscaled
 from tightfit.step import Loss, StepSettings, clip, forward_backward, let_go
 from tightfit.training.corrections import Corrections
 from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.joining import agree, join
 from tightfit.training.measure import measured_peak, resident_tensors
-from tightfit.training.objective import counted
+from tightfit.training.objective import counted, on_device
 from tightfit.training.optimizer import set_learning_rate
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import StepMetrics
@@ -73,6 +75,7 @@ class Stepper:
     # By the tokens of a row, where it depends on them.
     micro_batches_for: Callable[[int], int] | None = field(default=None, kw_only=True)
     interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
+    ranks: Ranks = field(default=ALONE, kw_only=True)
     corrections = Corrections()  # no field: those of a stepper that recovers are one
 
     def __post_init__(self) -> None:
@@ -82,23 +85,25 @@ class Stepper:
 
     @property
     def state(self) -> TrainingState:
-        return TrainingState(self.model, self.optimizer, self.scaler)
+        return TrainingState(self.model, self.optimizer, self.scaler, self.ranks)
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""
         step = StepUnderWay(self, batch)
         self._state.remember()
         step.compute_gradients()
+        step.join()
         self._state.settle()
         step.update()
         step.end()
         return step.outcome()
 
     def count_for(self, batch: Mapping[str, Any]) -> int:
-        """The micro-batches of a batch."""
-        if self.micro_batches_for is None:
-            return self.micro_batches
-        return self.micro_batches_for(batch["input_ids"].shape[1])
+        """The micro-batches of a batch. Of several ranks, one may have fewer samples than another."""
+        count = self.micro_batches
+        if self.micro_batches_for is not None:
+            count = self.micro_batches_for(batch["input_ids"].shape[1])
+        return min(count, inseparable_samples(batch, self.loss)) if self.ranks.is_several else count
 
     def undo(self) -> None:
         """After a signal has cut a step in `compute_gradients`: everything as it was before the step. Can be called
@@ -144,17 +149,52 @@ class StepUnderWay:
         self._is_scaled = False  # the scaler has the scale of the next step
 
     def compute_gradients(self) -> None:
-        """Those of the batch in its micro-batches, clipped."""
+        """Those of the batch in its micro-batches, clipped unless `join` does it."""
         stepper = self._stepper
+        if stepper.ranks.is_several and not len(self._batch["input_ids"]):
+            self._without_samples()
+            return
         parts = as_parts(split_batch(self._batch, stepper.count_for(self._batch)), stepper.loss)
         precision, scaler = stepper.settings.precision, stepper.scaler
         in_backward = steps_in_backward(stepper.optimizer)
         watched = _UntilWeightsMove(stepper.interrupt, len(parts)) if in_backward else None
-        self._loss = stepper.interrupt.cuttable(
+        self._loss = self._cuttable(
             lambda: forward_backward(stepper.model, parts, stepper.loss, precision, scaler=scaler, observer=watched)
         )
+        if not stepper.ranks.is_several:
+            self._clip()
+
+    def join(self) -> None:
+        """The gradients of all ranks, where there are several, clipped on their norm. Raises `Cut` where a signal has
+        cut another rank's step.
+        """
+        stepper = self._stepper
+        if stepper.ranks.is_several:
+            assert self._loss is not None, "the gradients were computed"
+            self._loss = join(stepper.ranks, stepper.model, self._loss, stepper.interrupt)
+            self._clip()
+
+    def _clip(self) -> None:
+        stepper, scaler = self._stepper, self._stepper.scaler
         self._scale = None if scaler is None else scaler.get_scale()
         self._norm = clip(stepper.model, stepper.optimizer, stepper.settings, scaler)
+
+    def _cuttable(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `work` returns. Raises `Cut`, of which the other ranks know then."""
+        stepper = self._stepper
+        try:
+            return stepper.interrupt.cuttable(work)
+        except Cut:
+            if stepper.ranks.is_several:
+                assert stepper.interrupt.received is not None, "a signal cuts"
+                agree(stepper.ranks, stepper.model, int(stepper.interrupt.received))
+            raise
+
+    def _without_samples(self) -> None:
+        """The share of a rank that the batch has no sample for: no gradients, and a loss of zero."""
+        scaler, device = self._stepper.scaler, self._stepper.device
+        nothing = torch.zeros((), device=device)
+        self._loss = self._cuttable(lambda: nothing if scaler is None else scaler.scale(nothing))
 
     def update(self, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> None:
         """The optimizer's step; `run` is given it and calls it."""
@@ -275,11 +315,12 @@ def run_steps(
         _conclude(StepMetrics(**record.unevaluated), record, watch, folder, evaluate)
     stepper.interrupt = interrupt
     with interrupt.heeded_in_backward(stepper.model):
-        while record.steps < training.max_steps and interrupt.received is None:
+        # Several ranks end together: a signal that came to one of them cuts the next step of all.
+        while record.steps < training.max_steps and (stepper.ranks.is_several or interrupt.received is None):
             try:
                 metrics = _one_step(stepper, batches, record, watch)
             except Cut:
-                record.is_whole = _undone(stepper)
+                record.is_whole = not stepper.ranks.any(not _undone(stepper))
                 break
             _conclude(metrics, record, watch, folder, evaluate)
             save(record)
@@ -348,8 +389,8 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
     step = record.steps + 1
     rate = learning_rate(step, watch.training)
     set_learning_rate(stepper.optimizer, rate)
-    batch = counted(next(batches), stepper.device)
-    begun = time.perf_counter()
+    batch, tokens = share_of(next(batches), stepper)
+    begun, waited = time.perf_counter(), stepper.ranks.waited_seconds
     if step in watch.measured:
         outcome, peak = _measured(step, stepper, batch)
     else:
@@ -360,9 +401,9 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
         record.measured_peak_bytes = max(record.measured_peak_bytes, peak + beside)
         watch.reporter.on_peak(record.measured_peak_bytes)
     seconds = time.perf_counter() - begun
-    tokens = batch["input_ids"].numel()
     is_settled = len(record.seconds) >= SETTLED and step not in watch.measured
-    stepper.observe(batch, StepMeasured(step, seconds, peak, is_settled))
+    own = seconds - (stepper.ranks.waited_seconds - waited)  # a plan does not make other ranks faster
+    stepper.observe(batch, StepMeasured(step, own, peak, is_settled))
     if is_settled:
         record.settled_seconds.append(seconds)
     record.add(outcome, tokens, seconds)
@@ -379,6 +420,21 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Recor
         memory_bytes=memory_now(stepper.device),
         skipped=outcome.skipped,
     )
+
+
+def share_of(batch: Mapping[str, Any], stepper: Stepper) -> tuple[dict[str, Any], int]:
+    """This rank's rows of a batch, with the counts of the whole one, and the tokens of the whole one."""
+    tokens = batch["input_ids"].numel()
+    if not stepper.ranks.is_several:
+        return counted(batch, stepper.device), tokens
+    whole, rows = counted(batch), len(batch["input_ids"])
+    together = getattr(stepper.loss, "rows_together", 1)
+    own = stepper.ranks.share(rows // together)
+    part = {
+        name: value[own.start * together : own.stop * together] if isinstance(value, torch.Tensor) else value
+        for name, value in whole.items()
+    }
+    return on_device(part, stepper.device), tokens
 
 
 def _measured(step: int, stepper: Stepper, batch: dict[str, Any]) -> tuple[StepOutcome, int]:

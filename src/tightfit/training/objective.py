@@ -77,5 +77,9 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 def counted(batch: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
     """The batch on a device, with the numbers of its valid tokens and rows beside its tensors."""
-    tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    return {**tensors, VALID_TOKENS: valid_tokens(batch), WHOLE_ROWS: len(batch["input_ids"])}
+    return {**on_device(batch, device), VALID_TOKENS: valid_tokens(batch), WHOLE_ROWS: len(batch["input_ids"])}
+
+
+def on_device(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The batch with its tensors on a device."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}

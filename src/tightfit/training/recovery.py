@@ -5,6 +5,9 @@ put back (`recovery.step_state`), and the step runs again under the next tighter
 finished: the update goes on where it stopped, one parameter at a time (`recovery.update`), which no plan could make
 smaller. A plan may split the batch in more micro-batches: their gradients add up to the batch's, token for token, and
 the schedule counts optimizer steps, so neither moves.
+
+Of several ranks each recovers by itself while the others wait for its gradients: a plan changes how a rank computes its
+share of the batch, and not the share.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +20,7 @@ from torch import nn
 
 from tightfit.config.schema import Config
 from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import CannotFit
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.recovery.catching import Failure, caught, insist
@@ -25,6 +29,7 @@ from tightfit.recovery.update import UpdateGuard, carry_out
 from tightfit.step import Loss
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce, fit_within, plain_peak_bytes
+from tightfit.training.joining import CANNOT_FIT, agree
 from tightfit.training.loop import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.units import format_bytes
@@ -111,6 +116,7 @@ class RecoveringStepper(Stepper):
             insist(self._state.remember, self.device)
             failure = caught(step.compute_gradients, self.device)
             if failure is None:
+                step.join()
                 insist(self._state.settle, self.device)
                 return step
             del step
@@ -119,7 +125,12 @@ class RecoveringStepper(Stepper):
                 guard.forget_unused_states()
             insist(self.undo, self.device)
             tried.append(self.levers.fitted)
-            self._tighten(failure, batch, number, tried)
+            try:
+                self._tighten(failure, batch, number, tried)
+            except CannotFit:
+                if self.ranks.is_several:
+                    agree(self.ranks, self.model, CANNOT_FIT)
+                raise
             self._state.put_back_random()
 
     def _tighten(self, failure: Failure, batch: Mapping[str, Any], number: int, tried: list[Fit]) -> None:

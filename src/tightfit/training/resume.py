@@ -14,7 +14,8 @@ from tightfit.training.storage import CONFIG, RESULT, RunFolder
 
 # Keys that may be others when a run is resumed; a section stands for all that is in it.
 CHANGEABLE = (
-    "training.max_steps", "training.log_every", "training.device", "training.num_threads", "memory", "checkpoint",
+    "training.max_steps", "training.log_every", "training.device", "training.num_threads", "training.parallel",
+    "training.rank_timeout", "memory", "checkpoint",
     "output",
 )  # fmt: skip
 _ABSENT = "nothing"

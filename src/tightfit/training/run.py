@@ -1,7 +1,7 @@
 """The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from tightfit.data.samples import Samples
 from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
+from tightfit.errors import CannotFit, CheckpointError, ConfigError, OutputError, VerificationFailed
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.generation import continue_ids, generate_text
@@ -28,13 +28,15 @@ from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.saving import saved_bytes
 from tightfit.names.run_files import REFERENCE
 from tightfit.planner.plans import Plan
+from tightfit.processes.ranks import Ranks, SeveralRanks
 from tightfit.step import StepSettings
 from tightfit.training.boundaries import demand_boundaries
 from tightfit.training.context import Context
-from tightfit.training.evaluation import evaluation_loss
+from tightfit.training.evaluation import HeldOutSums, held_out_sums
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.joining import OtherCannotFit, agree_on_signal
 from tightfit.training.loop import Record, Stepper, run_steps
 from tightfit.training.objective import Objective, counted
 from tightfit.training.objectives import plannable
@@ -42,12 +44,22 @@ from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.outcome import result_of
 from tightfit.training.preferences import ReferencedSamples, from_file, reference_log_probs, to_file
 from tightfit.training.purpose import Purpose, refuse_teacher
+from tightfit.training.random_states import seed_generators
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.reporter import Reporter, SilentReporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.resume import Earlier, look_back
 from tightfit.training.saving import Saver
-from tightfit.training.state import seed_generators
+from tightfit.training.several import (
+    config_of_a_rank,
+    device_of_a_rank,
+    folder_of,
+    plan_digest,
+    ranks_of,
+    shared_fit,
+    split_in_words,
+)
+from tightfit.training.state import edges_digest
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.training.tracking import TrackingReporter
 
@@ -104,15 +116,21 @@ def run_training(
     settings: Config, purpose: Purpose, *, reporter: Reporter | None = None, resume: bool = False
 ) -> TrainResult:
     """`train` for a purpose. Arguments, files, signals and errors are those of `train`."""
-    folder, interrupt = RunFolder(settings.output.folder), Interrupt()
-    reporter = reporter or SilentReporter()
-    claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
-    tracked = TrackingReporter(reporter, settings, folder)
-    with claimed as is_locked, threads(settings.training.num_threads), tracked as reporter:
-        if not is_locked:
-            reporter.on_note(f"{folder.path}: its file system has no locks: see that no other training writes there")
-        earlier = look_back(settings, folder, reporter) if resume else Earlier()
-        result = earlier.finished or _Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose).run()
+    interrupt = Interrupt()
+    with ranks_of(settings) as ranks:
+        if ranks.is_several and type(purpose) is not Purpose:
+            raise ConfigError(f"a distillation runs in one process, and torchrun started {ranks.size}: start one")
+        folder, reporter = folder_of(settings, ranks), (reporter if ranks.is_first else None) or SilentReporter()
+        claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
+        tracked = TrackingReporter(reporter, settings, folder) if ranks.is_first else nullcontext(reporter)
+        with claimed as is_locked, threads(settings.training.num_threads), tracked as reporter:
+            if not is_locked:
+                where = f"{folder.path}: its file system has no locks"
+                reporter.on_note(f"{where}: see that no other training writes there")
+            with ranks.first_goes_ahead("claimed"):
+                earlier = look_back(settings, folder, reporter) if resume else Earlier()
+            run = _Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
+            result = earlier.finished or run.run()
     interrupt.deliver()
     assert result is not None, "a training without a result was ended by a signal, which is delivered"
     return result
@@ -134,21 +152,24 @@ class _Run:
     interrupt: Interrupt
     checkpoint: Checkpoint | None
     purpose: Purpose
+    ranks: Ranks
 
     def run(self) -> TrainResult | None:
         """All that is left to do. None where a signal came before the first step was made: then nothing is in the
         folder that was not there before.
         """
-        config, checkpoint = self.config, self.checkpoint
+        config, checkpoint, ranks = self.config, self.checkpoint, self.ranks
         training = config.training
         if config.memory.allocator is not None:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
-        device = lookup_present(None if training.device == "auto" else training.device, notice=self.reporter.on_note)
-        data = plannable(
-            prepare_data(config.data, config.model, objective=training.objective, notice=self.reporter.on_note)
-        )
+        notice = self.reporter.on_note
+        with ranks.first_goes_ahead("device"):
+            device = lookup_present(None if training.device == "auto" else training.device, notice=notice)
+        device = device_of_a_rank(device, ranks)
+        with ranks.first_goes_ahead("data"):
+            data = plannable(prepare_data(config.data, config.model, objective=training.objective, notice=notice))
         data = self.purpose.prepared(data, config, device, self.reporter)
-        context = Context.of(config, data, device, self.purpose.identity)
+        context = Context.of(config, data, device, self.purpose.identity, ranks.size)
         record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = build_model(config.model, seed=training.seed)
         if removed := source_masks(config.model):
@@ -162,31 +183,45 @@ class _Run:
             self.reporter.on_note(rounding)
         if config.data.packing != "none":
             demand_boundaries(model, vocabulary=data.tokenizer.vocab_size, longest=config.data.sequence_length)
-        longest, *shorter = [counted(batch) for batch in data.for_dry_runs(training.batch_size)]
-        stored = context.fitted(checkpoint, model)
-        fitted = stored or fit(model, longest, self.loss(data), config, device, shorter)
+        if isinstance(ranks, SeveralRanks):
+            self.reporter.on_note(split_in_words(config, ranks, data.training.rows))
+        own = self.own(data)
+        longest, *shorter = [counted(batch) for batch in data.for_dry_runs(own.training.batch_size)]
+        stored = context.fitted(checkpoint, model) if ranks.is_first else None
+        fitted = stored or (fit(model, longest, self.loss(data), own, device, shorter) if ranks.is_first else None)
+        if ranks.is_several:
+            fitted, is_stored = shared_fit(ranks, fitted, config, is_stored=stored is not None)
+            stored = fitted if is_stored else None
+            self._demand_same(model, data, fitted)
+        assert fitted is not None, "rank 0 plans for all"
         model.to(device.kind)
         self.purpose.to(device.kind)
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
             if config.memory.verify:
-                first = next(_batches(config, data))
-                _verify(model, counted(first, device.kind), self.loss(data), fitted.plan, self.reporter)
+                with ranks.first_goes_ahead("verify"):
+                    if ranks.is_first:
+                        rows = own.training.batch_size
+                        first = {name: tensor[:rows] for name, tensor in next(_batches(config, data)).items()}
+                        _verify(model, counted(first, device.kind), self.loss(data), fitted.plan, self.reporter)
         files = RunFiles(config, data.tokenizer, model, fitted)
-        files.demand_room(self.folder)
+        if ranks.is_first:
+            files.demand_room(self.folder)
         with self.interrupt:
             files.write_beginning(self.folder, is_resumed=checkpoint is not None)
             corrected = context.corrections(checkpoint, stored).corrected_plan()
-            in_force = fitted if corrected is None else fit_of(corrected, model, config, device)
+            in_force = fitted if corrected is None else fit_of(corrected, model, own, device)
             with LeversInForce(in_force, model) as levers:
                 if data.objective == "dpo":
                     referenced = self._with_reference(model, levers, data)
                     if referenced is None:
                         return None
                     data = referenced
-                stepper = self._stepper(model, self.loss(data), levers, device, longest)
+                stepper = self._stepper(model, self.loss(data), levers, device, longest, own)
                 if checkpoint is None:
-                    seed_generators(training.seed)  # dropout's numbers do not depend on what was planned before
+                    seed_generators(
+                        training.seed, ranks.rank
+                    )  # dropout's numbers do not depend on what was planned before
                 else:
                     stepper.corrections = context.corrections(checkpoint, stored)
                     self._restore(stepper, checkpoint, record)
@@ -201,23 +236,43 @@ class _Run:
                 validation = record.held_out()
                 if validation is None:
                     validation = evaluate()
-            sample = self._sample(model, data)
-            saver.end(record, self.interrupt)
+            record.measured_peak_bytes = ranks.most(record.measured_peak_bytes)
+            sample = self._sample(model, data) if ranks.is_first else ""
+            is_cut = agree_on_signal(ranks, self.interrupt)
+            saver.end(record, is_cut=is_cut)
             self.purpose.end(model)
             result = result_of(
                 config,
                 model,
                 fitted,
                 record,
-                is_cut=self.interrupt.received is not None,
+                is_cut=is_cut,
                 validation=validation,
                 device=device.name,
                 sample=sample,
                 skipped_lines=data.skipped_lines,
                 resumed_from=None if checkpoint is None else checkpoint.step,
             )
-            files.write_end(result, record.lines(), self.folder, self.reporter)
+            if ranks.is_first:
+                files.write_end(result, record.lines(), self.folder, self.reporter)
         return result
+
+    def own(self, data: PreparedData) -> Config:
+        """The configuration of this rank's step."""
+        return config_of_a_rank(self.config, self.ranks, data.training.rows)
+
+    def _demand_same(self, model: nn.Module, data: PreparedData, fitted: Fit) -> None:
+        """Before the first collective: ranks that differ here would train different things."""
+        checkpoint = self.checkpoint
+        self.ranks.demand_same(
+            {
+                "configuration": self.config.model_dump_json(),
+                "checkpoint in output.folder": "none" if checkpoint is None else str(checkpoint.step),
+                "data": data.fingerprint,
+                "model": edges_digest(model) + edges_digest(model, trained=True),
+                "plan": plan_digest(fitted),
+            }
+        )
 
     def loss(self, data: PreparedData) -> Objective:
         """What is minimised."""
@@ -227,16 +282,15 @@ class _Run:
         """The pairs with the log-probabilities that the model gives them before its first step: those that the folder
         keeps, or computed now. None where a signal has come meanwhile.
         """
-        kept = from_file(self.folder.path / REFERENCE, data.fingerprint) if self.checkpoint is not None else None
+        path, kept = self.folder.path / REFERENCE, None
+        if self.ranks.is_first:
+            kept = from_file(path, data.fingerprint) if self.checkpoint is not None else None
+            kept = kept or self._computed_reference(model, levers, data)
+        if not self.ranks.found_by_first("reference", lambda: b"" if kept is None else b"computed"):
+            return None
+        kept = kept or from_file(path, data.fingerprint)
         if kept is None:
-            self.reporter.on_note("computing the reference's log-probabilities of all answers")
-            found = [self._log_probs(model, levers, samples) for samples in (data.training, data.validation)]
-            if found[0] is None or found[1] is None:
-                if self.checkpoint is None:
-                    self.folder.clear()
-                return None
-            kept = found[0], found[1]
-            self.folder.write(REFERENCE, to_file(*kept, data.fingerprint))
+            raise OutputError(f"{path}: rank {self.ranks.rank} does not see what rank 0 wrote there: use one folder")
         training, validation = kept
         return replace(
             data,
@@ -244,8 +298,22 @@ class _Run:
             validation=replace(cast(ReferencedSamples, data.validation), values=validation),
         )
 
-    def _log_probs(self, model: nn.Module, levers: LeversInForce, samples: Samples) -> np.ndarray | None:
-        training, interrupt = self.config.training, self.interrupt
+    def _computed_reference(
+        self, model: nn.Module, levers: LeversInForce, data: PreparedData
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        self.reporter.on_note("computing the reference's log-probabilities of all answers")
+        training, validation = (self._log_probs(model, levers, s, data) for s in (data.training, data.validation))
+        if training is None or validation is None:
+            if self.checkpoint is None:
+                self.folder.clear()
+            return None
+        self.folder.write(REFERENCE, to_file(training, validation, data.fingerprint))
+        return training, validation
+
+    def _log_probs(
+        self, model: nn.Module, levers: LeversInForce, samples: Samples, data: PreparedData
+    ) -> np.ndarray | None:
+        training, interrupt = self.own(data).training, self.interrupt
         try:
             return interrupt.cuttable(
                 lambda: reference_log_probs(
@@ -266,6 +334,7 @@ class _Run:
         levers: LeversInForce,
         device: DeviceSpec,
         longest: Mapping[str, Any],
+        own: Config,
     ) -> Stepper:
         training, memory = self.config.training, self.config.memory
         parts: dict[str, Any] = {
@@ -275,10 +344,11 @@ class _Run:
             "settings": StepSettings(training.precision, training.grad_clip),
             "micro_batches": levers.fitted.micro_batches,
             "micro_batches_for": levers.fitted.micro_batches_for if levers.fitted.buckets else None,
+            "ranks": self.ranks,
         }
         if not memory.recover:
             return Stepper(**parts)
-        planner = StepPlanner(model, loss, self.config, device, longest)
+        planner = StepPlanner(model, loss, own, device, longest)
         note, slowdown = self.reporter.on_note, memory.max_slowdown
         return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
 
@@ -353,7 +423,9 @@ class _Run:
                 copied_bytes=lambda: saver.copied_bytes,
                 evaluate=evaluate,
             )
-        except CannotFit:
+        except (CannotFit, OtherCannotFit) as error:
+            if isinstance(error, OtherCannotFit):
+                stepper.undo()
             if record.steps:  # the step that failed was undone: those before it are not lost
                 saver.save(record, now=True)
                 self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
@@ -361,12 +433,12 @@ class _Run:
 
     def _validation(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> float | None:
         """The held-out loss; None where a signal has come."""
-        training, interrupt = self.config.training, self.interrupt
-        device = next(model.parameters()).device
+        training, interrupt = self.own(data).training, self.interrupt
+        found, device = None, next(model.parameters()).device
         try:
             with private_pool(device):  # its sizes are not those of a training step
-                return interrupt.cuttable(
-                    lambda: evaluation_loss(
+                found = interrupt.cuttable(
+                    lambda: held_out_sums(
                         model,
                         data.validation,
                         self.purpose.held_out_loss(data, self.config),
@@ -374,10 +446,16 @@ class _Run:
                         precision=training.precision,
                         stop=lambda: interrupt.received is not None,
                         note=self.reporter.on_note,
+                        ranks=self.ranks,
                     )
                 )
         except Cut:
+            pass
+        if self.ranks.any(found is None):
+            agree_on_signal(self.ranks, interrupt)
             return None
+        assert found is not None, "it is None on no rank"
+        return HeldOutSums(*self.ranks.total(found)).mean
 
     def _sample(self, model: nn.Module, data: PreparedData) -> str:
         """A sample of the trained model; empty where a signal has come."""

@@ -9,9 +9,9 @@ from tightfit.checkpoint.store import Checkpoints
 from tightfit.checkpoint.tensors import copy_bytes
 from tightfit.config.schema import CheckpointConfig
 from tightfit.errors import OutputError
-from tightfit.training.interrupt import Interrupt
 from tightfit.training.loop import Record, Stepper
 from tightfit.training.reporter import Reporter
+from tightfit.training.state import State
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.units import format_bytes, format_seconds
 
@@ -21,7 +21,7 @@ _PROBE_BYTES = 8 << 20  # written once, to learn what a save takes
 
 @dataclass
 class Saver:
-    """Mutable: writes the checkpoints of one training.
+    """Mutable: writes the checkpoints of one training. Several ranks call it together, and rank 0 writes.
 
     `context` is what every checkpoint's record says beside the state, `files` go with each. `held_out_loss` is asked
     where the best checkpoints are kept. A checkpoint that cannot be written does not end a training: the reporter is
@@ -65,17 +65,24 @@ class Saver:
 
     def save(self, record: Record, *, now: bool = False) -> None:
         """Write a checkpoint; with `now` it is on its disk when this returns, and its held-out loss is left out."""
-        if self.saved == record.steps:
+        ranks = self.stepper.ranks
+        if not ranks.any(self.saved != record.steps):  # rank 0 alone knows that a save has failed
             return
+        state, score = self.stepper.state.capture(), None if now else self._score(record)
+        if ranks.is_first:
+            self._write(record, state, score, now=now)
+        else:
+            self.saved = record.steps
+
+    def _write(self, record: Record, state: State, score: float | None, *, now: bool) -> None:
         try:
-            state = self.stepper.state.capture()
             beside = {
                 **self.context,
                 **state.record,
                 "counts": record.to_dict(),
                 "metrics_bytes": self.folder.size_on_disk(METRICS),
                 "corrections": self.stepper.corrections.to_dict(),
-                BEST: None if now else self._score(record),
+                BEST: score,
             }
             if self._background is None or now:
                 self._checkpoints.save(record.steps, state.tensors, beside, self.files)
@@ -88,14 +95,14 @@ class Saver:
         else:
             self.saved = record.steps
 
-    def end(self, record: Record, interrupt: Interrupt) -> None:
+    def end(self, record: Record, *, is_cut: bool) -> None:
         """After the last step: what is written in the background is on its disk, and a training that a signal has ended
         has its checkpoint.
         """
         self._finish()
-        if interrupt.received is not None and record.is_whole:
+        if is_cut and record.is_whole:
             self.save(record, now=True)
-        elif interrupt.received is not None:
+        elif is_cut:
             self.reporter.on_note(
                 f"step {record.steps + 1} was cut, and it had moved a buffer that it had not moved before: there is no "
                 "checkpoint after the one that is there"

@@ -6,13 +6,11 @@ in the tensors; a state that is no plain tensor (codes with their scales) is sto
 optimizer's own code before they are read. So nothing in a checkpoint names code.
 """
 
-import random
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -21,8 +19,10 @@ from tightfit.errors import CheckpointError
 from tightfit.memory.allocator import memory_of
 from tightfit.names.run_files import MODEL
 from tightfit.optim.strict_state import StrictStateOptimizer
+from tightfit.processes.ranks import ALONE, Ranks
+from tightfit.training.random_states import RANDOM, random_states_of_all, set_random_states
 
-OPTIMIZER, RANDOM = "optimizer", "random"
+OPTIMIZER = "optimizer"
 _EDGE = 1 << 16  # bytes at either end of a frozen weight that are compared
 
 
@@ -64,11 +64,15 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None = None
+    ranks: Ranks = ALONE
 
     def capture(self) -> State:
-        """Everything as it is now. Nothing is copied but the random states, of 5 kB."""
+        """Everything as it is now. Nothing is copied but the random states, of 5 kB.
+
+        Several ranks call it together. Each returns the random states of all.
+        """
         states = optimizer_states(self.model, self.optimizer)
-        chance = _random_states()
+        chance = random_states_of_all(self.ranks)
         return State(
             {**weights(self.model), **states.tensors, **chance.tensors},
             {
@@ -76,7 +80,7 @@ class TrainingState:
                 "kind": type(self.optimizer).__name__,
                 RANDOM: chance.record,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
-                "frozen": frozen_digest(self.model),
+                "frozen": edges_digest(self.model),
             },
         )
 
@@ -87,7 +91,7 @@ class TrainingState:
         goes on. Raises `CheckpointError` where a name, a dtype or a shape is not this training's; nothing has moved
         then but empty optimizer states.
         """
-        if stored.record["frozen"] != frozen_digest(self.model):
+        if stored.record["frozen"] != edges_digest(self.model):
             raise CheckpointError("the weights under the adapters are not those that the checkpoint was trained on")
         kind = type(self.optimizer).__name__
         if stored.record["kind"] != kind:
@@ -101,7 +105,7 @@ class TrainingState:
             self.optimizer.states_were_read()
         if self.scaler is not None:
             self.scaler.load_state_dict(stored.record["scaler"])
-        _set_random_states(stored)
+        set_random_states(stored, self.ranks)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -222,14 +226,15 @@ def _demand_same(specs: Mapping[str, Spec], targets: Mapping[str, Tensor]) -> No
             )
 
 
-def frozen_digest(model: nn.Module) -> str:
-    """Of the weights that are not trained: names, shapes, and the bytes at the edges of each; empty without any.
+def edges_digest(model: nn.Module, *, trained: bool = False) -> str:
+    """Of the weights that are not trained, or of those that are: names, shapes, and the bytes at the edges of each;
+    empty without any.
 
     Enough to tell another base from this one, and quick for 100 GB.
     """
     digest, count = 0, 0
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if parameter.requires_grad == trained:
             for part in memory_of(parameter.data):
                 flat = part.detach().reshape(-1)
                 edge = max(1, _EDGE // flat.element_size())
@@ -239,49 +244,3 @@ def frozen_digest(model: nn.Module) -> str:
                     digest = zlib.crc32(content.numpy().tobytes(), digest)
             count += 1
     return f"{digest:08x}" if count else ""
-
-
-def seed_generators(seed: int) -> None:
-    """PyTorch's generators, Python's and numpy's at the start of a training: a model may draw from any of them."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-
-
-def _random_states() -> State:
-    """The generators as tensors; what little of Python's and numpy's is no list of numbers in the record."""
-    version, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    tensors = {
-        f"{RANDOM}.cpu": torch.get_rng_state(),
-        f"{RANDOM}.python": torch.tensor(numbers, dtype=torch.int64),
-        f"{RANDOM}.numpy": torch.from_numpy(keys.astype(numpy.int64)),  # pyright: ignore[reportAttributeAccessIssue]
-    }
-    if torch.cuda.is_initialized():
-        tensors |= {f"{RANDOM}.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return State(
-        tensors,
-        {
-            "python": {"version": version, "gauss": gauss},
-            "numpy": {"position": position, "has_gauss": has_gauss, "cached": cached},
-        },
-    )
-
-
-def random_bytes() -> int:
-    """Bytes of the generators' tensors."""
-    return sum(tensor.nbytes for tensor in _random_states().tensors.values())
-
-
-def _set_random_states(stored: Stored) -> None:
-    """Those of CUDA devices too, as far as the devices are there."""
-    torch.set_rng_state(stored.read(f"{RANDOM}.cpu"))
-    if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            name = f"{RANDOM}.cuda.{index}"
-            if name in stored.specs:
-                torch.cuda.set_rng_state(stored.read(name), index)
-    python, other = stored.record[RANDOM]["python"], stored.record[RANDOM]["numpy"]
-    random.setstate((python["version"], tuple(stored.read(f"{RANDOM}.python").tolist()), python["gauss"]))
-    keys = stored.read(f"{RANDOM}.numpy").numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, other["position"], other["has_gauss"], other["cached"]))

@@ -1,0 +1,93 @@
+"""A notice board that all ranks read: the launcher's key-value store.
+
+It outlives a rank that is killed, and reading it never blocks. So it says what a collective cannot: that a rank has
+failed and why, whether somebody has reported it already, and what rank 0 found in minutes of work.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from tightfit.errors import PeerFailed, RankError
+from tightfit.processes.launch import Launch
+
+_FAILED, _SAID, _REPORTED, _ENDED = "failed", "said", "reported", "ended"
+POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.25  # between two looks for a failure, while one waits for something else
+PIECE = 1 << 20  # bytes of a value: larger ones are cut, since the store answers one request at a time
+
+
+class Board:
+    """The board of one run. Raises `RankError` where it cannot be reached."""
+
+    def __init__(self, launch: Launch, timeout_seconds: float):
+        self.launch = launch
+        try:
+            self.store: Any = c10d.PrefixStore(
+                f"tightfit/{launch.run}",
+                c10d.TCPStore(
+                    launch.address,
+                    launch.port,
+                    is_master=not launch.has_agent and launch.rank == 0,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    wait_for_workers=False,
+                ),
+            )
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {launch.rank} does not reach the launcher at {launch.address}:{launch.port}: start all ranks "
+                "with one torchrun"
+            ) from error
+        self._looked = 0.0
+
+    # Failures
+
+    def fail(self, line: str, exit_code: int) -> None:
+        """Say that this rank ends. The first failure stays."""
+        self.store.compare_set(_FAILED, "", json.dumps([self.launch.rank, line, exit_code]))
+
+    def look(self, *, now: bool = False) -> None:
+        """Raise `PeerFailed` where another rank has failed."""
+        if not now and time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if self.store.check([_FAILED]):
+            rank, line, exit_code = json.loads(self.store.get(_FAILED))
+            raise PeerFailed(f"rank {rank} ended: {line}", exit_code)
+
+    def is_first_to_speak(self) -> bool:
+        """Whether no rank has reported how this run ends; from now on, one has."""
+        return self.store.add(_SAID, 1) == 1
+
+    def meet_at_the_end(self, seconds: float, report_seconds: float, *, reports: bool) -> None:
+        """Until all ranks are at their end, or so many seconds. The one that reports may take longer."""
+        begun = time.monotonic()
+        self.store.add(_ENDED, 1)
+        if reports:
+            self.store.set(_REPORTED, "1")
+        while self.store.add(_ENDED, 0) < self.launch.size:
+            if time.monotonic() - begun > (seconds if self.store.check([_REPORTED]) else report_seconds):
+                return
+            time.sleep(POLL_SECONDS)
+
+    # What one rank finds for all
+
+    def publish(self, name: str, content: bytes) -> None:
+        pieces = [content[first : first + PIECE] for first in range(0, len(content), PIECE)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{name}/{number}", piece)
+        self.store.set(name, str(len(pieces)))
+
+    def read(self, name: str) -> bytes:
+        """What was published under a name, once it is. It may take rank 0 hours: only a failure ends the wait."""
+        self.wait_until(lambda: self.store.check([name]))
+        return b"".join(self.store.get(f"{name}/{number}") for number in range(int(self.store.get(name))))
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self.look()
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,31 @@
+"""How a command ends that runs in several processes: one of them reports the error, and all end with one exit code."""
+
+from collections.abc import Callable
+
+from tightfit.errors import PeerFailed, RankError
+from tightfit.processes.launch import Launch
+
+MEETING_SECONDS = 30.0  # for the others to come to the same end: they may still be importing torch
+REPORT_SECONDS = 600.0  # for the one that reports: ways out are run dry
+
+
+def report_once(launch: Launch, error: BaseException, report: Callable[[], None]) -> None:
+    """Let one rank report an error that ends the command. Returns when all ranks are at their end, or take too long: a
+    launcher ends the others when the first one is gone.
+    """
+    from tightfit.processes.board import Board  # with torch: a command that fails early has not imported it
+
+    is_lost = type(error) is RankError  # a lost rank does not come to the meeting
+    try:
+        board = Board(launch, MEETING_SECONDS)
+        reports = not isinstance(error, PeerFailed) and board.is_first_to_speak()
+    except (RankError, RuntimeError):  # the store is gone with its rank
+        if launch.rank == 0 or is_lost:
+            report()
+        return
+    if reports:
+        report()
+    try:
+        board.meet_at_the_end(1.0 if is_lost else MEETING_SECONDS, REPORT_SECONDS, reports=reports)
+    except RuntimeError:
+        return  # the store is gone: the others have ended
