@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import distributed_c10d as c10d
+import torch.distributed as dist
 
 from tightfit.errors import PeerFailed, RankError
 from tightfit.processes.launch import Launch
@@ -27,9 +27,9 @@ class Board:
     def __init__(self, launch: Launch, timeout_seconds: float):
         self.launch = launch
         try:
-            self.store: Any = c10d.PrefixStore(
+            self.store: Any = store_under(
                 f"tightfit/{launch.run}",
-                c10d.TCPStore(
+                dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - its page says that it is public
                     launch.address,
                     launch.port,
                     is_master=not launch.has_agent and launch.rank == 0,
@@ -91,3 +91,8 @@ class Board:
         while not is_done():
             self.look()
             time.sleep(POLL_SECONDS)
+
+
+def store_under(name: str, store: Any) -> Any:
+    """The part of a store whose keys begin with a name."""
+    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage] - its page says that it is public

@@ -15,10 +15,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from tightfit.errors import PeerFailed, RankError, TightfitError
-from tightfit.processes.board import Board
+from tightfit.processes.board import Board, store_under
 from tightfit.processes.launch import Launch
 
 # Gradients below this size are added up together, in one buffer of at most `BUFFER` bytes: a collective of 16 kB costs
@@ -114,7 +113,7 @@ class SeveralRanks(Ranks):
                 self._board.read(f"here/{rank}")
             dist.init_process_group(
                 self.backend,
-                store=c10d.PrefixStore("group", self._board.store),
+                store=store_under("group", self._board.store),
                 rank=launch.rank,
                 world_size=launch.size,
                 timeout=timedelta(seconds=timeout_seconds),
