@@ -135,7 +135,7 @@ class Tracer:
     """
 
     request: Request
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     def whole(
         self,
