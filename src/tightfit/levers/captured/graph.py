@@ -1,6 +1,7 @@
-"""Makes one captured graph: the function that stands for a block's forward from then on."""
+"""Makes captured graphs: the functions that stand for a block's forward from then on, one for each policy."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +16,58 @@ from tightfit.levers.recompute.policy import Policy
 from tightfit.runtime.internals import autocast_is_active, recorded_call, recording_backend
 
 
-def captured_graph(policy: Policy, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile` under a policy. Raises `CompileError` for a graph that cannot be captured."""
-    demand_no_settings(graph)
-    under_autocast = autocast_is_active()
-    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-    weights = [place for place, name in enumerate(names) if "_parameters_" in name]
-    parts = Assembly(policy, weights if under_autocast else ())
-    general = recording_backend(parts.divide, parts.write_forward, write_backward)(graph, inputs)
-    call = recorded_call(inputs)
-    if call is None or parts.found is None or parts.found.count != len(inputs):
-        return general
-    if len(parts.found.tangents) != sum(call.differentiable):
-        return general
-    return straight(parts.found, call, under_autocast=under_autocast)
+class CapturedGraph:
+    """A graph of dynamo, captured under the policies of the blocks that run it. A backend of `torch.compile` makes it.
+
+    AOTAutograd records the joint graph of forward and backward once. Each further policy divides a copy of it, which
+    takes a quarter of the time. That needs the graph to run as one node of ours; others serve one policy only.
+    """
+
+    def __init__(self, policy: Policy, graph: Any, inputs: Sequence[Any]):
+        """Raises `CompileError` for a graph that cannot be captured."""
+        demand_no_settings(graph)
+        self.under_autocast = autocast_is_active()
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+        weights = [place for place, name in enumerate(names) if "_parameters_" in name]
+        self.cast = weights if self.under_autocast else []
+        parts = Assembly(policy, self.cast)
+        general = recording_backend(parts.divide, parts.write_forward, write_backward)(graph, inputs)
+        self.count = len(inputs)
+        self.joint = parts.joint
+        self.call = recorded_call(inputs)
+        own = self.as_one_node(parts)
+        self.functions = {policy: own or general}
+        self.is_shared = own is not None and self.joint is not None
+
+    def function(self, policy: Policy) -> Callable[..., Any] | None:
+        """The graph's function under a policy; None if this graph serves others only. Raises `CompileError`."""
+        found = self.functions.get(policy)
+        if found is None and self.is_shared:
+            assert self.joint is not None, "shared graphs have a joint graph"
+            parts = Assembly(policy, self.cast)
+            forward, _ = parts.divide(copied(self.joint.module), None, num_fwd_outputs=self.joint.returns)
+            parts.write_forward(forward, ())
+            found = self.as_one_node(parts)
+            if found is not None:
+                self.functions[policy] = found
+        return found
+
+    def as_one_node(self, parts: "Assembly") -> Callable[..., Any] | None:
+        """The programs as one node of autograd; None if only AOTAutograd's own wrapper serves the graph."""
+        found, call = parts.found, self.call
+        if call is None or found is None or found.count != self.count:
+            return None
+        if len(found.tangents) != sum(call.differentiable):
+            return None
+        return straight(found, call, under_autocast=self.under_autocast)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph as AOTAutograd recorded it, to be divided once more."""
+
+    module: Any
+    returns: int  # results of forward, the first ones
 
 
 def demand_no_settings(graph: Any) -> None:
@@ -49,8 +88,11 @@ class Assembly:
         self.found: Parts | None = None
         self.returns = 0
         self.tangents: tuple[tuple[int, ...], ...] = ()
+        self.joint: Joint | None = None
 
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
+        # Dividing changes the graph. Settings that name nodes of this graph mean nothing for a copy.
+        self.joint = Joint(copied(joint), num_fwd_outputs)
         given = joint.graph.find_nodes(op="placeholder")
         demand_single_casts(given[place] for place in self.cast)
         (output,) = joint.graph.find_nodes(op="output")
@@ -79,5 +121,6 @@ class Assembly:
 def copied(module: Any) -> Any:
     """A copy of a graph, with the same metadata."""
     graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    (before,) = module.graph.find_nodes(op="output")
+    graph.output(graph.graph_copy(module.graph, {})).meta.update(before.meta)
     return torch.fx.GraphModule(module, graph)

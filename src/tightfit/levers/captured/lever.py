@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError, LeverError
-from tightfit.levers.captured.graph import captured_graph
+from tightfit.levers.captured.graph import CapturedGraph
 from tightfit.levers.compiled import own_forward
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
@@ -117,7 +117,7 @@ class Recording(threading.local):
     forward: "CapturedForward | None" = None  # the block that runs
     shapes: Any = ()  # of its arguments
     settled: bool = False  # dynamo has our settings
-    recorded: bool = False  # a graph was recorded in this call
+    recorded: bool = False  # there is a program for this call
 
 
 _recording = Recording()
@@ -125,6 +125,10 @@ _recording = Recording()
 
 class SettingsAreMissing(Exception):
     """A capture begins in a call that was expected to need none."""
+
+
+class ServesOthers(Exception):
+    """The graph was captured under another policy, and cannot be divided again."""
 
 
 class CapturedForward(FrugalForward):
@@ -141,6 +145,7 @@ class CapturedForward(FrugalForward):
         self.group = group
         self.shares = shares
         self.captures = 0
+        self.shares_graphs = True  # with blocks of its kind that have other policies
         self.refused: str | None = None  # why it runs without being captured, if it was tried
         self._recorded: RecordedForward | None = None
         self._last: weakref.ref[Any] | None = None  # the node of the last call under autocast
@@ -168,6 +173,9 @@ class CapturedForward(FrugalForward):
             return self.stand_in(args, kwargs)
         with nullcontext() if dry is None else dry.outside():
             reason, outputs = self.attempt(args, kwargs, settled=not self.captures)
+            if reason == ServesOthers.__name__:
+                self.shares_graphs = False
+                reason, outputs = self.attempt(args, kwargs, settled=True)
             if reason == SettingsAreMissing.__name__:
                 reason, outputs = self.attempt(args, kwargs, settled=True)
         if reason is None:
@@ -193,13 +201,15 @@ class CapturedForward(FrugalForward):
         """
         outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
         try:
-            captured = captured_forward(type(self.module), self.policy)
+            captured = captured_forward(type(self.module), None if self.shares_graphs else self.policy)
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
             _recording.recorded = False
             with recording_settings() if settled else nullcontext():
                 outputs = captured(self.module, *args, **kwargs)
             self.captures = max(self.captures, 1)  # another block of its kind may have been captured for it
             return None, outputs
+        except ServesOthers:
+            return ServesOthers.__name__, None
         except Exception as error:
             if not isinstance(error, (CompileError, *recording_failures())) and (not settled or _recording.recorded):
                 raise  # of the program
@@ -247,17 +257,28 @@ class CapturedForward(FrugalForward):
 
 
 @functools.cache
-def captured_forward(kind: type[nn.Module], policy: Policy) -> Callable[..., Any]:
-    """The captured `forward` of a class of modules under one policy."""
+def captured_forward(kind: type[nn.Module], policy: Policy | None) -> Callable[..., Any]:
+    """The captured `forward` of a class of modules under one policy, or under any (None) whose graphs can be shared."""
 
     def record(graph: Any, inputs: Sequence[Any]) -> Any:
         block = _recording.forward
         if not _recording.settled or block is None:
             raise SettingsAreMissing
         block.note_capture(_recording.shapes)
-        function = captured_graph(policy, graph, inputs)
-        _recording.recorded = True
-        return function
+        found = CapturedGraph(block.policy, graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            forward = _recording.forward
+            assert forward is not None, "captured blocks run by their forwards"
+            function = found.functions.get(forward.policy)
+            if function is None:
+                function = found.function(forward.policy)
+                if function is None:
+                    raise ServesOthers
+            _recording.recorded = True  # what fails from here on is the program
+            return function(*arguments)
+
+        return run
 
     return torch.compile(own_forward(kind, "captured"), backend=record, fullgraph=True)
 

@@ -307,6 +307,8 @@ class Search:
         base = self.solved or self.least
         if not self.request.may(CapturedBlocks) or not self.paths or base is None:
             return
+        if any(base.combination.get(kind) for kind in self.of_role(Role.WHOLE_BLOCKS)):
+            return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
         if self.best is None and self.budget_bytes < NEARLY * base.needed_bytes:
             return
         paths = tuple(path for path in self.paths if not base.policies.get(path, KEEP_ALL).offloads)
@@ -330,13 +332,13 @@ class Search:
         again = priced_as_captured(priced, captured.paths, self.request.executor, first.trace, micro_batches)
         # What recorded blocks take, and captured ones do not, is room; where they take more, it is the other way round.
         bound = self.budget_bytes - UNSEEN_BYTES + peak(priced.chain, first.choice) - first.peak_bytes
-        tried = {first.choice}
+        tried = [first.policies]
         for _ in range(TIGHTENINGS):
             solution = solve(again.chain, bound)
-            if solution is None or solution.choice in tried:
+            if solution is None or (policies := again.policies(solution.choice)) in tried:
                 return
-            tried.add(solution.choice)
-            candidate = self.trace_captured(first, again.policies(solution.choice), solution.choice, captured.paths)
+            tried.append(policies)
+            candidate = self.trace_captured(first, policies, solution.choice, captured.paths)
             if candidate is None:
                 return
             candidate = replace(candidate, priced=again)
