@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tightfit.errors import ModelError
 from tightfit.levers.micro_batch import as_tensors
 from tightfit.planner.apply import apply_plan
-from tightfit.planner.levers import ROUNDING_SPREAD, CapturedBlocks, Exactness, Offload
+from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Lever, Recompute
 from tightfit.planner.plans import BlockChoice, Plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
@@ -171,15 +171,10 @@ def without_levers(plan: Plan) -> Plan:
     return replace(plan, choices=(), levers=())
 
 
-def without_offload(plan: Plan) -> Plan:
-    """The plan with all offloaded values kept in memory. It recomputes the same operators."""
-    choices = [
-        replace(choice, kept=choice.kept + choice.offloaded, offloaded=(), offloaded_modules=(), offloads_inputs=False)
-        for choice in plan.choices
-    ]
-    return replace(
-        plan, choices=tuple(choices), levers=tuple(each for each in plan.levers if each.name != Offload.name)
-    )
+def without_lever(plan: Plan, lever: Lever) -> Plan:
+    """The plan without one of its levers. It recomputes the same operators."""
+    levers = tuple(each for each in plan.levers if each is not lever)
+    return replace(plan, choices=lever.taken_out(plan.choices), levers=levers)
 
 
 def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
@@ -199,17 +194,11 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
 
 
 def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
-    """The exact lever that makes the difference: capture, if none is left where the recorder runs the blocks; offload,
-    if none is left with everything kept in memory.
-    """
-    if plan.lever(CapturedBlocks) is not None:
-        levers = tuple(lever for lever in plan.levers if not isinstance(lever, CapturedBlocks))
-        if plain.worst_difference(run(model, batch, loss, replace(plan, levers=levers))) is None:
-            return CapturedBlocks.name
-    if plan.lever(Offload) is None:
-        return "recompute"
-    in_memory = run(model, batch, loss, without_offload(plan))
-    return "offload" if plain.worst_difference(in_memory) is None else "recompute"
+    """The exact lever without which the plan makes no difference; recompute, where it is none of them."""
+    for lever in plan.levers:
+        if plain.worst_difference(run(model, batch, loss, without_lever(plan, lever))) is None:
+            return lever.name
+    return Recompute.name
 
 
 def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:

@@ -175,6 +175,10 @@ class Lever:
         """What the lever does in a plan with these choices inside blocks, for tables and pages."""
         raise NotImplementedError  # each lever has its own
 
+    def taken_out(self, choices: "Sequence[BlockChoice]") -> "tuple[BlockChoice, ...]":
+        """The choices of the same plan without this lever, which recompute the same operators."""
+        return tuple(choices)
+
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
         """Suggestions to use the lever in this step: by default its fastest setting, in a plan with no other lever."""

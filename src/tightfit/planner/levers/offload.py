@@ -1,7 +1,7 @@
 """The lever `offload`: saved activations move to a file or to pinned host memory, bit for bit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from tightfit.planner.levers.base import Block, Choice, Exactness, Lever, Offer, PlainStep, Role, register
@@ -94,6 +94,15 @@ class Offload(Lever):
 
         settings = OffloadSettings(self.folder, self.budget_bytes, self.smallest_bytes)
         return store_with_room(settings, self.bytes, on_host=self.host)
+
+    def taken_out(self, choices: "Sequence[BlockChoice]") -> "tuple[BlockChoice, ...]":
+        kept_in_memory = [
+            replace(
+                choice, kept=choice.kept + choice.offloaded, offloaded=(), offloaded_modules=(), offloads_inputs=False
+            )
+            for choice in choices
+        ]
+        return tuple(kept_in_memory)
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         count = sum(choice.action == "offload" for choice in choices)
