@@ -137,16 +137,16 @@ class CannotFit(TightfitError):
 class RankError(TightfitError):
     """One of several processes that train together is lost or silent, or they differ in what they are to do."""
 
-
-class PeerFailed(RankError):
-    """Another process has failed and has said why; this one ends with it, and with its exit code."""
-
     def __init__(self, message: str, exit_code: int = 2):
         super().__init__(message)
         self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.exit_code)
+
+
+class PeerFailed(RankError):
+    """Another process has failed and has said why; this one ends with it, and with its exit code."""
 
 
 class RecoveryError(TightfitError):

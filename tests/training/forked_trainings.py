@@ -14,9 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
+
+from forked_ranks import RanksEnded, run_ranks
 
 TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes")
 _SYSTEM_CALLS = (
@@ -60,6 +63,30 @@ class Nursery:
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return Ended(*json.loads(self._process.stdout.readline()))
+
+    def train_ranks(
+        self,
+        config: Any,
+        count: int,
+        *options: str,
+        resume: bool = False,
+        kill: int | None = None,
+        by: int = signal.SIGKILL,
+        after: float = 0,
+    ) -> RanksEnded:
+        """The same on several ranks; `kill` is the one that gets a signal. With further options, or to be resumed after
+        a signal that asks for an end, `tightfit train` runs.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        raw = config.model_dump(mode="json")
+        path = Path(config.output.folder).parent / "ranks.yaml"
+        path.write_text(json.dumps(raw))  # YAML as well
+        words = ["train", str(path), *options] if options or by != signal.SIGKILL else []
+        job = {"config": raw, "resume": resume, "count": count, "words": words, "kill": kill, "by": by, "after": after}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return RanksEnded(*json.loads(self._process.stdout.readline()))
 
 
 def final_state(run: Path) -> dict[str, Any]:
@@ -141,6 +168,10 @@ def _serve() -> None:
         gc.collect()
         gc.freeze()
         assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread along and the locks of all"
+        if "count" in job:
+            ended = run_ranks(job, partial(trainings.train, job["config"], resume=job["resume"]))
+            print(json.dumps(ended), flush=True)
+            continue
         reader, writer = os.pipe()
         begun = time.perf_counter()
         child = os.fork()

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked_trainings import Nursery, final_state
+from ranks_beside_one import assert_one_line, assert_same, at
 from tiny_training import settings
 
+from tightfit.checkpoint.store import Checkpoints
 from tightfit.config import Config
 
 SEED, MOMENTS, RESUMES = 14, 200, 50
@@ -89,6 +92,22 @@ def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: N
     for moment in moments(killed, 2):
         killed.ends_the_same(**moment)
     resumed_again_and_again(killed, 2)
+
+
+def test_two_ranks_of_which_one_is_killed_train_as_one_process_does(nursery: Nursery, tmp_path: Path):
+    """With rows of unlike length, and one more than the ranks can share evenly."""
+    steps = {"batch_size": 5, "gradient_accumulation_steps": 1, "max_steps": 6, "log_every": 1}
+    config = training(tmp_path, model={"dropout": 0.0}, data={"buckets": True}, training=steps)
+    assert nursery.train(config).code == 0
+    together = at(config, "together")
+    ended = nursery.train_ranks(together, 2, kill=1, after=0.8)
+    assert_one_line(ended, 1)
+    ended = nursery.train_ranks(together, 2, resume=True)
+    assert (ended.codes, ended.said) == ([0, 0], "")
+    assert_same(config, together)
+    checkpoint = Checkpoints(Path(together.output.folder) / "checkpoints").newest_intact().checkpoint
+    assert checkpoint is not None
+    assert not torch.equal(checkpoint.read("random.rank1.cpu"), checkpoint.read("random.cpu"))
 
 
 def with_everything(folder: Path, *, in_background: bool = False) -> Config:

@@ -1,8 +1,6 @@
 """A training in several real processes is the training of one: tokens, means, files, ends."""
 
-import json
 import random
-import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -11,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import Ended, Ranks
+from forked_trainings import Nursery
+from ranks_beside_one import assert_one_line, assert_same, at, lines
 from safetensors.torch import load_file
 from tiny_training import settings
 
@@ -22,8 +21,8 @@ SEED, MOMENTS = 18, 20
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as forked:
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as forked:
         yield forked
 
 
@@ -38,42 +37,6 @@ def training(folder: Path, **sections: dict[str, Any]) -> Config:
     )  # fmt: skip
 
 
-def lines(config: Config) -> list[dict[str, Any]]:
-    path = Path(config.output.folder) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def at(config: Config, name: str) -> Config:
-    """The same training in another folder."""
-    folder = Path(config.output.folder).with_name(name)
-    return config.model_copy(update={"output": config.output.model_copy(update={"folder": str(folder)})})
-
-
-def assert_same(alone: Config, together: Config) -> None:
-    """The same tokens, losses and norms at every step, and the same weights, within rounding."""
-    expected, found = lines(alone), lines(together)
-    assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
-    for name in ("loss", "grad_norm"):
-        torch.testing.assert_close(
-            torch.tensor([line[name] for line in found]), torch.tensor([line[name] for line in expected]),
-            rtol=1e-4, atol=1e-5,
-        )  # fmt: skip
-    weights = [load_file(Path(config.output.folder) / "model.safetensors") for config in (alone, together)]
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
-
-
-def test_two_ranks_with_unlike_rows_train_as_one_process_does(ranks: Ranks, tmp_path: Path):
-    config = training(tmp_path)
-    assert ranks.train(config, 1).codes == [0]
-    together = at(config, "together")
-    ended = ranks.train(together, 2)
-    assert (ended.codes, ended.said) == ([0, 0], "")
-    assert_same(config, together)
-    checkpoint = Checkpoints(Path(together.output.folder) / "checkpoints").newest_intact().checkpoint
-    assert checkpoint is not None
-    assert not torch.equal(checkpoint.read("random.rank1.cpu"), checkpoint.read("random.cpu"))
-
-
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "fifty steps": (4, {"training": {"max_steps": 50, "batch_size": 6}}),
     "fifty steps on two": (2, {"training": {"max_steps": 50, "batch_size": 6}}),
@@ -82,18 +45,18 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "several micro-batches": (2, {"training": {"batch_size": 8, "gradient_accumulation_steps": 4}}),
     "no clipping": (2, {"training": {"grad_clip": None}}),
     "muon": (2, {"training": {"optimizer": "muon"}}),
-    "experts": (2, {"model": {"experts": 2}}),
+    "packed rows": (2, {"data": {"buckets": False, "packing": "best_fit"}}),
 }
 
 
 @pytest.mark.slow  # two trainings a case
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_train_as_one_process_does(ranks: Ranks, tmp_path: Path, case: str):
+def test_ranks_train_as_one_process_does(nursery: Nursery, tmp_path: Path, case: str):
     count, sections = CASES[case]
     config = training(tmp_path, **sections)
-    assert ranks.train(config, 1).codes == [0]
+    assert nursery.train(config).code == 0
     together = at(config, "together")
-    ended = ranks.train(together, count)
+    ended = nursery.train_ranks(together, count)
     assert (ended.codes, ended.said) == ([0] * count, "")
     if config.training.grad_clip is None:
         assert all(line["grad_norm"] is None for line in lines(together))
@@ -102,12 +65,14 @@ def test_ranks_train_as_one_process_does(ranks: Ranks, tmp_path: Path, case: str
 
 
 @pytest.mark.slow  # four trainings
-def test_a_training_goes_on_with_other_numbers_of_ranks_and_sees_each_token_once(ranks: Ranks, tmp_path: Path):
+def test_a_training_goes_on_with_other_numbers_of_ranks_and_sees_each_token_once(nursery: Nursery, tmp_path: Path):
     config = training(tmp_path, training={"max_steps": 12})
-    assert ranks.train(config, 1).codes == [0]
+    assert nursery.train(config).code == 0
     together = at(config, "together")
     for steps, count in ((4, 2), (8, 4), (12, 1)):
-        ended = ranks.train(together, count, "--resume", f"training.max_steps={steps}", "training.schedule=constant")
+        ended = nursery.train_ranks(
+            together, count, "--resume", f"training.max_steps={steps}", "training.schedule=constant"
+        )
         assert ended.codes == [0] * count, ended.said
     found = lines(together)
     assert [line["step"] for line in found] == list(range(1, 13))
@@ -115,10 +80,12 @@ def test_a_training_goes_on_with_other_numbers_of_ranks_and_sees_each_token_once
 
 
 @pytest.mark.slow  # two trainings a moment
-def test_a_training_of_which_a_rank_is_killed_at_any_moment_ends_as_if_it_had_not_been(ranks: Ranks, tmp_path: Path):
+def test_a_training_of_which_a_rank_is_killed_at_any_moment_ends_as_if_it_had_not_been(
+    nursery: Nursery, tmp_path: Path
+):
     config = training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20})
     run = Path(config.output.folder)
-    whole = ranks.train(config, 2)
+    whole = nursery.train_ranks(config, 2)
     assert whole.codes == [0, 0], whole.said
     expected = load_file(run / "model.safetensors")
     tokens = [line["tokens"] for line in lines(config)]
@@ -126,10 +93,10 @@ def test_a_training_of_which_a_rank_is_killed_at_any_moment_ends_as_if_it_had_no
     chance = random.Random(SEED)
     for moment in range(MOMENTS):
         after = chance.random() * whole.seconds
-        ended = ranks.train(config, 2, kill=moment % 2, after=after)
+        ended = nursery.train_ranks(config, 2, kill=moment % 2, after=after)
         if any(ended.codes):
             assert_one_line(ended, moment % 2)
-        again = ranks.train(config, 2, "--resume")
+        again = nursery.train_ranks(config, 2, resume=True)
         assert again.codes == [0, 0], again.said
         assert [line["tokens"] for line in lines(config)] == tokens
         found = load_file(run / "model.safetensors")
@@ -137,26 +104,18 @@ def test_a_training_of_which_a_rank_is_killed_at_any_moment_ends_as_if_it_had_no
         shutil.rmtree(run)
 
 
-def assert_one_line(ended: Ended, killed: int) -> None:
-    """The other rank ends with exit code 2 and one line; one that had all its work done may end as if nothing were."""
-    other = ended.codes[1 - killed]
-    assert other in (0, 2), (ended.codes, ended.said)
-    if other == 2:
-        assert re.fullmatch(rf"error: rank {1 - killed} has lost another rank.*\n", ended.said), ended.said
-
-
 @pytest.mark.slow  # two trainings for each signal
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(ranks: Ranks, tmp_path: Path, rank: int):
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_path: Path, rank: int):
     config = training(tmp_path, training={"max_steps": 100_000}, checkpoint={"every_steps": None})
-    ended = ranks.train(config, 2, kill=rank, by=signal.SIGTERM, after=4.0)
+    ended = nursery.train_ranks(config, 2, kill=rank, by=signal.SIGTERM, after=4.0)
     assert ended.codes == [128 + signal.SIGTERM] * 2, ended.said
     assert ended.said == ""
     made = len(lines(config))
     checkpoint = Checkpoints(Path(config.output.folder) / "checkpoints").newest_intact().checkpoint
     assert checkpoint is not None
     assert checkpoint.step == made
-    ended = ranks.train(config, 2, "--resume", f"training.max_steps={made + 2}", "training.schedule=constant")
+    ended = nursery.train_ranks(config, 2, "--resume", f"training.max_steps={made + 2}")
     assert ended.codes == [0, 0], ended.said
     assert len(lines(config)) == made + 2
 
@@ -172,8 +131,10 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(ranks: Ranks, tmp_path:
         (("data.source=/nowhere.txt", "output.folder=/proc/nowhere"), "/proc/nowhere: cannot be written", 2),
     ],
 )
-def test_a_mistake_is_one_line_of_one_rank(ranks: Ranks, tmp_path: Path, words: tuple[str, ...], line: str, code: int):
-    ended = ranks.train(training(tmp_path), 2, *words)
+def test_a_mistake_is_one_line_of_one_rank(
+    nursery: Nursery, tmp_path: Path, words: tuple[str, ...], line: str, code: int
+):
+    ended = nursery.train_ranks(training(tmp_path), 2, *words)
     assert ended.codes == [code, code]
     assert ended.said.count("\n") == 1, ended.said
     assert line in ended.said

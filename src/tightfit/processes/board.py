@@ -1,12 +1,11 @@
 """A notice board that all ranks read: the launcher's key-value store.
 
 It outlives a rank that is killed, and reading it never blocks. So it says what a collective cannot: that a rank has
-failed and why, whether somebody has reported it already, and what rank 0 found in minutes of work.
+failed and why, and whether somebody has reported it already.
 """
 
 import json
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,14 +17,13 @@ from tightfit.processes.launch import Launch
 _FAILED, _SAID, _REPORTED, _ENDED = "failed", "said", "reported", "ended"
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.25  # between two looks for a failure, while one waits for something else
-PIECE = 1 << 20  # bytes of a value: larger ones are cut, since the store answers one request at a time
 
 
 class Board:
     """The board of one run. Raises `RankError` where it cannot be reached."""
 
     def __init__(self, launch: Launch, timeout_seconds: float):
-        self.launch = launch
+        self.launch, self.timeout_seconds = launch, timeout_seconds
         try:
             self.store: Any = store_under(
                 f"tightfit/{launch.run}",
@@ -74,23 +72,19 @@ class Board:
                 return
             time.sleep(POLL_SECONDS)
 
-    # What one rank finds for all
+    # Short texts of all ranks
 
-    def publish(self, name: str, content: bytes) -> None:
-        pieces = [content[first : first + PIECE] for first in range(0, len(content), PIECE)]
-        for number, piece in enumerate(pieces):
-            self.store.set(f"{name}/{number}", piece)
-        self.store.set(name, str(len(pieces)))
-
-    def read(self, name: str) -> bytes:
-        """What was published under a name, once it is. It may take rank 0 hours: only a failure ends the wait."""
-        self.wait_until(lambda: self.store.check([name]))
-        return b"".join(self.store.get(f"{name}/{number}") for number in range(int(self.store.get(name))))
-
-    def wait_until(self, is_done: Callable[[], bool]) -> None:
-        while not is_done():
+    def exchanged(self, name: str, content: bytes) -> list[bytes]:
+        """What each rank gives under a name, in their order. Raises `TimeoutError` where one gives nothing."""
+        until = time.monotonic() + self.timeout_seconds
+        self.store.set(f"{name}/{self.launch.rank}", content)
+        names = [f"{name}/{rank}" for rank in range(self.launch.size)]
+        while not self.store.check(names):
             self.look()
+            if time.monotonic() > until:
+                raise TimeoutError
             time.sleep(POLL_SECONDS)
+        return [self.store.get(each) for each in names]
 
 
 def store_under(name: str, store: Any) -> Any:

@@ -23,6 +23,7 @@ from tightfit.processes.launch import Launch
 # Gradients below this size are added up together, in one buffer of at most `BUFFER` bytes: a collective of 16 kB costs
 # as much as one of 1 MiB. Larger ones are added up where they lie.
 SMALL, BUFFER = 256 << 10, 1 << 20
+PATIENCE_SECONDS = 7 * 24 * 3600
 _SHORTEST_NAP, _LONGEST_NAP = 1e-4, 5e-3  # seconds between two looks at a collective that runs
 
 
@@ -54,12 +55,12 @@ class Ranks:
         """The things of the rank that has most."""
         return -(-count // self.size)
 
-    def found_by_first(self, name: str, work: Callable[[], bytes]) -> bytes:
+    def found_by_first(self, work: Callable[[], bytes]) -> bytes:
         """What `work` returns on rank 0, for all: it runs nowhere else."""
         return work()
 
     @contextmanager
-    def first_goes_ahead(self, name: str) -> Iterator[None]:
+    def first_goes_ahead(self) -> Iterator[None]:
         """Rank 0 runs what is inside before the others do: they find its caches."""
         yield
 
@@ -104,13 +105,10 @@ class SeveralRanks(Ranks):
         self.rank, self.size, self.launch = launch.rank, launch.size, launch
         self.waited_seconds = 0.0
         self._timeout = timeout_seconds
-        self._count = 0
         self.backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         self._board = Board(launch, timeout_seconds)
-        with self._watched("starting"):
-            self._board.publish(f"here/{self.rank}", b"")
-            for rank in range(self.size):
-                self._board.read(f"here/{rank}")
+        with self._watched():
+            self._board.exchanged("here", b"1")  # a rank that fails before this one begins says so there
             dist.init_process_group(
                 self.backend,
                 store=store_under("group", self._board.store),
@@ -118,49 +116,50 @@ class SeveralRanks(Ranks):
                 world_size=launch.size,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+            # Rank 0 may take hours over data and a plan. One that is killed closes its connections all the same.
+            self._patient: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
-            with self._watched("ending"):
+            with self._watched():
                 self.most(0)  # else the launcher's store may be gone before the last one has read it
             dist.destroy_process_group()
         elif not isinstance(error, PeerFailed):
             line, code = _said_of(error)
-            # Where the store is gone too, the others see closed connections.
-            try:
+            with suppress(RuntimeError):  # where the store is gone too, the others see closed connections
                 self._board.fail(line, code)
-            except RuntimeError:
-                return
+            if isinstance(error, SystemExit):
+                raise RankError(
+                    f"rank {self.rank} was ended by a signal, which torchrun sends when another rank is lost: go on "
+                    "with --resume",
+                    code,
+                ) from error
 
     # What rank 0 finds for all
 
-    def found_by_first(self, name: str, work: Callable[[], bytes]) -> bytes:
-        name = self._numbered(name)
-        if not self.is_first:
-            with self._watched(name):
-                return self._board.read(name)
-        content = work()
-        with self._watched(name):
-            self._board.publish(name, content)
-        return content
+    def found_by_first(self, work: Callable[[], bytes]) -> bytes:
+        content = work() if self.is_first else b""
+        size = torch.tensor([len(content)])
+        self._wait(lambda: dist.broadcast(size, 0, group=self._patient, async_op=True), patient=True)
+        if self.is_first:
+            values = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
+        else:
+            values = torch.empty(max(int(size), 1), dtype=torch.uint8)
+        self._wait(lambda: dist.broadcast(values, 0, async_op=True))
+        return values[: int(size)].numpy().tobytes()
 
     @contextmanager
-    def first_goes_ahead(self, name: str) -> Iterator[None]:
-        name = self._numbered(name)
+    def first_goes_ahead(self) -> Iterator[None]:
         if not self.is_first:
-            with self._watched(name):
-                self._board.read(name)
+            self.found_by_first(lambda: b"")
         yield
         if self.is_first:
-            with self._watched(name):
-                self._board.publish(name, b"")
+            self.found_by_first(lambda: b"")
 
     def demand_same(self, facts: Mapping[str, str]) -> None:
-        with self._watched("comparing"):
+        with self._watched():
             for what, fact in facts.items():
-                name, digest = self._numbered("same"), hashlib.sha256(fact.encode()).digest()
-                self._board.publish(f"{name}/{self.rank}", digest)
-                others = [self._board.read(f"{name}/{rank}") for rank in range(self.size)]
+                others = self._board.exchanged(f"same/{what}", hashlib.sha256(fact.encode()).digest())
                 different = [rank for rank, other in enumerate(others) if other != others[0]]
                 if different:
                     raise RankError(
@@ -218,17 +217,13 @@ class SeveralRanks(Ranks):
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    def _numbered(self, name: str) -> str:
-        self._count += 1
-        return f"{self._count}/{name}"
-
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def _wait(self, begin: Callable[[], Any], *, patient: bool = False) -> None:
         """Run a collective to its end. A rank that waits sees signals, and what others say of a failure."""
         begun, nap = time.monotonic(), _SHORTEST_NAP
-        with self._watched("collective"):
+        with self._watched():
             work = begin()
             while not work.is_completed():
-                if time.monotonic() - begun > self._timeout:
+                if time.monotonic() - begun > (PATIENCE_SECONDS if patient else self._timeout):
                     raise TimeoutError
                 self._board.look()
                 time.sleep(nap)
@@ -237,7 +232,7 @@ class SeveralRanks(Ranks):
         self.waited_seconds += time.monotonic() - begun
 
     @contextmanager
-    def _watched(self, what: str) -> Iterator[None]:
+    def _watched(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:  # those of torch.distributed are RuntimeErrors

@@ -127,7 +127,7 @@ def run_training(
             if not is_locked:
                 where = f"{folder.path}: its file system has no locks"
                 reporter.on_note(f"{where}: see that no other training writes there")
-            with ranks.first_goes_ahead("claimed"):
+            with ranks.first_goes_ahead():
                 earlier = look_back(settings, folder, reporter) if resume else Earlier()
             run = _Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
             result = earlier.finished or run.run()
@@ -163,10 +163,10 @@ class _Run:
         if config.memory.allocator is not None:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
         notice = self.reporter.on_note
-        with ranks.first_goes_ahead("device"):
+        with ranks.first_goes_ahead():
             device = lookup_present(None if training.device == "auto" else training.device, notice=notice)
         device = device_of_a_rank(device, ranks)
-        with ranks.first_goes_ahead("data"):
+        with ranks.first_goes_ahead():
             data = plannable(prepare_data(config.data, config.model, objective=training.objective, notice=notice))
         data = self.purpose.prepared(data, config, device, self.reporter)
         context = Context.of(config, data, device, self.purpose.identity, ranks.size)
@@ -199,7 +199,7 @@ class _Run:
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
             if config.memory.verify:
-                with ranks.first_goes_ahead("verify"):
+                with ranks.first_goes_ahead():
                     if ranks.is_first:
                         rows = own.training.batch_size
                         first = {name: tensor[:rows] for name, tensor in next(_batches(config, data)).items()}
@@ -286,7 +286,7 @@ class _Run:
         if self.ranks.is_first:
             kept = from_file(path, data.fingerprint) if self.checkpoint is not None else None
             kept = kept or self._computed_reference(model, levers, data)
-        if not self.ranks.found_by_first("reference", lambda: b"" if kept is None else b"computed"):
+        if not self.ranks.found_by_first(lambda: b"" if kept is None else b"computed"):
             return None
         kept = kept or from_file(path, data.fingerprint)
         if kept is None:

@@ -137,7 +137,7 @@ def shared_fit(ranks: Ranks, fitted: Fit | None, config: Config, *, is_stored: b
         assert fitted is not None, "rank 0 has planned"
         return fit_as_json(fitted, is_stored=is_stored)
 
-    found = ranks.found_by_first("plan", encoded)
+    found = ranks.found_by_first(encoded)
     return fit_from_json(found, config) if fitted is None else (fitted, is_stored)
 
 
