@@ -2,6 +2,7 @@
 
 import gc
 import random
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -10,9 +11,12 @@ from recovering import VOCABULARY, Awkward, Remembered, batch, config, plain_fit
 
 from injected_out_of_memory import OutOfMemoryAt, cpu_error, cuda_error
 from tightfit.errors import CannotFit, RecoveryError
+from tightfit.processes.ranks import Ranks
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import is_fake
 from tightfit.training.fitting import LeversInForce
+from tightfit.training.interrupt import Cut
+from tightfit.training.joining import CANNOT_FIT, GOES_ON, OtherCannotFit
 from tiny import decoder
 
 STEPS = 3
@@ -220,3 +224,57 @@ def test_levers_can_be_aside_and_come_back(plain, recomputing):
             assert all("forward" not in vars(block) for block in model.blocks)
         levers.replace(plain)
         assert all("forward" not in vars(block) for block in model.blocks)
+
+
+class BesideAnEmptyOne(Ranks):
+    """The first of two ranks. The other one has no samples, and says `word` of its step."""
+
+    size = 2
+
+    def __init__(self, word=GOES_ON):
+        self.word, self.exchanged = word, []
+
+    def flags(self, flags):
+        self.exchanged.append(flags[0])
+        return [max(flags[0], self.word), *flags[1:]]
+
+
+def beside(ranks, planner, plain):
+    run = training(planner, fitted=plain)
+    run.stepper.ranks = ranks
+    return run
+
+
+def test_of_several_ranks_one_recovers_by_itself_and_exchanges_once_a_step(plain, recomputing, uninterrupted):
+    ranks = BesideAnEmptyOne()
+    run = beside(ranks, Remembered([recomputing]), plain)
+    mode, around = injected(2, 200)
+    assert_same(run, run.run(STEPS, around), uninterrupted)
+    assert mode.raised == 1
+    assert ranks.exchanged == [GOES_ON] * STEPS
+
+
+def test_a_rank_without_a_tighter_plan_says_so_to_the_others(plain):
+    ranks = BesideAnEmptyOne()
+    run = beside(ranks, NothingFits(), plain)
+    with pytest.raises(CannotFit), OutOfMemoryAt(200):
+        run.stepper.attempt(batch(1), 1)
+    assert ranks.exchanged == [CANNOT_FIT]
+
+
+def test_the_others_undo_their_step_and_end_with_its_exit_code(plain):
+    untouched = [p.detach().clone() for p in training().stepper.model.parameters()]
+    run = beside(BesideAnEmptyOne(CANNOT_FIT), NothingFits(), plain)
+    with pytest.raises(OtherCannotFit) as raised:
+        run.run(1, nothing)
+    run.stepper.undo()
+    assert raised.value.exit_code == CannotFit.exit_code
+    assert all(p.grad is None for p in run.stepper.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(run.stepper.model.parameters(), untouched, strict=True))
+
+
+def test_a_signal_to_another_rank_cuts_the_step_here(plain):
+    run = beside(BesideAnEmptyOne(int(signal.SIGTERM)), NothingFits(), plain)
+    with pytest.raises(Cut):
+        run.run(1, nothing)
+    assert run.stepper.interrupt.received == signal.SIGTERM
