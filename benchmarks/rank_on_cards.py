@@ -1,8 +1,9 @@
 """A rank's memory on cards, against torchtitan's published table: reserved GiB of Llama 3.1 8B with FSDP2, eager.
 
-Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (the rows that are not compiled).
-The blocks have torchtitan's selective checkpoints: every second product and attention are kept. The loss is in fp32. The
-model is our reference decoder in that shape. What is reserved is replayed in one pool, and FSDP2 uses several streams.
+Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, the rows that are not compiled.
+The blocks have torchtitan's selective checkpoints: every second product and attention are kept. The loss is in fp32.
+The model is our reference decoder in that shape. What is reserved is replayed in one pool, and FSDP2 uses several
+streams.
 
     python benchmarks/rank_on_cards.py [--output results.json]
 """
