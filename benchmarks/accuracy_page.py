@@ -333,12 +333,12 @@ def ranks_line(group: Sequence[Record]) -> str:
 
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "accuracy": peaks,
-    "ranks": ranks,
     "published": published,
     "published_kernels": published_kernels,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
     "plan_time": plan_time,
+    "ranks": ranks,
 }
 
 # Where the file of results has another name
