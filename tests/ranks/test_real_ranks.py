@@ -26,7 +26,7 @@ def ranks():
         del sys.modules[spec.name]
 
 
-# Slow: two processes import PyTorch for each case and wait for each other, 8 s of processor time each.
+# Slow: two processes import PyTorch for each case and wait for each other, some 20 s of processor time.
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
