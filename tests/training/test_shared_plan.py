@@ -11,8 +11,10 @@ from tightfit.config import parse_config
 from tightfit.data.prepare import prepare_data
 from tightfit.models.loading import build_model
 from tightfit.processes.ranks import Ranks
+from tightfit.step import StepSettings
 from tightfit.training.fitting import fit
-from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.loop import Stepper, share_of
+from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, CausalLMLoss, counted
 from tightfit.training.random_states import random_states, seed_generators
 from tightfit.training.several import config_of_a_rank, fit_as_json, fit_from_json, plan_digest
 
@@ -54,3 +56,16 @@ def test_ranks_draw_other_numbers_and_the_first_those_of_one_process():
     for name in ("random.cpu", "random.python", "random.numpy"):
         assert not torch.equal(drawn[1][name], drawn[2][name])
         assert not torch.equal(drawn[2][name], drawn[3][name])
+
+
+def test_a_share_counts_the_whole_batch_and_holds_only_its_own_rows():
+    model = torch.nn.Linear(2, 2)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters()), CausalLMLoss(), StepSettings(), 1, ranks=Four())
+    ids = torch.arange(9 * 5).view(9, 5)
+    labels = ids.clone()
+    labels[:4] = -100
+    part, tokens = share_of({"input_ids": ids, "labels": labels}, stepper)
+    assert torch.equal(part["input_ids"], ids[6:9])  # the last of four has the longer share
+    assert (part[VALID_TOKENS], part[WHOLE_ROWS], tokens) == (5 * 4, 9, 45)
+    for name in ("input_ids", "labels"):
+        assert part[name].untyped_storage().nbytes() == part[name].nbytes

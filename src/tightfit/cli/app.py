@@ -24,7 +24,7 @@ from tightfit.cli import (
 )
 from tightfit.cli.together import ranks_started, refuse_several, report_and_end
 from tightfit.cli.ways import show_ways_out
-from tightfit.errors import CannotFit, InputError, OutputError, TightfitError
+from tightfit.errors import CannotFit, InputError, OutputError, RankError, TightfitError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.runtime.idle_lines import leave_out_idle_lines
 
@@ -53,6 +53,10 @@ class Commands(TyperGroup):
             if ctx.params["debug"]:
                 raise
             end_with(error)
+        except SystemExit as ended:
+            if isinstance(ended.__context__, RankError) and ranks_started() > 1:  # it came while that was on its way
+                end_with(ended.__context__)
+            raise
         except UsageError as error:
             if ranks_started() > 1:
                 end_with(InputError(f"{cast(Any, error).format_message()} See tightfit {command} --help"))

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from tightfit.cli.together import ranks_started
+
 EXIT_BASE = 128  # of a command that a signal ended, in every shell
 INTERRUPTED = EXIT_BASE + signal.SIGINT
 
@@ -16,7 +18,8 @@ INTERRUPTED = EXIT_BASE + signal.SIGINT
 def ends_in_order() -> Iterator[None]:
     """Inside, SIGTERM, SIGHUP and SIGUSR1 raise `SystemExit(128 + n)`, so that what is open is closed and said.
 
-    A signal that is ignored (`nohup`) or handled already is left alone.
+    A signal that is ignored (`nohup`) or handled already is left alone. In one of several processes they do so until
+    the command has ended: torchrun sends SIGTERM to a process that is just about to say that another one is lost.
     """
     before = {}
     terminals = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream and stream.isatty()]
@@ -35,5 +38,5 @@ def ends_in_order() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if ranks_started() == 1 else ():
             signal.signal(number, handler)

@@ -427,13 +427,11 @@ def share_of(batch: Mapping[str, Any], stepper: Stepper) -> tuple[dict[str, Any]
     tokens = batch["input_ids"].numel()
     if not stepper.ranks.is_several:
         return counted(batch, stepper.device), tokens
-    whole, rows = counted(batch), len(batch["input_ids"])
-    together = getattr(stepper.loss, "rows_together", 1)
-    own = stepper.ranks.share(rows // together)
-    part = {
-        name: value[own.start * together : own.stop * together] if isinstance(value, torch.Tensor) else value
-        for name, value in whole.items()
-    }
+    whole, together = counted(batch), getattr(stepper.loss, "rows_together", 1)
+    own = stepper.ranks.share(len(batch["input_ids"]) // together)
+    rows = slice(own.start * together, own.stop * together)
+    # Copies: a view would keep the whole batch in memory.
+    part = {n: value[rows].clone() if isinstance(value, torch.Tensor) else value for n, value in whole.items()}
     return on_device(part, stepper.device), tokens
 
 
