@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.published.seconds_page import seconds_on_cards
+from benchmarks.published.seconds_page import seconds_on_cards, two_clocks
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -337,6 +337,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "published_kernels": published_kernels,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
+    "published_clocks": two_clocks,
     "plan_time": plan_time,
     "ranks": ranks,
 }
@@ -346,6 +347,7 @@ SCRIPTS = {
     "published": "published/peaks.py",
     "published_kernels": "published/kernels.py",
     "published_seconds": "published/seconds.py",
+    "published_clocks": "published/clocks.py",
 }
 
 

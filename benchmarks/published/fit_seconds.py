@@ -101,8 +101,8 @@ def kernels(parameters: Parameters, kind: str) -> Kernels:
 class Fit:
     """A search over parameters; `rows` are those that it may see."""
 
-    def __init__(self, rows: list[dict[str, Any]], work: dict[str, Counter[Work]]):
-        self.rows, self.work = rows, work
+    def __init__(self, rows: list[dict[str, Any]], work: dict[str, Counter[Work]], *, two_clocks: bool = False):
+        self.rows, self.work, self.two_clocks = rows, work, two_clocks
         self.rooflines = {row["card"]: roofline_of(row) for row in rows}
         sets = Counter(map(_set_of, rows))
         self.weights = [(2 if row["kind"] == "step" else 1) / math.sqrt(sets[_set_of(row)]) for row in rows]
@@ -112,7 +112,7 @@ class Fit:
         cards = {card: replace(r, kernels=kernels(parameters, KINDS[card])) for card, r in self.rooflines.items()}
         total = 0.0
         for row, weight in zip(self.rows, self.weights, strict=True):
-            seconds = predicted(row, self.work[row["id"]], cards[row["card"]])
+            seconds = predicted(row, self.work[row["id"]], cards[row["card"]], two_clocks=self.two_clocks)
             error = abs(math.log(seconds / row["seconds"]))
             total += weight * error * error / (error + 0.05)
         return total / sum(self.weights) + self._penalty(parameters, cards)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tightfit.devices.clocks import Clocks, clocks_of
 from tightfit.devices.known import find
 from tightfit.devices.roofline import ZEROS, RooflineLaw
 from tightfit.devices.spec import Roofline
@@ -35,10 +36,23 @@ def matmul_precision(row: dict[str, Any]) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def predicted(row: dict[str, Any], work: Counter[Work], roofline: Roofline) -> float:
-    """Seconds of a row: of a step as tightfit states them, of an operator as its benchmark times it."""
+def clock_seconds(row: dict[str, Any], work: Counter[Work], roofline: Roofline) -> Clocks:
+    """Seconds in which the host launches a row's operators, and in which the device runs their kernels."""
     with matmul_precision(row):
         law = RooflineLaw(roofline)
+    clocks = [(count, clocks_of(law.seconds(kind))) for kind, count in work.items()]
+    return Clocks(sum(count * each.host for count, each in clocks), sum(count * each.device for count, each in clocks))
+
+
+def predicted(row: dict[str, Any], work: Counter[Work], roofline: Roofline, *, two_clocks: bool = False) -> float:
+    """Seconds of a row: of a step as tightfit states them, of an operator as its benchmark times it.
+
+    With `two_clocks`, a step takes as long as the later of the host's launches and the device's kernels.
+    """
+    with matmul_precision(row):
+        law = RooflineLaw(roofline)
+    if row["kind"] == "step" and two_clocks:
+        return max(clock_seconds(row, work, roofline))
     if row["kind"] == "step":
         return sum(count * law.seconds(kind) for kind, count in work.items())
     device = sum(count * law.kernel_seconds(kind) for kind, count in work.items())

@@ -1,4 +1,6 @@
-"""The section of docs/accuracy.md on seconds of cards, from benchmarks/results/published_seconds.json."""
+"""The sections of docs/accuracy.md on seconds of cards, from benchmarks/results/published_seconds.json and
+published_clocks.json.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -44,6 +46,33 @@ their figures are assumed. The line of figures above 1 ms was added after the ro
 |---|---|---|---|
 {chr(10).join(lines)}
 """
+
+
+def two_clocks(record: Mapping[str, Any]) -> str:
+    """The section, of what `benchmarks/published/clocks.py` found."""
+    found = record["as fitted for the sum of operators"]
+    one, other = found["sum of operators"], found["two clocks"]
+    host_later = other["judged steps whose host is later"]
+    return f"""\
+## Two clocks
+
+On a card the host launches operators and the device runs their kernels meanwhile. Estimates, plans and `fit` state both
+(`host_seconds`, `device_seconds`). `step_seconds` is the sum of the longer one of each operator. The other way is the
+later one of the two sums. `python -m benchmarks.published.clocks` judges both by the published training steps that no
+fit has seen:
+
+| `step_seconds` as | rows | median error | worst | beyond 30% |
+|---|---|---|---|---|
+{_exactly("the sum of operators (the roofline alone)", one["judged steps"])}
+{_exactly("the later of two clocks", other["judged steps"])}
+
+Two clocks are not better here: the host is later in {host_later} of these steps. No source publishes steps of small
+models, where the ways differ. So `step_seconds` stays the sum.
+"""
+
+
+def _exactly(name: str, s: Mapping[str, Any]) -> str:
+    return f"| {name} | {s['rows']} | {s['median']:.3%} | {s['worst']:.3%} | {s['beyond 30%']} |"
 
 
 def _summary(name: str, s: Mapping[str, Any]) -> str:

@@ -47,6 +47,8 @@ def test_every_level_of_a_joined_step_is_that_of_the_whole_one(dtype, optimizer,
     assert found.levels == whole.levels
     assert found.reserved_bytes == whole.reserved_bytes
     assert found.step_seconds == pytest.approx(whole.step_seconds)
+    assert found.host_seconds == pytest.approx(whole.host_seconds)
+    assert found.device_seconds == pytest.approx(whole.device_seconds)
     assert found.by_category() == whole.by_category()
 
 
@@ -57,3 +59,5 @@ def test_with_the_step_in_backward_the_peak_and_the_seconds_are_near_the_whole_o
     whole, found = traces(dtype, optimizer, device, in_backward=True)
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
+    assert found.host_seconds == pytest.approx(whole.host_seconds, rel=0.01)
+    assert found.device_seconds == pytest.approx(whole.device_seconds, rel=0.01)

@@ -76,6 +76,8 @@ class RecipeSubject:
             peak_bytes=plan.peak_bytes,
             needed_bytes=plan.peak_bytes,
             step_seconds=plan.step_seconds,
+            host_seconds=plan.planned.host_seconds,
+            device_seconds=plan.planned.device_seconds,
             tokens_per_second=tokens / plan.step_seconds if tokens and plan.step_seconds else None,
             levers=tuple(lever.name for lever in plan.levers),
             rounds=bool(rounding),

@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from tightfit.devices.clocks import Seconds
 from tightfit.devices.families import STREAM_UNITS, Family, Unit
 from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
@@ -63,7 +64,8 @@ class MeasuredLaw:
         else:
             seconds = self._stream(work)
         seconds += self._first_touch(work.fresh_bytes) + self.spec.framework_seconds
-        return max(seconds, self.spec.launch_seconds)
+        launch = self.spec.launch_seconds
+        return Seconds.of(host=launch, device=seconds) if launch else seconds
 
     def _figure(self, table: Any, prefix: str, dtype: str) -> Any:
         for stand_in in _STAND_INS[dtype]:

@@ -8,6 +8,7 @@ because every term grows with every size.
 
 import torch
 
+from tightfit.devices.clocks import Seconds
 from tightfit.devices.families import Family
 from tightfit.devices.spec import Roofline
 from tightfit.devices.work import AttentionShape, ProductShape, Work
@@ -37,7 +38,7 @@ class RooflineLaw:
         """Predicted seconds of this work: the longer of kernel and launch."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
-        return max(self.kernel_seconds(work), self.kernels.launch_seconds)
+        return Seconds.of(host=self.kernels.launch_seconds, device=self.kernel_seconds(work))
 
     def kernel_seconds(self, work: Work) -> float:
         """Predicted seconds of the device alone, without the launch."""

@@ -40,6 +40,8 @@ class Plan(PlanRecord):
         figures = {
             "peak_bytes": self.peak_bytes,
             "step_seconds": self.step_seconds,
+            "host_seconds": self.planned.host_seconds,
+            "device_seconds": self.planned.device_seconds,
             "plain_peak_bytes": self.plain_peak_bytes,
         }
         levers = [lever.to_dict() for lever in self.levers]

@@ -95,6 +95,9 @@ class StepFigures:
     timeline_operators: tuple[str, ...] = ()
     timeline_modules: tuple[str, ...] = ()
     top: tuple[TensorGroup, ...] = ()
+    # The two clocks of the step, the host's launches and the device's kernels; equal on a CPU. None in older plans.
+    host_seconds: float | None = None
+    device_seconds: float | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

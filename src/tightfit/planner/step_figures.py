@@ -25,6 +25,8 @@ def step_figures(trace: StepTrace) -> StepFigures:
         peak_bytes=trace.peak_bytes,
         reserved_bytes=trace.reserved_bytes,
         step_seconds=trace.step_seconds,
+        host_seconds=trace.host_seconds,
+        device_seconds=trace.device_seconds,
         by_category={str(c): size for c, size in trace.by_category().items()},
         phase_peaks={str(p): size for p, size in trace.phase_peaks().items()},
         seconds_by_phase={str(p): seconds for p, seconds in trace.seconds_by_phase().items()},

@@ -129,6 +129,8 @@ class Outcome:
     peak_bytes: int
     needed_bytes: int
     step_seconds: float | None = None
+    host_seconds: float | None = None  # of the host's launches, and of the device's kernels
+    device_seconds: float | None = None
     tokens_per_second: float | None = None
     longest_sequence: Largest | None = None
     largest_batch: Largest | None = None
@@ -156,6 +158,8 @@ class Outcome:
             "peak_bytes": self.peak_bytes,
             "needed_bytes": self.needed_bytes,
             "step_seconds": self.step_seconds,
+            "host_seconds": self.host_seconds,
+            "device_seconds": self.device_seconds,
             "tokens_per_second": self.tokens_per_second,
             "longest_sequence": None if self.longest_sequence is None else self.longest_sequence.value,
             "largest_batch": None if self.largest_batch is None else self.largest_batch.value,

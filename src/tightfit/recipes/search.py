@@ -211,14 +211,17 @@ class RecipeSearch:
         levers = levers_of(search.request, candidate) if plan is None else plan.levers
         own = search.request.plain.levers
         levers = tuple(lever for lever in levers if lever not in own)
-        seconds = candidate.seconds if plan is None else plan.step_seconds
+        ran = candidate.trace if plan is None else plan.planned
+        seconds = ran.step_seconds
         tokens = token_count(self.asked.batch)
         return Outcome(
             recipe=recipe,
             fits=True,
-            peak_bytes=candidate.peak_bytes if plan is None else plan.peak_bytes,
+            peak_bytes=ran.peak_bytes,
             needed_bytes=candidate.needed_bytes,
             step_seconds=seconds,
+            host_seconds=ran.host_seconds,
+            device_seconds=ran.device_seconds,
             tokens_per_second=tokens / seconds if tokens and seconds else None,
             levers=tuple(lever.name for lever in levers),
             micro_batches=candidate.combination.micro_batches,

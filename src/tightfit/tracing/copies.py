@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tightfit.devices.clocks import Seconds
 from tightfit.runtime.activity import now, offload
 from tightfit.runtime.operators import fresh_memory
 from tightfit.tracing.dry_run import DryRun
@@ -98,7 +99,7 @@ class SimulatedTransfer:
     def _wait(self, end: float) -> None:
         """Record the time that the computation waits for a copy, if it does."""
         if self._clock is not None and end > self._clock.time():
-            self._note(WAIT, end - self._clock.time())
+            self._note(WAIT, Seconds.of(host=0.0, device=end - self._clock.time()))
 
     def _note(self, name: str, seconds: float) -> None:
         """Record an event as an operator of the step that allocates nothing."""

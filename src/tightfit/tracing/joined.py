@@ -6,6 +6,7 @@ ready.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
@@ -79,9 +80,9 @@ def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
     for index, operator in enumerate(operators):
         levels[index] += states
         if operator.name.startswith(STEPPED):
-            seconds, rise = updates.get(operator.name, (0.0, 0))
-            operators[index] = operator._replace(seconds=seconds, workspace_bytes=rise, phase=Phase.OPTIMIZER)
-            levels[index] += rise
+            update_of = updates.get(operator.name, _Update())
+            operators[index] = operator._replace(**update_of._asdict(), phase=Phase.OPTIMIZER)
+            levels[index] += update_of.workspace_bytes
     return replace(
         part,
         operators=tuple(operators),
@@ -92,16 +93,30 @@ def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
     )
 
 
-def _by_parameter(update: StepTrace) -> dict[str, tuple[float, int]]:
-    """For each parameter, by the name of its note: the seconds of its update, and how far memory rises in it."""
-    found: dict[str, tuple[float, int]] = {}
+class _Update(NamedTuple):
+    """The update of one parameter: its seconds, those of either clock, and how far memory rises in it."""
+
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+    workspace_bytes: int = 0
+
+
+def _by_parameter(update: StepTrace) -> dict[str, _Update]:
+    """The updates by the names of their notes."""
+    found: dict[str, _Update] = {}
     name, base = "", 0
     for operator, level, start in zip(update.operators, update.levels, update.starts, strict=True):
         if operator.name.startswith(STEPPED):
             name, base = operator.name, -1
-            found[name] = (0.0, 0)
+            found[name] = _Update()
         elif name:
             base = start if base < 0 else base
-            seconds, rise = found[name]
-            found[name] = (seconds + operator.seconds, max(rise, level - base))
+            sofar = found[name]
+            found[name] = _Update(
+                sofar.seconds + operator.seconds,
+                sofar.host_seconds + operator.host_seconds,
+                sofar.device_seconds + operator.device_seconds,
+                max(sofar.workspace_bytes, level - base),
+            )
     return found

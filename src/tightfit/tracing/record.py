@@ -65,6 +65,8 @@ class OperatorRecord(NamedTuple):
     copied_bytes: int = 0  # of a lever's copy out of the counted memory, or back
     executor_seconds: float = 0.0  # the part of `seconds` in which the executor records or replays, without the kernel
     call: int = -1  # the call of `module` that it belongs to, as an index into `StepTrace.calls`
+    host_seconds: float = 0.0  # in which the host launches it; on a CPU, in which it runs
+    device_seconds: float = 0.0  # in which the device runs it
 
 
 class StorageRecord(NamedTuple):
@@ -158,10 +160,22 @@ class StepTrace:
     @cached_property
     def step_seconds(self) -> float:
         """Predicted seconds of one step."""
+        return self._sum([operator.seconds for operator in self.operators])
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Seconds in which the host launches a step's operators; on a CPU, in which it runs them."""
+        return self._sum([operator.host_seconds for operator in self.operators])
+
+    @cached_property
+    def device_seconds(self) -> float:
+        """Seconds in which the device runs a step's kernels, without gaps between them."""
+        return self._sum([operator.device_seconds for operator in self.operators])
+
+    def _sum(self, seconds: Sequence[float]) -> float:
+        """The sum over a step, with every micro-batch."""
         first, last = self.repeated
-        once = sum(operator.seconds for operator in self.operators)
-        again = sum(operator.seconds for operator in self.operators[first:last])
-        return once + (self.loop_repeats - 1) * again
+        return sum(seconds) + (self.loop_repeats - 1) * sum(seconds[first:last])
 
     def seconds_by_phase(self) -> dict[Phase, float]:
         totals = dict.fromkeys(Phase, 0.0)

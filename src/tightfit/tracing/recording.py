@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.devices.clocks import clocks_of
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, flat, is_index, tensors_among, written_arguments
@@ -136,20 +137,21 @@ class Recording(TorchDispatchMode):
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
     ) -> None:
         seconds, workspace = self.priced(traits, inputs, args, out, key)
-        seconds *= now.repeats
         chooses = self._chooses.get(key)
         if chooses is None:
             chooses = self._chooses[key] = any(map(is_index, flat(out)))
         executor_seconds = self.executor.seconds()
+        host, device = clocks_of(seconds, executor_seconds / now.repeats)
         phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
         watched = phase is Phase.FORWARD
         module, call = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes + workspace)
         self.operators.append(
             OperatorRecord(
-                traits.name, phase, module, seconds + executor_seconds, workspace,
+                traits.name, phase, module, now.repeats * seconds + executor_seconds, workspace,
                 now.region if watched else None, now.occurrence, reads, makes, chooses,
                 executor_seconds=executor_seconds, call=call,
+                host_seconds=now.repeats * host, device_seconds=now.repeats * device,
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)
@@ -169,11 +171,12 @@ class Recording(TorchDispatchMode):
         """
         phase = Phase.RECOMPUTE if now.recomputing else self.phase
         module, call = self.modules.attribute(phase)
+        host, device = clocks_of(seconds)
         self.levels.append(self.ledger.live_bytes + scratch_bytes)
         self.operators.append(
             OperatorRecord(
                 name, phase, module, seconds, scratch_bytes, None, -1, reads, makes, False,
-                copied_bytes=copied_bytes, call=call,
+                copied_bytes=copied_bytes, call=call, host_seconds=host, device_seconds=device,
             )
         )  # fmt: skip
 
