@@ -31,11 +31,21 @@ def test_any_fp32_number_is_kept_exactly_and_the_weight_is_the_nearest_bf16():
     numbers = torch.cat([bits.view(torch.float32), edges])
     weight, remainder = torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty(numbers.shape, dtype=torch.int16)
     split_into(numbers, weight, remainder)
-    assert torch.equal(joined(weight, remainder).view(torch.int32), numbers.view(torch.int32))
+    is_number, again = ~numbers.isnan(), joined(weight, remainder)
+    assert torch.equal(again.view(torch.int32)[is_number], numbers.view(torch.int32)[is_number])
+    assert torch.equal(again.isnan(), ~is_number)
     finite = numbers.isfinite() & weight.isfinite()
     nearest = numbers.to(torch.bfloat16)
     own, theirs = (numbers - weight.float()).abs()[finite], (numbers - nearest.float()).abs()[finite]
     assert torch.equal(own, theirs)
+
+
+def test_a_cards_nan_stays_one():
+    numbers = torch.tensor([0x7FFFFFFF, 0x7F800000], dtype=torch.int32).view(torch.float32)  # all bits set; infinity
+    weight, remainder = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16)
+    split_into(numbers, weight, remainder)
+    assert weight.isnan().tolist() == [True, False]
+    assert weight.isinf().tolist() == [False, True]
 
 
 def test_stochastic_rounding_is_right_in_the_mean_and_only_between_neighbours():

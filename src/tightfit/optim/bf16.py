@@ -13,6 +13,7 @@ from tightfit.optim.base import FrugalOptimizer
 Keeping = Literal["remainder", "stochastic"]
 REMAINDER = "remainder"
 _HALF, _BITS = 1 << 15, 16
+_LAST_NAN = 0x7FFF7FFF  # the largest bits that rounding does not carry into the sign
 _STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring counts give distant seeds (splitmix64)
 
 
@@ -100,7 +101,8 @@ def split_into(number: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write fp32 numbers as the nearest bf16 (halves away from zero) and an int16 remainder in the last bits."""
     # Halves away from zero: the remainder is then from -2^15 to 2^15 - 1, which fits 16 bits.
     bits = number.view(torch.int32)
-    upper = bits.add(_HALF).bitwise_right_shift_(_BITS)
+    # A card's NaN has all bits set, and rounded up it would become a zero.
+    upper = bits.clamp_max(_LAST_NAN).add_(_HALF).bitwise_right_shift_(_BITS)
     weight.view(torch.int16).copy_(upper)
     remainder.copy_(bits - upper.mul_(1 << _BITS))
 
