@@ -135,7 +135,14 @@ def test_nothing_of_an_upload_is_markup_on_the_page():
 def test_recipes_are_a_table_best_first():
     outcomes = (
         Outcome(
-            Recipe("bf16", optimizer="adamw8bit"), True, 2**34, 2**34, 0.5, 4096.0, Largest(4096), Largest(7, True)
+            Recipe("bf16", optimizer="adamw8bit"),
+            True,
+            2**34,
+            2**34,
+            step_seconds=0.5,
+            tokens_per_second=4096.0,
+            longest_sequence=Largest(4096),
+            largest_batch=Largest(7, True),
         ),
         Outcome(Recipe("fp32"), False, 2**36, 2**36),
     )

@@ -1,7 +1,7 @@
 """`tightfit.monitor` around real loops."""
 
-import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import tightfit
 from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from exactness import bits
 from tightfit.errors import InputError
+from tightfit.memory import pool
 from tightfit.monitoring.real_run import RealRun
 from tightfit.monitoring.record import Record
 from tightfit.step import StepSettings, model_loss
@@ -288,8 +289,8 @@ def test_a_recomputing_model_is_watched_as_it_runs():
         assert watch.peak_bytes == allocator_peak(again, token_batch())
 
 
-def test_the_pool_of_what_is_offloaded_is_in_the_record(tmp_path):
-    gc.collect()  # pools of other tests that are garbage by now
+def test_the_pool_of_what_is_offloaded_is_in_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "_NAMED", weakref.WeakSet())  # without the pools of other tests
     model = decoder()
     with tightfit.offload(model, "layers.*", folder=tmp_path, smallest=1024) as offloaded:
         watch = Loop(model).run()

@@ -51,7 +51,9 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def plan():
-    return tightfit.plan(decoder(num_layers=2), token_batch(8), "0.8x", levers="rounding", curve=True)
+    return tightfit.plan(
+        decoder(num_layers=2), token_batch(8), "0.8x", levers=["recompute", "chunked_loss"], curve=True
+    )
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
 from tightfit.training import purpose, train
 from tightfit.training import run as module
-from tightfit.training.evaluation import evaluation_loss
+from tightfit.training.evaluation import evaluation_loss, held_out_sums
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss
 
@@ -56,7 +56,7 @@ def test_evaluations_move_nothing_of_the_training(tmp_path):
 def counting(monkeypatch, at=None):
     """Counts evaluations, and sends a signal inside the one with the number `at`."""
     calls = []
-    real = evaluation_loss
+    real = held_out_sums
 
     def counted(*args, **kwargs):
         calls.append(None)
@@ -64,7 +64,7 @@ def counting(monkeypatch, at=None):
             signal.raise_signal(signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "evaluation_loss", counted)
+    monkeypatch.setattr(module, "held_out_sums", counted)
     return calls
 
 
