@@ -1,7 +1,9 @@
 """Work shared with forks: real processes, which end, fail and are killed."""
 
 import os
+import select
 import signal
+import time
 
 import pytest
 
@@ -26,27 +28,39 @@ def test_each_part_is_done_in_a_process_of_its_own_and_its_lines_are_shown_here(
     here = os.getpid()
     lines = []
 
+    done = [os.pipe() for _ in "abc"]
+
     def work(part, notice):
         notice(f"part {part}")
+        os.write(done["abc".index(part)][1], b"x")
+        for read, _ in done:  # each process holds its part until every part is held
+            select.select([read], [], [])
         return part, os.getpid()
 
-    results = shared_out(work, ["a", "b", "c"], lines.append)
+    results = shared_out(work, ["a", "b", "c"], lines.append, 3)
     assert [part for part, _ in results] == ["a", "b", "c"]
-    processes = [process for _, process in results]
-    assert processes[0] == here
-    assert len(set(processes)) == 3
+    processes = {process for _, process in results}
+    assert len(processes) == 3
+    assert here in processes
     assert sorted(lines) == ["part a", "part b", "part c"]
-    assert shared_out(work, [], lines.append) == []
+    assert shared_out(work, [], lines.append, 3) == []
+
+
+def test_a_process_takes_the_next_part_when_it_has_done_one():
+    assert shared_out(lambda part, notice: 2 * part, list(range(20)), print, 2) == list(range(0, 40, 2))
+    assert shared_out(lambda part, notice: os.getpid(), [1, 2], print, 1) == [os.getpid()] * 2
 
 
 def test_an_error_of_a_fork_is_raised_here():
+    here = os.getpid()
+
     def work(part, notice):
-        if part:
+        if os.getpid() != here:
             raise ModelError("no such layer")
-        return part
+        time.sleep(0.3)
 
     with pytest.raises(ModelError, match="no such layer"):
-        shared_out(work, [0, 1], print)
+        shared_out(work, [0, 1], print, 2)
 
 
 def test_what_a_killed_fork_leaves_is_done_here():
@@ -55,9 +69,10 @@ def test_what_a_killed_fork_leaves_is_done_here():
     def work(part, notice):
         if os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)  # so that the fork takes a part
         return part * 2
 
-    assert shared_out(work, [1, 2], print) == [2, 4]
+    assert shared_out(work, [1, 2], print, 2) == [2, 4]
 
 
 def test_forks_end_with_the_work_that_was_interrupted_here(monkeypatch):
@@ -67,12 +82,13 @@ def test_forks_end_with_the_work_that_was_interrupted_here(monkeypatch):
     def work(part, notice):
         if os.getpid() != here:
             signal.pause()
+        time.sleep(0.3)
         raise KeyboardInterrupt
 
     made = forked._Fork.end
     monkeypatch.setattr(forked._Fork, "end", lambda fork: (made(fork), children.append(fork.process.exitcode)))
     with pytest.raises(KeyboardInterrupt):
-        shared_out(work, [1, 2, 3], print)
+        shared_out(work, [1, 2, 3], print, 3)
     assert children == [-signal.SIGKILL] * 2
 
 
@@ -91,13 +107,8 @@ def test_a_process_with_threads_is_not_forked(monkeypatch):
 def test_forks_find_the_sizes_that_one_process_finds(monkeypatch):
     def sizes(processes):
         asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
-        shares = []
         monkeypatch.setattr(api, "processes_for", lambda parts: processes)
-        monkeypatch.setattr(
-            api, "shared_out", lambda work, parts, notice: shares.extend(parts) or shared_out(work, parts, notice)
-        )
         found = api.recipes_of(asked, "1000KiB", Wanted(optimizer="adamw_fused"), processes=processes)
-        assert len(shares) == processes
         return [(outcome.name, outcome.longest_sequence, outcome.largest_batch) for outcome in found]
 
     assert sizes(2) == sizes(1)

@@ -177,26 +177,19 @@ def _with_sizes(search: RecipeSearch, order: list[Found], pick: int | None, proc
     for number, each in enumerate(order):
         if each.outcome.fits:
             variants.setdefault(Variant.of(each.recipe), []).append(number)
-    # Recipes of one variant share dry runs, so they stay together. The largest share goes first, each to the process
-    # that has least to do.
-    shares = sorted((_dry_runs(numbers, confirmed), numbers) for numbers in variants.values())
-    parts: list[list[int]] = [[] for _ in range(min(processes, processes_for(len(shares))))]
-    loads = [0] * len(parts)
-    for runs, numbers in reversed(shares):
-        least = loads.index(min(loads))
-        loads[least] += runs
-        parts[least] += numbers
+    # Recipes of one variant share dry runs, so they stay together. Those that take longest come first.
+    parts = sorted(variants.values(), key=lambda numbers: _dry_runs(numbers, confirmed), reverse=True)
+    sizes = Sizes(search)
 
     def sized(numbers: list[int], notice: Notice) -> dict[int, tuple[Largest | None, Largest | None]]:
-        sizes = Sizes(search)
         done = {}
-        for number in sorted(numbers):
+        for number in numbers:
             outcome = sizes.of(order[number], confirm=number in confirmed).outcome
             notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
             done[number] = (outcome.longest_sequence, outcome.largest_batch)
         return done
 
-    for part in shared_out(sized, parts, search.notice):
+    for part in shared_out(sized, parts, search.notice, min(processes, processes_for(len(parts)))):
         for number, (longest, largest) in part.items():
             outcomes[number] = replace(outcomes[number], longest_sequence=longest, largest_batch=largest)
     return outcomes

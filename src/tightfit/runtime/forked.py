@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 Notice = Callable[[str], None]
 MOST = 8  # processes: each one holds its own traces
+_LARGEST_QUEUE = 256
 
 
 def processes_for(parts: int) -> int:
@@ -29,38 +30,54 @@ def processes_for(parts: int) -> int:
     return max(1, min(parts, MOST, len(os.sched_getaffinity(0))))
 
 
-def shared_out(work: Callable[[Part, Notice], Result], parts: Sequence[Part], notice: Notice) -> list[Result]:
-    """The result of `work` for each part: the first in this process, each other one in a fork of its own.
+def shared_out(
+    work: Callable[[Part, Notice], Result], parts: Sequence[Part], notice: Notice, processes: int
+) -> list[Result]:
+    """The result of `work` for each part, done by so many processes: this one, and forks of it.
 
-    `work` gets a part and a function that shows a line. Results and exceptions must be picklable. What a fork could not
-    finish, because the system ended it, is done here. The first exception of a fork is raised here.
+    Each process takes the next part when it has done one. `work` gets a part and a function that shows a line. Results
+    and exceptions must be picklable. What a fork could not finish, because the system ended it, is done here. The first
+    exception of a fork is raised here.
     """
-    forks = [_Fork(number, work, part) for number, part in enumerate(parts) if number > 0]
+    assert len(parts) <= _LARGEST_QUEUE, "a part is one byte in a pipe"
+    waiting, filled = os.pipe()
+    os.write(filled, bytes(range(len(parts))))
+    os.close(filled)  # so that reading the empty pipe ends
+    forks = []
     try:
+        forks += [_Fork(work, parts, waiting) for _ in range(min(processes, len(parts)) - 1)]
 
         def notice_all(line: str) -> None:
             _receive(forks, notice, patient=False)
             notice(line)
 
-        results = [work(part, notice_all) for part in parts[:1]]
+        results = {number: work(parts[number], notice_all) for number in _taken(waiting)}
         while any(not fork.has_ended for fork in forks):
             _receive(forks, notice, patient=True)
     finally:
+        os.close(waiting)
         for fork in forks:
             fork.end()  # after an error or Ctrl-C it is still at work
-    return results + [fork.result[0] if fork.result else work(parts[fork.number], notice) for fork in forks]
+    for fork in forks:
+        results |= fork.results
+    return [results[number] if number in results else work(part, notice) for number, part in enumerate(parts)]
+
+
+def _taken(waiting: int) -> Iterator[int]:
+    """The numbers of parts that this process takes, one when the one before is done."""
+    while taken := os.read(waiting, 1):
+        yield taken[0]
 
 
 class _Fork:
-    """A process that does one part. Mutable: the result, once it has come, and whether anything may still come."""
+    """A process that does parts. Mutable: the results that have come, and whether anything may still come."""
 
-    def __init__(self, number: int, work: Callable[..., Any], part: Any):
+    def __init__(self, work: Callable[..., Any], parts: Sequence[Any], waiting: int):
         context = multiprocessing.get_context("fork")
-        self.number = number
-        self.result: list[Any] = []
+        self.results: dict[int, Any] = {}
         self.has_ended = False
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run, args=(work, part, self.receiver, sender), daemon=True)
+        self.process = context.Process(target=_run, args=(work, parts, waiting, self.receiver, sender), daemon=True)
         self.process.start()
         sender.close()  # so that the end of the fork is seen here
 
@@ -73,7 +90,7 @@ class _Fork:
         if kind == "line":
             notice(value)
         elif kind == "result":
-            self.result.append(value)
+            self.results.update(value)
         else:
             raise value
 
@@ -90,12 +107,15 @@ def _receive(forks: Sequence[_Fork], notice: Notice, *, patient: bool) -> None:
         at_work[receiver].receive(notice)  # type: ignore[index]
 
 
-def _run(work: Callable[..., Any], part: Any, receiver: Connection, sender: Connection) -> None:
+def _run(
+    work: Callable[..., Any], parts: Sequence[Any], waiting: int, receiver: Connection, sender: Connection
+) -> None:
     """What a fork does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its forks
     receiver.close()
     torch.set_num_threads(1)  # the threads of the first process are not in a fork, and OpenMP would wait for them
     try:
-        sender.send(("result", work(part, lambda line: sender.send(("line", line)))))
+        for number in _taken(waiting):
+            sender.send(("result", {number: work(parts[number], lambda line: sender.send(("line", line)))}))
     except Exception as error:
         sender.send(("error", error))
