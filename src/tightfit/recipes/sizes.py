@@ -1,9 +1,8 @@
 """The longest sequence and the largest batch that a recipe can train within a budget.
 
 The memory of a step is nearly linear in its tokens, once activations outweigh gradients. A few dry runs of a variant
-with the levers of least memory give that line for all of its optimizers. Other variants, and the other dimension, need
-only one run more each: they have about the same line at another height. A dry run at the size that the line names
-confirms it, or corrects it.
+with the levers of least memory give that line for all of its optimizers. The other dimension needs only one run more:
+it has about the same line at another height. A dry run at the size that the line names confirms it, or corrects it.
 """
 
 from collections.abc import Callable
@@ -164,24 +163,20 @@ class Sizes:
             points[value] = self._peak(found, dimension.shape(value))
 
     def _guide(self, found: Found, dimension: _Dimension, points: "_Points") -> "_Points | None":
-        """Points that suggest where to look: those of the same variant's other dimension, or those of another variant.
+        """Points that suggest where to look: those of the variant's other dimension, shifted by what the two need at
+        the present size. Only dry runs decide.
 
-        They are shifted by what the two need at the present size. Only dry runs decide.
+        Those of other variants would do as well, but which of them are known would depend on how processes share the
+        variants, and so would the sizes.
         """
         if len(points) > 1:
             return None  # another optimizer of the variant has been here
         mine = Variant.of(found.recipe)
-        known = [(*key, others) for key, others in self.points.items() if len(others) > 1]
-        # As many tokens in one sequence or in several take about the same, where attention keeps no matrix of scores.
-        same = [(others, now) for variant, name, now, others in known if variant == mine and name != dimension.name]
-        alike = [
-            (others, now)
-            for variant, name, now, others in known
-            if name == dimension.name and (variant.adapter is None) == (mine.adapter is None)
-        ]
-        for others, start in [*same, *alike][:1]:
-            shift = points[dimension.now] - others[start]
-            return _Points({size * dimension.now // start: peak + shift for size, peak in others.items()})
+        for (variant, name, start), others in self.points.items():
+            # As many tokens in one sequence or in several take about the same, unless attention keeps all scores.
+            if variant == mine and name != dimension.name and len(others) > 1:
+                shift = points[dimension.now] - others[start]
+                return _Points({size * dimension.now // start: peak + shift for size, peak in others.items()})
         return None
 
     def _points(self, found: Found, dimension: _Dimension) -> "_Points":
