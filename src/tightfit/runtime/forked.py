@@ -102,9 +102,11 @@ class _Fork:
 
 def _receive(forks: Sequence[_Fork], notice: Notice, *, patient: bool) -> None:
     """Take what the forks have sent; if patient, wait for something."""
-    at_work = {fork.receiver: fork for fork in forks if not fork.has_ended}
-    for receiver in wait(list(at_work), None if patient else 0):
-        at_work[receiver].receive(notice)  # type: ignore[index]
+    at_work = [fork for fork in forks if not fork.has_ended]
+    ready = wait([fork.receiver for fork in at_work], None if patient else 0)
+    for fork in at_work:
+        if fork.receiver in ready:
+            fork.receive(notice)
 
 
 def _run(
