@@ -31,6 +31,7 @@ os.environ["COLUMNS"] = "100"
 
 _YEAR = 365 * 24 * 3600
 _MANY_MODULES = 100
+_freeze_count = gc.get_freeze_count
 _frozen_at = 0  # modules imported when the collector was last told to leave alone what there is
 
 
@@ -83,12 +84,18 @@ def pytest_runtest_setup() -> None:
     if len(sys.modules) >= _frozen_at + _MANY_MODULES:
         gc.collect()
         gc.freeze()
+        gc.get_freeze_count = _some  # it walks through all of them: 56 ms at each dry run, which asks for none or some
         _frozen_at = len(sys.modules)
+
+
+def _some() -> int:
+    return 1
 
 
 def pytest_unconfigure() -> None:
     """What was frozen is taken apart as ever: packages complain at the end of a process where it is not."""
     gc.unfreeze()
+    gc.get_freeze_count = _freeze_count
 
 
 @pytest.fixture(scope="session", autouse=True)

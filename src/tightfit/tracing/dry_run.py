@@ -9,12 +9,13 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_iter
 
 from tightfit.errors import TraceError
+from tightfit.memory.allocator import memory_of
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import active_modes, fake_mode_is_active, is_custom_operator, run_kernel, runs_with
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
@@ -32,6 +33,7 @@ from tightfit.tracing.recording import (
     answers_itself,
     no_cost,
 )
+from tightfit.tracing.restore import Contents
 from tightfit.tracing.rules import (
     CHOOSING,
     INDEXING,
@@ -46,6 +48,16 @@ from tightfit.tracing.rules import (
 from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, inputs_and_key, result_shapes
 from tightfit.tracing.unbacked import is_unbacked, set_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
+
+
+class Lasting(NamedTuple):
+    """What exists before a dry step and after it: the attributes of the model's modules, and tensors.
+
+    Without the trained weights, which every step changes.
+    """
+
+    attributes: Contents
+    tensors: Sequence[torch.Tensor]
 
 
 class DryRun(Recording):
@@ -64,6 +76,7 @@ class DryRun(Recording):
         self.routing = routing
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and its content
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves outside the model, with gradients
+        self.lasting: Lasting | None = None
         self._imported = len(sys.modules)
         faults.watch()
 
@@ -134,6 +147,18 @@ class DryRun(Recording):
             gc.collect(0)  # the youngest generation holds all that the import made; a full collection takes 0.17 s
             self._imported = len(sys.modules)
 
+    def leaves_something(self) -> bool:
+        """Whether the recorded step kept a tensor beside gradients, or changed the model beside its trained weights.
+
+        A later step may then differ from it: it finds a cache, or values that only a first step computes.
+        """
+        if self.ledger.has_left() or self.lasting is None or self.lasting.attributes.changed():
+            return True
+        cells = [(self.ledger.cell_of(t), t) for tensor in self.lasting.tensors for t in memory_of(tensor)]
+        return any(
+            cell is not None and (cell.index in self.originals or cell.known is is_unbacked(t)) for cell, t in cells
+        )
+
     def is_cheap(
         self, func: Any, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, kwargs: dict, key: Any
     ) -> bool:
@@ -199,6 +224,12 @@ class DryRun(Recording):
             with torch.no_grad():
                 alias = target.detach()
                 self.originals[cell.index] = (alias, alias.clone())
+
+    def drop_original(self, tensor: torch.Tensor) -> None:
+        """Do not restore a tensor, which ends with the dry run, and do not keep its memory."""
+        cell = self.ledger.cell_of(tensor)
+        if cell is not None:
+            self.originals.pop(cell.index, None)
 
     def imagine(self, traits: Traits, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
         """The operator's results as tensors without memory."""

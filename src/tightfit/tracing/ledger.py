@@ -154,6 +154,13 @@ class Ledger:
             else:
                 entry.died = 0
 
+    def has_left(self) -> bool:
+        """Whether a storage that was allocated since the record began is still alive, and is no gradient."""
+        return any(
+            entry.died is None and entry.operator is not None and entry.category is not Category.GRADIENT
+            for entry in self.entries
+        )
+
     def close(self) -> None:
         """Remove the cells from the storages that outlive the trace."""
         self.closed = True

@@ -23,10 +23,11 @@ _DEPTH = 4  # levels of containers and objects below a module's attribute that a
 
 
 @contextmanager
-def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
+def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator["Contents"]:
     """A context in which the model may run. Afterwards the model and all random generators are restored.
 
-    The data of tensors is not restored here: the dry run restores what it writes.
+    The context's value is the model's attributes of before. The data of tensors is not restored here: the dry run
+    restores what it writes.
     """
     attributes = attributes_of(model)
     watched = [*model.parameters(), *model.buffers(), *tensors]
@@ -36,7 +37,7 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator[No
         parameter.grad = None
     with generators_restored():
         try:
-            yield
+            yield attributes
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -91,6 +92,10 @@ class Contents:
         for item in items:
             if type(item) not in _HOLD_NOTHING:  # decides most attributes of a model, without a call
                 self._remember(item, depth)
+
+    def changed(self) -> bool:
+        """Whether any container holds other things than before."""
+        return any(content_changed(item, content) for item, content in self.contents if item or content)
 
     def restore(self) -> None:
         """Restore the contents of all containers that changed."""

@@ -1,7 +1,9 @@
 """Runs a whole training step dry and returns its record."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,7 @@ from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.replay import as_allocated
-from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.dry_run import DryRun, Lasting
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -84,7 +86,7 @@ def trace_step(
     routing: Routing = Routing.BALANCED,
     rank: Rank | None = None,
 ) -> StepTrace:
-    """Run two training steps dry and return the trace of the second one, in which the optimizer has its states.
+    """Run a training step dry as every one but the first runs it, with the optimizer's states, and return its trace.
 
     `parts` are the micro-batches, the largest last. `routing` is the assumption about a router's choices. With a
     `role`, CPU tensors simulate a CUDA device. The model, its gradients, the batch, the optimizer and the random
@@ -102,8 +104,15 @@ def trace_step(
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
         traced, repeated = representatives(parts, steps_in_backward(twin))
-        steps = 2 if rank is None else rank.steps
-        boundaries = run_until_steady(dry, model, traced, loss, twin, settings, on_cuda=role is not None, steps=steps)
+        step = _Step(
+            dry, model, traced, loss, settings, on_cuda=role is not None,
+            optimizer=twin, built=lambda: _built(optimizer, model, settings),
+        )  # fmt: skip
+        del twin
+        if rank is None and _needs_no_gradients(model, settings):
+            boundaries = step.with_states_first()
+        else:
+            boundaries = step.until_steady(2 if rank is None else rank.steps)
         trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
     return trace if role is None else as_allocated(trace)
 
@@ -217,14 +226,19 @@ def trace_update(
                     dry.begin([])
                     dry.note(f"{STEPPED}{names[0]}", 0.0)
                 for name in names:
-                    parameter = model.get_parameter(name)
-                    parameter.grad = TensorShape.of(parameter).unbacked()
-                    dry.ledger.track(parameter.grad, known=False, operator=None)
-                    dry.ledger.label(parameter.grad, Category.GRADIENT, name)
+                    _give_gradient(dry, model.get_parameter(name), name)
                 with only(twin, model.get_parameter(names[0])) if one_by_one else nullcontext():
                     update(model, twin, settings, observer=observer)
             label_states(dry, model, twin, on_cuda=role is not None)
         return record(dry, [0, len(dry.operators)], repeats=1)
+
+
+def _give_gradient(dry: DryRun, parameter: torch.Tensor, name: str) -> None:
+    """Give a parameter a gradient without memory, unless it has one. The optimizer may free it."""
+    if parameter.grad is None:
+        parameter.grad = TensorShape.of(parameter).unbacked()
+        dry.ledger.track(parameter.grad, known=False, operator=None)
+        dry.ledger.label(parameter.grad, Category.GRADIENT, name)
 
 
 def _give_states(
@@ -280,7 +294,7 @@ def _dry(
         aside(),
         torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
-        everything_restored(lasting, *batch),
+        everything_restored(lasting, *batch) as attributes,
         ExitStack() as restored,
         on_host(everything),
         ModuleTracker(model) as modules,
@@ -293,6 +307,7 @@ def _dry(
             for module in beside:
                 restored.enter_context(everything_restored(module))
             announce(ledger, lasting, batch, plain)
+            dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
             for module in beside:
                 announce(ledger, module, [], plain_tensors(module))
             playing = nullcontext() if role is None else role.playing()
@@ -342,31 +357,78 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensors in held for tensor in tensors] + scales
 
 
-def run_until_steady(
-    dry: DryRun,
-    model: nn.Module,
-    parts: Sequence[Part],
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    settings: StepSettings,
-    *,
-    on_cuda: bool = False,
-    steps: int = 2,
-) -> list[int]:
-    """Run steps that make what every later one finds, such as the optimizer's states, then the one that is recorded.
+@dataclass
+class _Step:
+    """A step that is run dry until every later one would find the same: the optimizer's states, a model's caches.
 
-    Returns the operators at which the micro-batches of the recorded step begin, and the end of the last one.
+    What the methods that run it return are the operators at which its micro-batches begin, and the end of the last one.
     """
-    boundaries: list[int] = []
-    # The first step has no states before its optimizer phase. Every later step does, so the second one is recorded.
-    for number in range(1, steps + 1):
-        if number == steps:
-            dry.begin_again()
-            dry.gradients_before = tuple(name for name, p in model.named_parameters() if p.grad is not None)
-        boundaries = run_parts(dry, model, parts, loss, settings)
-        update(model, optimizer, settings, observer=_Phases(dry))
-        label_states(dry, model, optimizer, on_cuda=on_cuda)
-    return boundaries
+
+    dry: DryRun
+    model: nn.Module
+    parts: Sequence[Part]
+    loss: Loss
+    settings: StepSettings
+    on_cuda: bool
+    optimizer: torch.optim.Optimizer  # without states; later it holds them until the trace is made
+    built: Callable[[], torch.optim.Optimizer]  # gives another one like it
+
+    def until_steady(self, steps: int = 2) -> list[int]:
+        """Run whole steps, and record the last one. The first one has no states before its optimizer phase."""
+        for _ in range(steps - 1):
+            self.run()
+        return self.recorded()
+
+    def with_states_first(self) -> list[int]:
+        """Have the optimizer make its states from gradients without memory, and record the first whole step.
+
+        That leaves out one forward and one backward, half of the time. If the step changed the model or kept a tensor,
+        a later step may differ from it, and is run as well.
+        """
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        for _ in range(2):  # the second time for those parameters only that the first backward has reached
+            for name in names:
+                _give_gradient(self.dry, self.model.get_parameter(name), name)
+            self.update()
+            imported = len(sys.modules)
+            boundaries = self.recorded()
+            if names == list(self.dry.with_gradient):
+                # An import leaves cycles that hold tensors for a while, in no other step than in that of the import.
+                is_first = len(sys.modules) != imported or self.dry.leaves_something()
+                return self.recorded() if is_first else boundaries
+            names = list(self.dry.with_gradient)
+            self.drop_states()  # some are of parameters that get no gradient
+            self.optimizer = self.built()
+        return self.until_steady()
+
+    def recorded(self) -> list[int]:
+        """Run a step and record it."""
+        self.dry.begin_again()
+        self.dry.gradients_before = tuple(name for name, p in self.model.named_parameters() if p.grad is not None)
+        return self.run()
+
+    def run(self) -> list[int]:
+        boundaries = run_parts(self.dry, self.model, self.parts, self.loss, self.settings)
+        self.update()
+        return boundaries
+
+    def drop_states(self) -> None:
+        for _, _, state in named_states(self.optimizer):
+            self.dry.drop_original(state)
+
+    def update(self) -> None:
+        update(self.model, self.optimizer, self.settings, observer=_Phases(self.dry))
+        label_states(self.dry, self.model, self.optimizer, on_cuda=self.on_cuda)
+
+
+def _needs_no_gradients(model: nn.Module, settings: StepSettings) -> bool:
+    """Whether an optimizer makes the same states from gradients that no backward has made."""
+    if settings.keep_gradients:
+        return False  # those of a parameter without a gradient would stay
+    # Hooks step in backward, or move gradients to the host. A trained tensor of a class of its own may have gradients
+    # of that class.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return not any(p._post_accumulate_grad_hooks or type(p) is not nn.Parameter for p in trained)
 
 
 def label_states(dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_cuda: bool) -> None:
