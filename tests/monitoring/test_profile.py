@@ -40,7 +40,7 @@ def profiled(folder, *arguments):
     return ended(folder, "-c", "from tightfit.cli import main; main()", "profile", str(SCRIPT), *arguments)
 
 
-# Runs the script once for each ending, alone or under `tightfit profile`, each in a fork of an interpreter that has
+# Runs the script with some options, alone or under `tightfit profile`, each time in a fork of an interpreter that has
 # imported torch: an interpreter of its own spends most of its time on that.
 STARTER = """
 import json, os, runpy, sys
@@ -48,7 +48,7 @@ import torch, torch._dynamo
 
 script, runs = json.loads(sys.argv[1])
 codes = []
-for way, end, folder in runs:
+for way, options, folder in runs:
     child = os.fork()
     if child:
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -59,39 +59,51 @@ for way, end, folder in runs:
     if way == "profiled":
         from tightfit.cli import main
 
-        sys.argv = ["tightfit", "profile", script, "--end", end]
+        sys.argv = ["tightfit", "profile", script, *options]
         main()
     else:
-        sys.path[0], sys.argv = os.path.dirname(script), [script, "--end", end]
+        sys.path[0], sys.argv = os.path.dirname(script), [script, *options]
         runpy.run_path(script, run_name="__main__")
     sys.exit()
 print(json.dumps(codes))
 """
-RUNS = [("plain", "exit"), ("plain", "interrupt")] + [
+ENDINGS = [("plain", "exit"), ("plain", "interrupt")] + [
     ("profiled", end) for end in ("exit", "interrupt", "memory", "untrained")
 ]
+
+
+def in_forks(tmp_path_factory, runs):
+    """How the script ended, by the way it ran and its options."""
+    folders = [tmp_path_factory.mktemp("run") for _ in runs]
+    asked = [str(SCRIPT), [[*run, str(folder)] for run, folder in zip(runs, folders, strict=True)]]
+    started = ended(folders[0], "-c", STARTER, json.dumps(asked))
+    assert started.code == 0, started.err
+    return [
+        Ended(code, (folder / "out").read_text(), (folder / "err").read_text(), folder)
+        for code, folder in zip(json.loads(started.out), folders, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
     """How the script ended, by the way it ran and the ending that it was given."""
-    folders = [tmp_path_factory.mktemp("-".join(run)) for run in RUNS]
-    asked = [str(SCRIPT), [[*run, str(folder)] for run, folder in zip(RUNS, folders, strict=True)]]
-    started = ended(folders[0], "-c", STARTER, json.dumps(asked))
-    assert started.code == 0, started.err
-    return {
-        run: Ended(code, (folder / "out").read_text(), (folder / "err").read_text(), folder)
-        for run, code, folder in zip(RUNS, json.loads(started.out), folders, strict=True)
-    }
+    runs = in_forks(tmp_path_factory, [(way, ("--end", end)) for way, end in ENDINGS])
+    return dict(zip(ENDINGS, runs, strict=True))
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    return profiled(tmp_path_factory.mktemp("done"), "--steps", "3", "--debug")
+def alone_and_done(tmp_path_factory):
+    return in_forks(tmp_path_factory, [(way, ("--steps", "3", "--debug")) for way in ("plain", "profiled")])
 
 
-def test_the_script_computes_and_prints_the_same(done, tmp_path):
-    assert done.out == plain(tmp_path, "--steps", "3", "--debug").out
+@pytest.fixture
+def done(alone_and_done):
+    return alone_and_done[1]
+
+
+def test_the_script_computes_and_prints_the_same(alone_and_done):
+    alone, done = alone_and_done
+    assert done.out == alone.out
     assert "__main__ ['--steps', '3', '--debug'] True" in done.out
     assert done.code == 0
 
