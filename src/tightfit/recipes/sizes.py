@@ -21,7 +21,7 @@ from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import state_bytes
 
 MULTIPLE = 64  # of a sequence's tokens, which matrix units like
-CORRECTIONS = 4  # dry runs that confirm one size
+CORRECTIONS = 6  # dry runs that confirm one size
 NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
@@ -132,7 +132,11 @@ class Sizes:
             return Largest(value, confirmed=value == now)  # the size that was asked about was traced
         fits, fails, step = now, None, dimension.multiple_of
         for _ in range(CORRECTIONS):
-            if value - fits < max(step, NOT_WORTH_A_RUN * fits):
+            near = max(step, NOT_WORTH_A_RUN * fits)
+            if fails is not None and not fits + near <= value < fails:
+                # What the allocator cannot use is no matter of a line: a size in the middle.
+                value = (fits + fails) // 2 // step * step
+            if value - fits < near:
                 break
             points[value], excess = self._peak_and_excess(found, dimension.shape(value))
             if excess <= 0:
@@ -141,9 +145,6 @@ class Sizes:
                 fails, most = value, value - step
                 limit = min(limit, points[value]) - excess
                 value = within(points)
-            if fails is not None and not fits < value < fails:
-                # What the allocator cannot use is no matter of a line: a size in the middle.
-                value = (fits + fails) // 2 // step * step
         # Where no run confirmed a larger size, the last one that the points name is a guess.
         return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
 
