@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import logging
 import pickle
 import warnings
 from contextlib import nullcontext
@@ -161,19 +162,22 @@ def test_gradients_of_gradients_are_refused_in_one_line(small, ids):
             torch.autograd.grad(loss, model.layers[0].qkv.weight, create_graph=True)
 
 
-@pytest.mark.slow  # captures nine shapes
-def test_a_block_that_meets_too_many_shapes_runs_plain_from_then_on_and_says_so_once():
+@pytest.mark.slow  # captures eight shapes
+def test_a_block_that_meets_too_many_shapes_runs_plainly_for_further_ones_and_says_so_once():
+    def captured(x):
+        return type(model(x).grad_fn).__name__ == "CapturedBlockBackward"
+
     model = Stack(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
-    forwards = [layer.__dict__ for layer in model.layers]
+    sizes = range(1, MOST_SHAPES + 4)
     with warnings.catch_warnings(record=True) as caught, tightfit.capture(model, "layers.*"):
         warnings.simplefilter("always")
-        for size in range(1, MOST_SHAPES + 4):
+        for size in sizes:
             x = torch.randn(size, 8)
             plain = copy.deepcopy(model)
             tightfit.undo(plain)
             assert_bit_equal(run(plain, x), run(model, x))
             model.zero_grad()
-        assert all(place["forward"].refused for place in forwards)
+        assert [captured(torch.randn(size, 8)) for size in sizes] == [size <= MOST_SHAPES for size in sizes]
     assert len(uncaptured(caught)) == 1
     assert f"more than {MOST_SHAPES} shapes" in uncaptured(caught)[0]
 
@@ -228,6 +232,24 @@ class Hooked(nn.Module):
 
     def forward(self, x):
         return x + self.second(F.gelu(self.first(x)))
+
+
+@pytest.mark.slow  # captures twelve times
+def test_dynamo_logs_nothing_about_its_limit_of_recompilations():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addHandler(handler)
+    try:
+        for size in range(12):
+            model = Stack(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+            with tightfit.capture(model, "layers.*"):
+                model(torch.randn(2, 4)).sum().backward()
+                model(torch.randn(2 + size, 4)).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+    assert not [line for line in lines if "recompile_limit" in line]
 
 
 @pytest.mark.slow  # captures three times

@@ -6,6 +6,7 @@ The bookkeeping is that of the dry run. The only difference is that operators co
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -141,6 +142,10 @@ class RealRun(Recording):
         makes = self.account(traits, args, kwargs, out, index, known=True)
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
+
+    def without_hooks(self) -> AbstractContextManager[None]:
+        """A context without this run's hooks on modules, in which captured blocks are recorded."""
+        return self.modules.paused() if self.modules.handles else nullcontext()  # none: the monitor has ended
 
     def see(self, tensor: torch.Tensor) -> Cell:
         return self.ledger.track(tensor, known=True, operator=None, forward=self.phase is Phase.FORWARD)

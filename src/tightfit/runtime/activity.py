@@ -40,6 +40,7 @@ class Activity(threading.local):
     # In a dry run: runs the compiled code of a block with kernels that compute nothing (`tracing/compiled_code.py`).
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     # In a dry run: `outside()`, in which blocks are captured, and `run(program, args)` (`tracing/compiled_code.py`).
+    # In an observed step, while a captured block runs: the same (`levers/captured/observers.py`).
     dry_captured: Any = None
     # In a plan's dry run: called with the path of a block that cannot be captured, and the reason.
     on_refused_capture: Callable[[str, str], None] | None = None

@@ -18,7 +18,7 @@ from torch import nn
 from tightfit.errors import CompileError
 from tightfit.levers.compiled import own_forward
 from tightfit.runtime.activity import now
-from tightfit.runtime.internals import inductor_with_budget, is_active, many_compilations, no_modes
+from tightfit.runtime.internals import compiled_code_on, inductor_with_budget, is_active, many_compilations, no_modes
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.shapes import TensorShape
 
@@ -63,7 +63,7 @@ class Played:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """A context outside of the dry run, in which dynamo records blocks; `run` activates it again for a program."""
-        with self.dry.modules.paused(), no_modes():
+        with self.dry.modules.paused(), compiled_code_on(), no_modes():
             yield
 
     def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:

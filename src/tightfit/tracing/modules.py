@@ -40,6 +40,7 @@ class ModuleTracker:
     def __exit__(self, *exception: Any) -> None:
         for handle in self.handles:
             handle.remove()
+        self.handles = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -5,8 +5,8 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from tightfit.errors import CompileError, LeverError
 from tightfit.levers.captured.graph import CapturedGraph
+from tightfit.levers.captured.observers import observers
 from tightfit.levers.compiled import own_forward
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
@@ -22,7 +23,9 @@ from tightfit.levers.recompute.region import FrugalForward, RecordedForward
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import (
     autocast_is_active,
+    compiler_is_disabled,
     dispatch_is_watched,
+    drop_logs_of_limits,
     fake_mode_is_active,
     ignore_hooks_around_selective_checkpoints,
     ignore_questions_for_gradients,
@@ -99,8 +102,12 @@ class Group:
     """What the blocks of one call of `capture` have in common. It is copied and pickled with them."""
 
     def __init__(self):
-        self.shapes: dict[type[nn.Module], set[Any]] = {}
+        self.shapes: dict[type[nn.Module], set[Any]] = {}  # for which a capture began here
         self.told: set[str] = set()
+
+    def is_full(self, kind: type[nn.Module]) -> bool:
+        """Whether no further shape is captured for blocks of a kind."""
+        return len(self.shapes.get(kind, ())) >= MOST_SHAPES
 
     def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = "run without being captured") -> None:
         """Warn that blocks of a kind are not captured, once for each reason."""
@@ -121,6 +128,13 @@ class Recording(threading.local):
 
 
 _recording = Recording()
+# By kind, in this process: a graph stays for further calls of `capture`, such as a training's after its plan's.
+_captured_shapes: weakref.WeakKeyDictionary[type[nn.Module], set[Any]] = weakref.WeakKeyDictionary()
+
+
+def is_trying() -> bool:
+    """Whether a block runs for which no capture is expected to begin, with dynamo's own limits."""
+    return _recording.forward is not None and not _recording.settled
 
 
 class SettingsAreMissing(Exception):
@@ -167,11 +181,18 @@ class CapturedForward(FrugalForward):
             return self.stand_in(args, kwargs)
         if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
             return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
-        dry = now.dry_captured
-        if dry is None and dispatch_is_watched():
-            # Dynamo leaves code alone under a dispatch mode.
+        player = now.dry_captured
+        if player is None and dispatch_is_watched():
+            player = observers()
+            if player is None:
+                # Dynamo leaves code alone under a dispatch mode.
+                return self.stand_in(args, kwargs)
+        kind = type(self.module)
+        if self.group.is_full(kind) and shapes_of((args, kwargs)) not in _captured_shapes.get(kind, ()):
+            reason = f"their inputs have more than {MOST_SHAPES} shapes, of which the first {MOST_SHAPES} are captured"
+            self.group.tell(self.path, kind, reason)
             return self.stand_in(args, kwargs)
-        with nullcontext() if dry is None else dry.outside():
+        with nullcontext() if player is None else played_by(player):
             reason, outputs = self.attempt(args, kwargs, settled=not self.captures)
             if reason == ServesOthers.__name__:
                 self.shares_graphs = False
@@ -238,11 +259,10 @@ class CapturedForward(FrugalForward):
 
     def note_capture(self, arguments: Any) -> None:
         """Count a capture that begins. Raises `CompileError` for the first one too many."""
-        shapes = self.group.shapes.setdefault(type(self.module), set())
-        shapes.add(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(arguments)))
+        kind, shapes = type(self.module), shapes_of(arguments)
+        self.group.shapes.setdefault(kind, set()).add(shapes)
+        _captured_shapes.setdefault(kind, set()).add(shapes)
         self.captures += 1
-        if len(shapes) > MOST_SHAPES:
-            raise CompileError(f"they are called with more than {MOST_SHAPES} shapes")
         if self.captures > MOST_CAPTURES:
             raise CompileError("their code depends on a number that changes from call to call")
 
@@ -259,6 +279,9 @@ class CapturedForward(FrugalForward):
 @functools.cache
 def captured_forward(kind: type[nn.Module], policy: Policy | None) -> Callable[..., Any]:
     """The captured `forward` of a class of modules under one policy, or under any (None) whose graphs can be shared."""
+    if compiler_is_disabled():
+        raise CompileError("PyTorch's compiler, which records them, is switched off (TORCHDYNAMO_DISABLE)")
+    drop_logs_of_limits(is_trying)
 
     def record(graph: Any, inputs: Sequence[Any]) -> Any:
         block = _recording.forward
@@ -276,11 +299,30 @@ def captured_forward(kind: type[nn.Module], policy: Policy | None) -> Callable[.
                 if function is None:
                     raise ServesOthers
             _recording.recorded = True  # what fails from here on is the program
+            if now.dry_captured is not None:
+                # AOTAutograd's wrapper writes new contents of buffers after the program.
+                return now.dry_captured.run(lambda given: function(*given), list(arguments))
             return function(*arguments)
 
         return run
 
     return torch.compile(own_forward(kind, "captured"), backend=record, fullgraph=True)
+
+
+@contextmanager
+def played_by(player: Any) -> Iterator[None]:
+    """A context outside of a dry run or of observers, which `player` activates again for programs."""
+    outer, now.dry_captured = now.dry_captured, player
+    try:
+        with player.outside():
+            yield
+    finally:
+        now.dry_captured = outer
+
+
+def shapes_of(arguments: Any) -> tuple:
+    """Shapes and dtypes of the tensors among a block's arguments."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(arguments))
 
 
 def waits_for_backward(node: Any) -> bool:

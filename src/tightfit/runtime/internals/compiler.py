@@ -24,6 +24,24 @@ def compiled_code_off() -> Callable[[], None]:
     return partial(stance.__exit__, None, None, None)
 
 
+@contextmanager
+def compiled_code_on() -> Iterator[None]:
+    """A context in which compiled functions run compiled, although `compiled_code_off` or a user's stance says no."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or getattr(getattr(frames, "_stance", None), "stance", "default") == "default":
+        yield
+        return
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def compiler_is_disabled() -> bool:
+    """Whether `torch.compile` returns functions as they are (`TORCHDYNAMO_DISABLE`)."""
+    from torch._dynamo import config  # takes seconds to import
+
+    return bool(config.disable)
+
+
 def inductor_with_budget(
     kind: str, share: float, graph: Any, inputs: Any, build: Callable[[str], Any] | None = None
 ) -> Any:

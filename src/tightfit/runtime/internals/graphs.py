@@ -1,5 +1,6 @@
 """PyTorch's tracers: dynamo, which records a block's forward, and AOTAutograd, which records its backward with it."""
 
+import functools
 import logging
 import sys
 import warnings
@@ -142,6 +143,12 @@ def recording_settings() -> Iterator[None]:
     )
     with settings, _quiet():
         yield
+
+
+@functools.cache
+def drop_logs_of_limits(is_ours: Callable[[], bool]) -> None:
+    """Drop what dynamo logs when it hits its limit of recompilations while `is_ours`. Its exception says the same."""
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(lambda record: not is_ours())
 
 
 def recording_failures() -> tuple[type[Exception], ...]:
