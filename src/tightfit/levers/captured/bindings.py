@@ -10,6 +10,7 @@ from tightfit.runtime.internals import no_modes
 from tightfit.runtime.operators import map_instances, traits_of
 
 _C: Any = torch._C
+_found: dict[tuple, Callable[..., Any]] = {}  # by call: blocks repeat theirs, and so do the policies of a plan
 _HOMES: tuple[Any, ...] = (_C._VariableFunctions, _C.TensorBase, _C._nn)
 
 
@@ -30,6 +31,31 @@ def binding_of(operator: Any, node: Any) -> Callable[..., Any]:
     plain = operator._op
     if operator.namespace != "aten" or traits_of(operator).is_random:
         return plain
+
+    call = _call_of(operator, node)
+    found = _found.get(call)
+    if found is None:
+        found = _found[call] = _searched(operator, node)
+    return found
+
+
+def _call_of(operator: Any, node: Any) -> tuple:
+    """What PyTorch's parser of arguments sees of a call, as a key."""
+
+    def key(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            value = value.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                return tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, list | tuple):
+            return tuple(map(key, value))
+        return type(value), repr(value)
+
+    return operator, key(node.args), tuple((name, key(value)) for name, value in node.kwargs.items())
+
+
+def _searched(operator: Any, node: Any) -> Callable[..., Any]:
+    plain = operator._op
 
     def on_meta(source: Any) -> Any:
         value = source.meta.get("val")

@@ -13,7 +13,7 @@ from tightfit.levers.captured.program import write_backward, write_forward
 from tightfit.levers.captured.straight import Parts, Program, straight
 from tightfit.levers.captured.views import join_views
 from tightfit.levers.recompute.policy import Policy
-from tightfit.runtime.internals import autocast_is_active, recorded_call, recording_backend
+from tightfit.runtime.internals import autocast_is_active, copied_graph, recorded_call, recording_backend
 
 
 class CapturedGraph:
@@ -45,7 +45,8 @@ class CapturedGraph:
         if found is None and self.is_shared:
             assert self.joint is not None, "shared graphs have a joint graph"
             parts = Assembly(policy, self.cast)
-            forward, _ = parts.divide(copied(self.joint.module), None, num_fwd_outputs=self.joint.returns)
+            forward, backward = parts.divided(copied_graph(self.joint.module), None, self.joint.returns, {})
+            parts.backward = write_backward(backward, ())
             parts.write_forward(forward, ())
             found = self.as_one_node(parts)
             if found is not None:
@@ -92,17 +93,22 @@ class Assembly:
 
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
         # Dividing changes the graph. Settings that name nodes of this graph mean nothing for a copy.
-        self.joint = Joint(copied(joint), num_fwd_outputs)
+        self.joint = Joint(copied_graph(joint), num_fwd_outputs)
+        forward, backward = self.divided(joint, inputs, num_fwd_outputs, options)
+        self.backward = write_backward(copied_graph(backward), ())  # AOTAutograd goes on with its own
+        return forward, backward
+
+    def divided(self, joint: Any, inputs: Any, returns: int, options: dict[str, Any]) -> tuple[Any, Any]:
+        """The graphs of forward and backward. This changes the joint graph."""
         given = joint.graph.find_nodes(op="placeholder")
         demand_single_casts(given[place] for place in self.cast)
         (output,) = joint.graph.find_nodes(op="output")
         results = tree_leaves(output.args)
-        join_views(joint.graph, {node for node in results[:num_fwd_outputs] if isinstance(node, torch.fx.Node)})
-        forward, backward = divide(self.policy, joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        self.returns = num_fwd_outputs
+        join_views(joint.graph, {node for node in results[:returns] if isinstance(node, torch.fx.Node)})
+        forward, backward = divide(self.policy, joint, inputs, num_fwd_outputs=returns, **options)
+        self.returns = returns
         given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
         self.tangents = tuple(node.meta["val"].stride() for node in given)
-        self.backward = write_backward(copied(backward), ())
         return forward, backward
 
     def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
@@ -116,11 +122,3 @@ class Assembly:
             count = len(module.graph.find_nodes(op="placeholder"))
             self.found = Parts(program, self.backward, count, cycles, self.tangents)
         return program
-
-
-def copied(module: Any) -> Any:
-    """A copy of a graph, with the same metadata."""
-    graph = torch.fx.Graph()
-    (before,) = module.graph.find_nodes(op="output")
-    graph.output(graph.graph_copy(module.graph, {})).meta.update(before.meta)
-    return torch.fx.GraphModule(module, graph)

@@ -36,6 +36,7 @@ from tightfit.units import format_bytes, is_share_of, parse_budget
 
 Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
 LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
+LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
 NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
@@ -317,36 +318,50 @@ class Search:
             reason = f"would save less than {LEAST_SAVING:.1%} of the step"
             self.rejected.append(Rejected(CapturedBlocks.title, reason))
             return
+        is_solved = base.priced is not None and len(paths) == len(self.paths)
+        if is_solved and self.best is not None:
+            # Recording the policies of the plan so far too would take as long as a trace.
+            self.solve_captured(base, paths, 0)
+            return
         candidate = self.trace_captured(base, base.policies, base.choice, paths)
         if candidate is None:
             return
         self.consider(candidate, str(candidate.combination))
-        if base.priced is not None and len(paths) == len(self.paths):
-            self.solve_captured(candidate, base.priced)
+        if is_solved and base.priced is not None:
+            self.solve_captured(base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
 
-    def solve_captured(self, first: Candidate, priced: Priced) -> None:
-        """Solve the choices inside blocks again, with the prices and in the bytes of captured blocks."""
-        captured = first.combination.get(CapturedBlocks)
-        assert captured is not None, "its blocks are captured"
-        micro_batches = first.combination.micro_batches
-        again = priced_as_captured(priced, captured.paths, self.request.executor, first.trace, micro_batches)
-        # What recorded blocks take, and captured ones do not, is room; where they take more, it is the other way round.
-        bound = self.budget_bytes - UNSEEN_BYTES + peak(priced.chain, first.choice) - first.peak_bytes
-        tried = [first.policies]
+    def solve_captured(self, base: Candidate, paths: tuple[str, ...], room: int) -> None:
+        """Solve the choices inside blocks again, with the prices of captured blocks.
+
+        `room` is the number of bytes that they need less than the recorded blocks of `base`.
+        """
+        assert base.priced is not None, "blocks are solved by their prices"
+        again = priced_as_captured(
+            base.priced, paths, self.request.executor, base.trace, base.combination.micro_batches
+        )
+        bound = self.budget_bytes - UNSEEN_BYTES + room
+        tried, fits = [base.policies] if room else [], math.inf
         for _ in range(TIGHTENINGS):
             solution = solve(again.chain, bound)
             if solution is None or (policies := again.policies(solution.choice)) in tried:
                 return
+            if solution.seconds > fits - LEAST_GAIN * base.seconds:
+                return
             tried.append(policies)
-            candidate = self.trace_captured(first, policies, solution.choice, captured.paths)
+            candidate = self.trace_captured(base, policies, solution.choice, paths)
             if candidate is None:
                 return
             candidate = replace(candidate, priced=again)
             self.consider(candidate, f"{candidate.combination}, blocks solved")
             excess = self.excess(candidate)
-            if excess <= 0:
+            if math.isfinite(fits):
                 return
-            bound = min(bound, solution.peak_bytes) - excess
+            if excess > 0:
+                bound = min(bound, solution.peak_bytes) - excess
+            else:
+                # What captured blocks do not take is room for a faster choice.
+                fits = solution.seconds
+                bound = self.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
 
     def trace_captured(
         self, base: Candidate, policies: dict[str, Policy], choice: tuple[int, ...], paths: tuple[str, ...]

@@ -63,6 +63,7 @@ from tightfit.runtime.internals.distributed import (
 from tightfit.runtime.internals.graphs import (
     RecordedCall,
     boxed,
+    copied_graph,
     divide_joint_graph,
     drop_logs_of_limits,
     ignore_questions_for_gradients,
@@ -102,6 +103,7 @@ __all__ = [
     "compiled_code_off",
     "compiled_code_on",
     "compiler_is_disabled",
+    "copied_graph",
     "counting_alias",
     "cudnn_attention_is_preferred",
     "current_node",

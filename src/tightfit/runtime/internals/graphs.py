@@ -163,9 +163,21 @@ def divide_joint_graph(
 ) -> tuple[Any, Any]:
     """The forward and the backward graph of a joint graph, between which the `saved` nodes are held."""
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     options = {name: value for name, value in options.items() if name == "static_lifetime_input_nodes"}
-    return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_fwd_outputs, **options)
+    with _use_lazy_graph_module(True):  # nobody runs the Python code that PyTorch would write for them
+        return _extract_fwd_bwd_modules(joint, list(saved), [], num_fwd_outputs=num_fwd_outputs, **options)
+
+
+def copied_graph(module: Any) -> Any:
+    """A copy of a graph, with the same metadata. PyTorch writes Python code for it only if it is run."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    graph = torch.fx.Graph()
+    (before,) = module.graph.find_nodes(op="output")
+    graph.output(graph.graph_copy(module.graph, {})).meta.update(before.meta)
+    return _LazyGraphModule(module, graph)
 
 
 def inputs_written_later(joint: Any) -> Iterator[Any]:
