@@ -13,6 +13,7 @@ file of results that is there already is gone on with.
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import tightfit
 from environment import environment
+from tightfit import Plan
 from tightfit.levers.micro_batch import as_parts, as_tensors, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
@@ -57,6 +61,7 @@ class Case:
     grad_clip: float | None = None
     shape: tuple[int, int, int] = EVEN
     recompute: bool = False  # every block, by PyTorch's own checkpoint
+    budget: str | None = None  # of a plan for all ranks, which is applied before the model is wrapped
 
     def model(self) -> Decoder:
         hidden, heads, vocabulary = self.shape
@@ -66,14 +71,36 @@ class Case:
             model.layers[number] = checkpoint_wrapper(layer) if self.recompute else layer
         return model
 
-    def parts(self) -> list[Any]:
-        batch = as_tensors(TokenBatch(4, 32, self.shape[2]))
-        return as_parts(split_batch(batch, self.micro_batches), model_loss)
+    def batch(self) -> Any:
+        return as_tensors(TokenBatch(4, 32, self.shape[2]))
+
+    def parts(self, plan: Plan | None = None) -> list[Any]:
+        count = self.micro_batches if plan is None else plan.micro_batches
+        return as_parts(split_batch(self.batch(), count), model_loss)
 
     @property
     def settings(self) -> StepSettings:
         # FSDP2 casts weights and activations itself, so autocast has nothing to do.
         return StepSettings("fp32" if self.parallel == "fsdp2" else self.precision, self.grad_clip)
+
+
+@cache
+def planned(case: Case) -> Plan | None:
+    """The plan for a case's budget, made for a CPU with made-up figures; None without a budget."""
+    if case.budget is None:
+        return None
+    sys.path.append(str(HERE.parent / "tests"))
+    return tightfit.plan(
+        case.model(),
+        case.batch(),
+        case.budget,
+        device=importlib.import_module("made_up_devices").even(),
+        levers="rounding",
+        precision=case.precision,
+        grad_clip=case.grad_clip,
+        world_size=case.world_size,
+        parallel=case.parallel,
+    )
 
 
 CASES = [
@@ -82,6 +109,9 @@ CASES = [
     Case(2, "fsdp2", grad_clip=1.0, shape=UNEVEN),
     Case(2, "fsdp2", micro_batches=2, shape=UNEVEN),
     Case(2, "ddp", grad_clip=1.0, micro_batches=2, shape=UNEVEN),
+    *(Case(2, "fsdp2", shape=UNEVEN, budget=budget) for budget in ("0.85x", "0.7x")),
+    *(Case(2, "fsdp2", "bf16", shape=UNEVEN, budget=budget) for budget in ("0.85x", "0.7x")),
+    *(Case(2, "ddp", shape=UNEVEN, budget=budget) for budget in ("0.85x", "0.7x")),
 ] + [
     Case(size, parallel, precision, reshard, shape=shape)
     for size in (2, 4)
@@ -92,8 +122,11 @@ CASES = [
 ]
 
 
-def predicted(case: Case, rank: int) -> dict[str, int]:
+def predicted(case: Case, rank: int) -> dict[str, Any]:
     """The peak of a rank, of all and without gloo's copies."""
+    plan = planned(case)
+    if plan is not None:
+        return {"predicted_bytes": plan.rank_peak_bytes[rank], "planned_levers": [str(lever) for lever in plan.levers]}
     model = case.model()
     world = World(case.world_size, case.parallel, 1, case.reshard)
     played = PlayedRank(world, rank, find_blocks(model), case.precision)
@@ -109,9 +142,12 @@ def measured(case: Case, library: Path) -> list[dict[str, int]]:
     """What each real process counted."""
     with tempfile.TemporaryDirectory() as folder:
         here = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(asdict(case))]
+        plan = planned(case)
+        if plan is not None:
+            plan.to_json(f"{folder}/plan.json")
         setting = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
         processes = [
-            subprocess.Popen([*here, str(rank), f"{folder}/store"], env=setting, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([*here, str(rank), folder], env=setting, stdout=subprocess.PIPE, text=True)
             for rank in range(case.world_size)
         ]
         written = [process.communicate(timeout=300)[0] for process in processes]
@@ -119,20 +155,25 @@ def measured(case: Case, library: Path) -> list[dict[str, int]]:
     return [json.loads(text.splitlines()[-1]) for text in written]
 
 
-def work(case: Case, rank: int, store: str) -> None:
+def work(case: Case, rank: int, folder: str) -> None:
     """One real process: a few steps, and a line of JSON."""
+    plan = None if case.budget is None else Plan.from_json(f"{folder}/plan.json")
     counts = Counts()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.world_size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.world_size)
     dist.barrier()
     gc.collect()
     before = counts.live
     model = case.model()
+    reshard = case.reshard
+    if plan is not None:
+        plan.apply(model)
+        reshard = None if plan.reshard_after_forward in (True, None) else False
     if case.parallel == "ddp":
         held = in_ddp(model)
     else:
         mesh = dist.init_device_mesh("cpu", (case.world_size,))
-        held = in_fsdp2(model, find_blocks(model), mesh, precision=case.precision, reshard_after_forward=case.reshard)
-    parts = case.parts()
+        held = in_fsdp2(model, find_blocks(model), mesh, precision=case.precision, reshard_after_forward=reshard)
+    parts = case.parts(plan)
     optimizer = build_optimizer("adamw", held.parameters())
     gc.collect()  # the first import of a part of PyTorch leaves cycles that hold the whole weights of one block
     gc.disable()
@@ -196,8 +237,9 @@ def compare(case: Case, library: Path) -> list[dict[str, Any]]:
         )
         print(
             f"{case.parallel} x{case.world_size} {case.precision} reshard={case.reshard} {case.shape} rank {rank}, "
-            f"recompute={case.recompute}, {case.micro_batches} micro-batches, clip {case.grad_clip}: "
-            f"predicted {made['predicted_bytes']:,}, measured {least:,} ({rows[-1]['difference']:+,}; up to {most:,})",
+            f"recompute={case.recompute}, budget {case.budget}, {case.micro_batches} micro-batches, "
+            f"clip {case.grad_clip}: predicted {made['predicted_bytes']:,}, "
+            f"measured {least:,} ({rows[-1]['difference']:+,}; up to {most:,})",
             flush=True,
         )
     return rows
@@ -222,14 +264,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", choices=["ddp", "fsdp2"])
     parser.add_argument("--world-size", type=int)
+    parser.add_argument("--planned", action="store_true", help="only the cases with a plan")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if options.only in (None, case.parallel)]
     cases = [case for case in cases if options.world_size in (None, case.world_size)]
+    cases = [case for case in cases if case.budget is not None or not options.planned]
     here = environment()
     with tempfile.TemporaryDirectory() as folder:
         library = built(folder)
         rows = [] if options.output is None or not options.output.exists() else _rows_of(options.output)
-        done = [{name: row[name] for name in asdict(CASES[0])} for row in rows]
+        done = [{name: row.get(name) for name in asdict(CASES[0])} for row in rows]
         for case in cases:
             if json.loads(json.dumps(asdict(case))) in done:
                 continue

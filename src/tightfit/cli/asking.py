@@ -74,7 +74,7 @@ def show_inference(question: Question, new_tokens: int | None, as_json: bool, pn
     show(dict(found.to_dict()) if as_json else describe_generation(found, columns()))
 
 
-@options.asking(options.OF_A_PLAN)
+@options.asking({**options.OF_A_PLAN, **options.OF_RANKS})
 def plan(
     question: Question,
     maximise: options.Maximise = None,
@@ -101,7 +101,11 @@ def plan(
     [dim]tightfit plan examples/quickstart.yaml --curve --html report.html[/]
 
     [dim]tightfit plan --model mm26 --budget 2GB --maximise sequence_length[/]
+
+    [dim]tightfit plan --model llama-3.1-8b --precision bf16 --device h100 --world-size 8 --budget 80%[/]
     """
+    if maximise is not None and question.world_size is not None:
+        raise InputError("--maximise is of one process, and --world-size is given: leave one out")
     if multiple_of is not None and maximise is None:
         raise InputError("--multiple-of is for --maximise, which is not given: give both, or neither")
     from tightfit.report.plan_tables import describe_plan
@@ -114,7 +118,8 @@ def plan(
         if maximise is not None:
             question, largest = maximised(question, maximise, multiple_of)
         if largest is None or curve or html is not None:
-            found = planned(subject_of(question, dry=True), curve=curve or html is not None)
+            draws = curve or (html is not None and question.world_size is None)  # a plan of ranks has no curve
+            found = planned(subject_of(question, dry=True), curve=draws)
         else:
             found = largest.plan
         write("plan", found.to_json, output)

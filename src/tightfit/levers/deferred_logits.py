@@ -156,6 +156,10 @@ class DeferredLogits(Tensor):
             result = still_deferred(args[0], func, args[1:], kwargs)
             if result is not None:
                 return result
+        if func is Tensor.register_hook and is_of_fsdp2(args[1]) and args[0].content is None:
+            # FSDP2 gathers weights before the backward of what a module returns, and looks at no gradient.
+            hidden = args[0].hidden
+            return hidden.register_hook(args[1]) if hidden.requires_grad else None
         # The chunked loss computed the gradient of the hidden states directly, so the logits never had a gradient. A
         # hook would wait for it in vain.
         if func in _OBSERVES_GRADIENT and any(
@@ -173,6 +177,11 @@ class DeferredLogits(Tensor):
         # Reached when C++ code uses the tensor. The gradient then runs through `Product`.
         args, kwargs = computed(values, args, {} if kwargs is None else kwargs)
         return func(*args, **kwargs)
+
+
+def is_of_fsdp2(hook: Any) -> bool:
+    """Whether a hook is one that FSDP2 puts on the results of a module."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
 def computed(how: Callable[[DeferredLogits], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
@@ -268,7 +277,7 @@ def _getters(*names: str) -> set[Any]:
 # Questions that need no content: the tensor without memory answers them.
 _METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"),
-    *_getters("requires_grad", "is_leaf", "grad_fn", "is_sparse", "is_quantized", "is_nested", "_version"),
+    *_getters("requires_grad", "is_leaf", "grad_fn", "is_sparse", "is_quantized", "is_nested", "_version", "_base"),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
     *(torch.is_floating_point, torch.is_complex, torch.numel),

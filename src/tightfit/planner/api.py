@@ -13,13 +13,14 @@ from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
-from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate
+from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication
 from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
 from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.search.candidates import Candidate
+from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
@@ -101,6 +102,9 @@ def plan(
     curve: bool = False,
     offload_folder: str | None = None,
     offload_budget: int | str | None = None,
+    world_size: int | None = None,
+    nodes: int | None = None,
+    parallel: Literal["ddp", "fsdp2"] | None = None,
 ) -> Plan:
     """Find the fastest combination of levers whose predicted peak is within the budget.
 
@@ -118,6 +122,10 @@ def plan(
     that has a plan. The effective batch does not change. This allows the lever `"micro_batch"`. With `curve` the plan
     also has the trade-off curve, and figures for the levers that were not allowed. The other arguments are those of
     `estimate`.
+
+    With `world_size` the plan is one for all ranks, and the budget is the peak of each of them. For FSDP2 the plan also
+    says whether blocks free their gathered weights after forward (`plan.reshard_after_forward`). Apply it to the model
+    before or after `fully_shard` or `DistributedDataParallel`.
 
     Raises `CannotFit` with the least peak that the levers can reach, and with ranked ways out (`error.ways_out`, found
     when it is read); `BudgetError` for a budget that cannot be parsed; `LeverError` if offload is named and not
@@ -139,7 +147,7 @@ def plan(
     """
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
-        step_in_backward, levers, blocks, offload_folder, offload_budget,
+        step_in_backward, levers, blocks, offload_folder, offload_budget, world_size, nodes, parallel,
     )  # fmt: skip
     return plan_asked(asked, budget, curve=curve)
 
@@ -206,7 +214,12 @@ def estimate_asked(asked: Asked) -> Estimate:
 @real_tensors()
 def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
     """`tightfit.plan`, with its arguments as one record."""
-    search = Search(asked.request(may_choose=True), budget)
+    request = asked.request(may_choose=True)
+    if request.world is not None:
+        if curve:
+            raise InputError("a trade-off curve is of one process, and world_size is given: leave one out")
+        return plan_of_ranks(search_ranks(request, request.world, budget))
+    search = Search(request, budget)
     try:
         found = search.run()
     except CannotFit as error:
@@ -239,6 +252,24 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
         room=search.room(candidate.trace),
+    )
+
+
+def plan_of_ranks(found: RanksFound) -> Plan:
+    """The plan that all ranks of a world share."""
+    world, request = found.world, found.search.request
+    plan = as_plan(found.search, found.candidate)
+    return replace(
+        plan,
+        budget_bytes=found.budget_bytes,
+        plain=step_figures(found.plain),
+        assumptions=(*plan.assumptions, *of_communication(world, request.communicator_bytes)),
+        world_size=world.size,
+        nodes=world.nodes,
+        parallel=world.parallel,
+        reshard_after_forward=None if world.parallel == "ddp" else world.reshard_after_forward is not False,
+        rank_peak_bytes=found.peaks,
+        communicator_bytes=request.communicator_bytes,
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tightfit.errors import InputError
 from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
+from tightfit.planner.levers import lever_types
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
@@ -98,6 +99,16 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool) -> None:
     if process_group_exists():
         raise InputError(
             "this process is a rank of a distributed run already: ask about world_size in a process of its own"
+        )
+
+
+def check_levers_of_ranks(world: World | None, levers: frozenset[str]) -> None:
+    """Raise `InputError` for a lever that no rank is played with."""
+    named = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]
+    if world is not None and named:
+        raise InputError(
+            f"lever {named[0]} and world_size are both given, and a plan for several ranks does not use that lever: "
+            "leave one out"
         )
 
 

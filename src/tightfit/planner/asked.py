@@ -12,6 +12,7 @@ from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
 from tightfit.planner.arguments import (
     check_levers,
+    check_levers_of_ranks,
     check_settings,
     check_step,
     check_step_in_backward,
@@ -79,6 +80,7 @@ class Asked:
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
         model, batch = as_twins(self.model, self.batch, self.optimizer)
         levers = allowed_levers(self.levers)
+        check_levers_of_ranks(world, levers)
         return Request(
             model=model,
             batch=batch,

@@ -8,7 +8,7 @@ from typing import Any
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures
-from tightfit.ranks.world import World, communicator_bytes
+from tightfit.ranks.world import World
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.rules import ONE_SIDED
 from tightfit.units import format_bytes
@@ -70,9 +70,9 @@ def of_ranks(request: Request, world: World) -> Estimate:
     tracer = Tracer(request)
     found = tracer.ranks(world)
     trace = found.largest
-    communicator = 0 if request.role is None else communicator_bytes(world)
+    communicator = request.communicator_bytes
     beside = (0 if request.role is None else CONTEXT_BYTES) + communicator
-    routed = [] if not trace.peak_depends_on_data else [max(tracer.ranks(world, r).peaks) for r in ONE_SIDED]
+    routed = [] if not trace.peak_depends_on_data else [max(tracer.ranks(world, routing=r).peaks) for r in ONE_SIDED]
     return Estimate(
         step_figures=step_figures(trace),
         parameters=sum(p.numel() for p in request.model.parameters()),

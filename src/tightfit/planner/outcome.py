@@ -1,7 +1,8 @@
 """The results of planning as plain data: plans, estimates and curves."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tightfit.planner.levers import Combination, Lever, find
@@ -104,6 +105,12 @@ class PlanRecord:
     worst_peak_bytes: int | None = None  # with all tokens at the fewest experts, if the peak depends on routing
     weights: str = ""  # dtypes of the parameters, the one with the most elements first; empty in older plans
     room: DeviceRoom | None = None  # the planned step's memory on a CUDA device
+    world_size: int = 1  # ranks; the figures are those of the first one, which has the largest shards
+    nodes: int = 1
+    parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
+    reshard_after_forward: bool | None = None  # of FSDP2's blocks: whether gathered weights are freed after forward
+    rank_peak_bytes: tuple[int, ...] = ()  # of each rank under the plan, in their order; empty for one process
+    communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
 
     @property
     def peak_bytes(self) -> int:
@@ -123,6 +130,16 @@ class PlanRecord:
     def micro_batches(self) -> int:
         """The number of equal parts in which the batch runs."""
         return Combination(self.levers).micro_batches
+
+    @property
+    def hash(self) -> str:
+        """A checksum of what a plan makes of a step, without its figures: ranks that share it do the same."""
+        done = [
+            self.fingerprint, self.precision, self.world_size, self.parallel, self.reshard_after_forward,
+            [lever.to_dict() for lever in self.levers],
+            [replace(choice, kept_bytes=0, recompute_seconds=0.0) for choice in self.choices],
+        ]  # fmt: skip
+        return hashlib.sha256(repr(done).encode()).hexdigest()[:16]
 
     def lever(self, kind: type[L]) -> L | None:
         """The setting of a lever in this plan; None if the plan does not use it."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FORMAT = 6
 EARLIER_FORMATS = (4, 5)  # of version 0.1.0
+# Fields that plans of one process had not, before there were plans of several ranks.
+OF_RANKS = ("world_size", "nodes", "parallel", "reshard_after_forward", "rank_peak_bytes", "communicator_bytes")
 
 
 class Plan(PlanRecord):
@@ -45,7 +47,8 @@ class Plan(PlanRecord):
             "plain_peak_bytes": self.plain_peak_bytes,
         }
         levers = [lever.to_dict() for lever in self.levers]
-        return {"format": FORMAT, **figures, **asdict(self), "levers": levers, "micro_batches": self.micro_batches}
+        own = {"levers": levers, "micro_batches": self.micro_batches, "hash": self.hash}
+        return {"format": FORMAT, **figures, **asdict(self), **own}
 
     def to_json(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -91,7 +94,7 @@ class Plan(PlanRecord):
         if raw.get("format") not in (*EARLIER_FORMATS, FORMAT):
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
         raw = raw if raw["format"] == FORMAT else _brought_up(raw)
-        fields = {name: raw[name] for name in cls.__dataclass_fields__}
+        fields = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw or name not in OF_RANKS}
         choices = tuple(
             BlockChoice(
                 **{
@@ -112,6 +115,7 @@ class Plan(PlanRecord):
             "room": None if raw["room"] is None else DeviceRoom(**raw["room"]),
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
+            "rank_peak_bytes": tuple(raw.get("rank_peak_bytes", ())),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
         }
         return cls(**fields)

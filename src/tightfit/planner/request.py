@@ -23,8 +23,8 @@ from tightfit.planner.apply import apply_levers
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Lever, lever_types
 from tightfit.ranks.peaks import RankTraces, trace_ranks
-from tightfit.ranks.playing import PlayedRank, refusals_of_shards
-from tightfit.ranks.world import World
+from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
+from tightfit.ranks.world import World, communicator_bytes
 from tightfit.runtime.activity import now
 from tightfit.step import Batch, Loss, Part, StepSettings
 from tightfit.tracing.copies import AWAY, BACK
@@ -96,6 +96,11 @@ class Request:
         """The CUDA device that dry runs simulate; None for a CPU."""
         return role_of(self.device)
 
+    @property
+    def communicator_bytes(self) -> int:
+        """Bytes that NCCL is assumed to take of the device; 0 for one process and on a CPU."""
+        return 0 if self.world is None or self.role is None else communicator_bytes(self.world)
+
     @cached_property
     def size(self) -> int:
         return inseparable_samples(self.batch, self.loss)
@@ -144,8 +149,12 @@ class Tracer:
         joined: Sequence[str] = (),
         routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
-        """The whole step as it will run, optimizer included."""
+        """The whole step as it will run, optimizer included. With several ranks, that of the first one."""
         request = self.request
+        if request.world is not None:
+            return self.of_rank(
+                own_copy(request.model), self.rank(request.world), combination, policies, joined, routing
+            )
         with self.applied(combination, policies, joined):
             return trace_step(
                 request.model,
@@ -159,24 +168,36 @@ class Tracer:
                 routing=routing,
             )
 
-    def ranks(self, world: World, routing: Routing = Routing.BALANCED) -> RankTraces:
-        """The plain step of every rank of a world."""
+    def rank(self, world: World, number: int = 0) -> PlayedRank:
+        """A rank of a world, which shards the blocks of the request's model one by one."""
+        blocks = find_blocks(self.request.model, self.request.blocks) if world.parallel == "fsdp2" else []
+        return PlayedRank(world, number, blocks, self.request.settings.precision)
+
+    @property
+    def settings_of_rank(self) -> StepSettings:
+        """How a rank computes its step."""
+        world, settings = self.request.world, self.request.settings
+        # FSDP2 casts weights and activations itself, so autocast has nothing to do.
+        return replace(settings, precision="fp32") if world is not None and world.parallel == "fsdp2" else settings
+
+    def of_rank(
+        self,
+        model: nn.Module,
+        rank: PlayedRank,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        joined: Sequence[str] = (),
+        routing: Routing = Routing.BALANCED,
+    ) -> StepTrace:
+        """The whole step of a rank with levers. The model is the rank's own."""
         request = self.request
-        settings = request.settings
-        if world.parallel == "fsdp2":  # casts weights and activations itself, so autocast has nothing to do
-            settings = replace(settings, precision="fp32")
-
-        def trace(model: nn.Module, rank: PlayedRank) -> StepTrace:
-            with refusals_of_shards(request.optimizer_name):
-                return whole(model, rank)
-
-        def whole(model: nn.Module, rank: PlayedRank) -> StepTrace:
+        with self.applied(combination, policies, joined, model=model), refusals_of_shards(request.optimizer_name):
             return trace_step(
                 model,
-                request.parts(request.micro_batches),
+                request.parts(combination.micro_batches),
                 request.loss,
                 optimizer=request.optimizer,
-                settings=settings,
+                settings=self.settings_of_rank,
                 cost=request.cost,
                 executor=request.executor,
                 role=request.role,
@@ -184,14 +205,30 @@ class Tracer:
                 rank=rank,
             )
 
+    def ranks(
+        self,
+        world: World,
+        combination: Combination | None = None,
+        policies: Mapping[str, Policy] | None = None,
+        joined: Sequence[str] = (),
+        routing: Routing = Routing.BALANCED,
+        first: StepTrace | None = None,
+    ) -> RankTraces:
+        """The step of every rank of a world: the plain one, or with levers. `first` is the first rank's, if known."""
+        request = self.request
+        levers = (combination or request.plain, policies or {}, joined, routing)
+        settings = self.settings_of_rank
+
+        def trace(model: nn.Module, rank: PlayedRank) -> StepTrace:
+            return first if first is not None and rank.number == 0 else self.of_rank(model, rank, *levers)
+
         def update(model: nn.Module) -> StepTrace:
             trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             return trace_update(
                 model, request.optimizer, settings=settings, with_gradient=trained, cost=request.cost, role=request.role
             )
 
-        blocks = find_blocks(request.model, request.blocks) if world.parallel == "fsdp2" else []
-        return trace_ranks(request.model, world, blocks, request.settings.precision, trace, update)
+        return trace_ranks(request.model, world, self.rank(world).blocks, request.settings.precision, trace, update)
 
     def routed_peaks(
         self, trace: StepTrace, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
@@ -224,12 +261,15 @@ class Tracer:
         With `compared`, each block is priced as if other blocks that offload followed it.
         """
         request = self.request
-        with self.applied(combination, policies, joined, compared):
+        model, rank, settings = request.model, None, request.settings
+        if request.world is not None:
+            model, rank, settings = own_copy(model), self.rank(request.world), self.settings_of_rank
+        with self.applied(combination, policies, joined, compared, model=model):
             return trace_part(
-                request.model,
+                model,
                 request.parts(combination.micro_batches),
                 request.loss,
-                settings=request.settings,
+                settings=settings,
                 state_bytes=state_bytes(plain),
                 with_gradient=plain.with_gradient,
                 gradients_before=plain.gradients_before,
@@ -237,14 +277,22 @@ class Tracer:
                 cost=request.cost,
                 executor=request.executor,
                 role=request.role,
+                rank=rank,
             )
 
     @contextmanager
     def applied(
-        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool = False
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        joined: Sequence[str],
+        compared: bool = False,
+        *,
+        model: nn.Module | None = None,
     ) -> Iterator[None]:
+        """A context in which levers are on the request's model, or on a rank's copy of it."""
         offload_store = HostStore(self.request.offload, compared) if "offload" in self.request.levers else None
-        model = self.request.model
+        model = self.request.model if model is None else model
         with Applied(apply_levers(model, policies, combination.levers, joined, offload_store)):
             self.refused.clear()
             outer, now.on_refused_capture = now.on_refused_capture, self.refused.__setitem__

@@ -56,7 +56,7 @@ def device_footprint(estimate: EstimateRecord) -> list[str]:
     ]
 
 
-def ranks(estimate: EstimateRecord) -> list[str]:
+def ranks(estimate: EstimateRecord | PlanRecord) -> list[str]:
     """Sentences about the ranks of a training on several devices."""
     peaks = estimate.rank_peak_bytes
     if not peaks:
@@ -69,6 +69,14 @@ def ranks(estimate: EstimateRecord) -> list[str]:
     if estimate.communicator_bytes:
         lines.append(f"NCCL takes {format_bytes(estimate.communicator_bytes)} besides, which is assumed.")
     return lines
+
+
+def resharding(plan: PlanRecord) -> list[str]:
+    """A sentence about FSDP2's gathered weights."""
+    if plan.reshard_after_forward is None:
+        return []
+    keeps = "free their gathered weights after forward" if plan.reshard_after_forward else "keep gathered weights"
+    return [f"Blocks {keeps} (reshard_after_forward={plan.reshard_after_forward}). All ranks share plan {plan.hash}."]
 
 
 def worst_case(peak: int, worst: int | None) -> list[str]:
@@ -119,6 +127,8 @@ def summary(plan: PlanRecord) -> list[str]:
         f"Fits: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
         f"with {step:.2f}x the time of the plain step.",
         *device_room(plan),
+        *ranks(plan),
+        *resharding(plan),
     ]
     if not used_levers(plan):
         lines.append("No lever is needed.")

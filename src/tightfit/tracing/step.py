@@ -97,9 +97,7 @@ def trace_step(
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
     with _dry(model, parts, cost, executor, role, routing, beside=modules_beside(loss), rank=rank) as dry:
         if rank is not None:
-            dry.ledger.track_all(model.parameters())
-            model = rank.wrapped(model)
-            announce(dry.ledger, model, [], [])
+            model = _joined(dry, model, rank)
         twin = _built(optimizer, model, settings)
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
@@ -115,6 +113,14 @@ def trace_step(
             boundaries = step.until_steady(2 if rank is None else rank.steps)
         trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
     return trace if role is None else as_allocated(trace)
+
+
+def _joined(dry: DryRun, model: nn.Module, rank: Rank) -> nn.Module:
+    """The model as a rank holds it, which wraps it first."""
+    dry.ledger.track_all(model.parameters())
+    wrapped = rank.wrapped(model)
+    announce(dry.ledger, wrapped, [], [])
+    return wrapped
 
 
 def _built(optimizer: Optimizer, model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer:
@@ -164,6 +170,7 @@ def trace_part(
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
     in_backward: bool = False,
+    rank: Rank | None = None,
 ) -> StepTrace:
     """Trace forward and backward of the last micro-batch only, which is faster than a whole step.
 
@@ -171,8 +178,16 @@ def trace_part(
     the parameters that get a gradient; with several micro-batches it exists from the start. `gradients_before` names
     the parameters that have a gradient before the step. With `in_backward` each gradient is freed when it is ready, at
     an operator `STEPPED` that does nothing. `optimizer` is needed if the settings say that it steps in backward.
+    With a `rank` the model is its own, and is changed.
     """
-    with _dry(model, parts, cost, executor, role, beside=modules_beside(loss)) as dry:
+    with _dry(model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank) as dry:
+        if rank is not None:
+            model = _joined(dry, model, rank)
+            dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
+            if len(parts) > 1:  # an earlier one makes the gradients that the last one finds, as the engine makes them
+                run_parts(dry, model, [parts[-1]], loss, settings)
+                dry.begin_again()
+            return record(dry, run_parts(dry, model, [parts[-1]], loss, settings), repeats=len(parts))
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
         if settings.step_in_backward and len(parts) == 1 and optimizer is not None:
             _give_states(dry, model, _built(optimizer, model, settings), with_gradient, settings)

@@ -386,6 +386,9 @@ class Search:
         """
         if not self.request.may(Recompute) or not self.paths or self.least is None:
             return
+        world = self.request.world
+        if world is not None and world.parallel == "fsdp2" and world.reshard_after_forward is not False:
+            return  # a segment recomputes several blocks at once, and FSDP2 has gathered the weights of one
         if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return  # segments lower only forward and backward
         combination = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
@@ -458,7 +461,8 @@ class Search:
     @property
     def device_bytes(self) -> int:
         """Bytes of the device that allocator and context may use together."""
-        return self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
+        held = self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
+        return held - self.request.communicator_bytes
 
     def room(self, trace: StepTrace) -> DeviceRoom | None:
         """Memory that a step uses of a CUDA device, with allocator and context; None on a CPU."""

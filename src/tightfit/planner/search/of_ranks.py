@@ -1,0 +1,87 @@
+"""Finds one plan for all ranks of a world: the levers inside blocks, and whether gathered weights are freed.
+
+A rank's step is what the search plans, as it plans the step of one process otherwise: every trace plays FSDP2 or DDP
+around the levers. So prices include gathered weights and buffers, and the plan's peak is that of a rank as it will run.
+"""
+
+from dataclasses import dataclass, replace
+
+from tightfit.errors import CannotFit
+from tightfit.planner.records import Rejected
+from tightfit.planner.request import Request
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.search import Search
+from tightfit.ranks.world import World
+from tightfit.tracing.record import StepTrace
+from tightfit.units import is_share_of
+
+LOWERINGS = 3  # how often a plan is searched again where a rank other than the first exceeds the budget
+KEEPS = "gathered weights kept until backward (reshard_after_forward=False)"
+FREES = "gathered weights freed after forward (reshard_after_forward=True)"
+
+
+@dataclass(frozen=True)
+class RanksFound:
+    """A search and its best candidate, with the peak of every rank, and the plain step of FSDP2's or DDP's defaults."""
+
+    search: Search
+    candidate: Candidate
+    peaks: tuple[int, ...]
+    plain: StepTrace
+    budget_bytes: int
+    world: World
+
+
+def search_ranks(request: Request, world: World, budget: int | str) -> RanksFound:
+    """The fastest plan with which every rank is within the budget. Raises `CannotFit` with the least peak found."""
+    default = Search(request, budget)
+    if world.parallel == "ddp":
+        return _searched(default, world, default)
+    keeps = replace(world, reshard_after_forward=False)
+    search = Search(replace(request, world=keeps), budget)
+    if is_share_of(budget, "x"):  # of the plain step with FSDP2's defaults
+        search.__dict__["budget_bytes"] = default.budget_bytes
+    try:
+        kept = _searched(search, keeps, default)
+    except CannotFit as error:
+        try:
+            freed = _searched(default, world, default)
+        except CannotFit as other:
+            raise min(error, other, key=lambda each: each.least_bytes) from None
+        freed.search.rejected.append(Rejected(KEEPS, "over the budget at its least", error.least_bytes))
+        return freed
+    if kept.candidate.combination == request.plain and not kept.candidate.policies:
+        # It needs no lever, and each block gathers its weights once instead of twice: nothing can be faster.
+        kept.search.rejected.append(Rejected(FREES, "gathers the weights of each block twice"))
+        return kept
+    try:
+        freed = _searched(default, world, default)
+    except CannotFit as error:
+        kept.search.rejected.append(Rejected(FREES, "over the budget at its least", error.least_bytes))
+        return kept
+    best, other, name = (
+        (kept, freed, FREES) if kept.candidate.seconds <= freed.candidate.seconds else (freed, kept, KEEPS)
+    )
+    best.search.rejected.append(
+        Rejected(name, "fits, but is slower", other.candidate.peak_bytes, other.candidate.seconds)
+    )
+    return best
+
+
+def _searched(search: Search, world: World, default: Search) -> RanksFound:
+    """The best candidate of a search, lowered until the largest of all ranks fits."""
+    budget = search.budget_bytes
+    for _ in range(LOWERINGS):
+        candidate = search.run()
+        found = search.tracer.ranks(
+            world, candidate.combination, candidate.policies, candidate.joined, first=candidate.trace
+        )
+        over = max(found.peaks) + UNSEEN_BYTES - budget
+        if over <= 0:
+            return RanksFound(search, candidate, found.peaks, default.plain, budget, world)
+        # The first rank has the largest shards, but an optimizer that orders whole matrices may load another one more.
+        lowered = Search(search.request, search.budget)
+        lowered.__dict__["budget_bytes"] = search.budget_bytes - over
+        search = lowered
+    least = max(found.peaks) + UNSEEN_BYTES
+    raise CannotFit(f"no plan was found with which all {world.size} ranks fit: the largest takes {least} bytes", least)
