@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from held_out import evaluation_loss
 from packed_rows import VOCABULARY, decoder
 
 from tightfit.config import parse_config
@@ -17,7 +18,6 @@ from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.training.buckets import Bucket, DryRun, sized
-from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.fitting import fit
 from tightfit.training.loop import Stepper, StepSettings
 from tightfit.training.measure import resident_tensors

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from held_out import evaluation_loss
 from tiny_training import Listener, metrics, run, settings
 
 from quick_trainings import leave_out_measuring
@@ -14,7 +15,7 @@ from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
 from tightfit.training import purpose, train
 from tightfit.training import run as module
-from tightfit.training.evaluation import evaluation_loss, held_out_sums
+from tightfit.training.evaluation import held_out_sums
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from held_out import evaluation_loss
 
 from tightfit.config import TrainingConfig
 from tightfit.data.packing import PackedSamples
@@ -9,7 +10,6 @@ from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.planner.api import plan
-from tightfit.training.evaluation import evaluation_loss
 from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe

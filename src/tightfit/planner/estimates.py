@@ -1,7 +1,7 @@
 """Predicts the memory and the time of a training step before it runs."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures
 from tightfit.ranks.world import World
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.record import StepTrace
 from tightfit.tracing.rules import ONE_SIDED
 from tightfit.units import format_bytes
 
@@ -50,18 +51,10 @@ def make_estimate(request: Request) -> Estimate:
     tracer = Tracer(request)
     trace = tracer.whole(request.plain, {})
     routed = tracer.routed_peaks(trace, request.plain, {})
-    return Estimate(
-        step_figures=step_figures(trace),
-        parameters=sum(p.numel() for p in request.model.parameters()),
-        precision=request.settings.precision,
-        optimizer=request.optimizer_name,
-        device=request.device.name,
-        device_bytes=request.device.memory_bytes,
-        assumptions=assumption_sentences(trace.assumptions),
-        context_bytes=0 if request.role is None else CONTEXT_BYTES,
+    return replace(
+        of_trace(request, trace),
         fits=not lacking(trace, request.device.memory_bytes),
         worst_peak_bytes=max(trace.peak_bytes, *routed) if routed else None,
-        weights=dtypes_of(request.model),
     )
 
 
@@ -71,8 +64,24 @@ def of_ranks(request: Request, world: World) -> Estimate:
     found = tracer.ranks(world)
     trace = found.largest
     communicator = request.communicator_bytes
-    beside = (0 if request.role is None else CONTEXT_BYTES) + communicator
     routed = [] if not trace.peak_depends_on_data else [max(tracer.ranks(world, routing=r).peaks) for r in ONE_SIDED]
+    figures = of_trace(request, trace)
+    beside = figures.context_bytes + communicator
+    return replace(
+        figures,
+        assumptions=(*figures.assumptions, *of_communication(world, communicator)),
+        fits=(trace.reserved_bytes or max(found.peaks)) + beside <= request.device.memory_bytes,
+        worst_peak_bytes=max(found.peaks + tuple(routed)) if routed else None,
+        world_size=world.size,
+        nodes=world.nodes,
+        parallel=world.parallel,
+        rank_peak_bytes=found.peaks,
+        communicator_bytes=communicator,
+    )
+
+
+def of_trace(request: Request, trace: StepTrace) -> Estimate:
+    """What an estimate says of one process's step, before it is known whether that fits."""
     return Estimate(
         step_figures=step_figures(trace),
         parameters=sum(p.numel() for p in request.model.parameters()),
@@ -80,16 +89,10 @@ def of_ranks(request: Request, world: World) -> Estimate:
         optimizer=request.optimizer_name,
         device=request.device.name,
         device_bytes=request.device.memory_bytes,
-        assumptions=(*assumption_sentences(trace.assumptions), *of_communication(world, communicator)),
+        assumptions=assumption_sentences(trace.assumptions),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
-        fits=(trace.reserved_bytes or max(found.peaks)) + beside <= request.device.memory_bytes,
-        worst_peak_bytes=max(found.peaks + tuple(routed)) if routed else None,
+        fits=False,
         weights=dtypes_of(request.model),
-        world_size=world.size,
-        nodes=world.nodes,
-        parallel=world.parallel,
-        rank_peak_bytes=found.peaks,
-        communicator_bytes=communicator,
     )
 
 

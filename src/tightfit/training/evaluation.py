@@ -16,36 +16,8 @@ from tightfit.step import Precision, autocast
 from tightfit.training.objective import Objective, counted
 
 
-@torch.no_grad()
-def evaluation_loss(
-    model: nn.Module,
-    samples: Samples,
-    loss: Objective,
-    *,
-    micro_batch_size: int,
-    precision: Precision = "fp32",
-    stop: Callable[[], bool] = lambda: False,
-    note: Callable[[str], None] = lambda line: None,
-) -> float | None:
-    """Mean loss over the valid tokens (or pairs) of all samples, in evaluation mode; None where there is none, or
-    where `stop`, asked before each micro-batch, says so.
-
-    With the training's micro-batch size, and its levers in force, an evaluation needs no more memory than a training
-    step: it runs the same forward and keeps nothing for backward. Where it runs out of memory all the same, its own
-    micro-batches are halved, and `note` is told; those of the training stay as they are. One sample that does not fit
-    raises what the allocator raised.
-
-    Samples of unlike length run by length, so that few are padded much, the longest first, so that an evaluation that
-    runs out of memory does so at once.
-    """
-    found = held_out_sums(
-        model, samples, loss, micro_batch_size=micro_batch_size, precision=precision, stop=stop, note=note
-    )
-    return None if found is None else found.mean
-
-
 class HeldOutSums(NamedTuple):
-    """The sum of the losses of samples, and of what they are a mean over."""
+    """The sum of the losses of samples, and the number of valid tokens (or pairs) over which they are a mean."""
 
     loss: float
     count: float
@@ -67,7 +39,17 @@ def held_out_sums(
     note: Callable[[str], None] = lambda line: None,
     ranks: Ranks = ALONE,
 ) -> HeldOutSums | None:
-    """Those of `evaluation_loss`, of this rank's part of the samples; None where `stop` says so."""
+    """The losses of this rank's part of the samples, in evaluation mode; None where `stop`, asked before each
+    micro-batch, says so.
+
+    With the training's micro-batch size, and its levers in force, an evaluation needs no more memory than a training
+    step: it runs the same forward and keeps nothing for backward. Where it runs out of memory all the same, its own
+    micro-batches are halved, and `note` is told; those of the training stay as they are. One sample that does not fit
+    raises what the allocator raised.
+
+    Samples of unlike length run by length, so that few are padded much, the longest first, so that an evaluation that
+    runs out of memory does so at once.
+    """
     device = next(model.parameters()).device
     order = np.arange(len(samples)) if samples.is_even else np.argsort(-samples.lengths, kind="stable")
     order = order[ranks.rank :: ranks.size]  # each rank has long and short ones
