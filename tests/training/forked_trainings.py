@@ -155,8 +155,9 @@ class _Trainings:
 
     def train(self, raw: dict[str, Any], *, resume: bool) -> None:
         from tightfit.config import parse_config
+        from tightfit.training import train
 
-        self._run.train(parse_config(raw), resume=resume)
+        train(parse_config(raw), resume=resume)
 
 
 def _serve() -> None:

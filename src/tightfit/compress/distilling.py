@@ -37,12 +37,12 @@ from tightfit.memory.allocator import storage_bytes
 from tightfit.memory.settings import set_allocator
 from tightfit.models.loading import position_limit, vocabulary_size
 from tightfit.tracing.step import held_by
+from tightfit.training.api import run_training, threads
 from tightfit.training.boundaries import demand_boundaries
 from tightfit.training.objective import Objective
 from tightfit.training.purpose import Purpose
 from tightfit.training.reporter import Reporter, SilentReporter
 from tightfit.training.result import TrainResult
-from tightfit.training.run import run_training, threads
 
 HELD_OUT_ROWS = 64  # the most rows that the report's perplexities are of
 

@@ -1,32 +1,24 @@
-"""The whole road: configuration, data, model, plan, steps, evaluation, sample, files."""
+"""One training in its folder: data, model, plan, steps, evaluation, sample, files."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from tightfit.checkpoint.stored import Checkpoint
-from tightfit.config import Config, load_config, parse_config
+from tightfit.config import Config
 from tightfit.data.packing import BatchStream, StreamPosition
 from tightfit.data.prepare import PreparedData, check_fits, prepare_data
-from tightfit.data.samples import Samples
-from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CannotFit, CheckpointError, ConfigError, OutputError, VerificationFailed
-from tightfit.levers.micro_batch import IGNORE_INDEX
+from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
 from tightfit.memory.settings import private_pool, set_allocator
-from tightfit.models.generation import continue_ids, generate_text
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.saving import saved_bytes
-from tightfit.names.run_files import REFERENCE
 from tightfit.planner.plans import Plan
 from tightfit.processes.ranks import Ranks, SeveralRanks
 from tightfit.step import StepSettings
@@ -42,108 +34,27 @@ from tightfit.training.objective import Objective, counted
 from tightfit.training.objectives import plannable
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.outcome import result_of
-from tightfit.training.preferences import ReferencedSamples, from_file, reference_log_probs, to_file
-from tightfit.training.purpose import Purpose, refuse_teacher
+from tightfit.training.purpose import Purpose
 from tightfit.training.random_states import seed_generators
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
-from tightfit.training.reporter import Reporter, SilentReporter, Start
+from tightfit.training.reference import Reference
+from tightfit.training.reporter import Reporter, Start
 from tightfit.training.result import TrainResult
-from tightfit.training.resume import Earlier, look_back
+from tightfit.training.sampling import sample_text
 from tightfit.training.saving import Saver
 from tightfit.training.several import (
     config_of_a_rank,
     device_of_a_rank,
-    folder_of,
     plan_digest,
-    ranks_of,
     shared_fit,
     split_in_words,
 )
 from tightfit.training.state import edges_digest
 from tightfit.training.storage import METRICS, RunFolder
-from tightfit.training.tracking import TrackingReporter
-
-PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
-SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
-
-
-def train(
-    config: str | Path | Config,
-    overrides: Sequence[str] = (),
-    *,
-    reporter: Reporter | None = None,
-    resume: bool = False,
-) -> TrainResult:
-    """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
-
-    The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
-    memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
-
-    `resume` goes on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
-    without one it begins. The result of a finished run is returned as it stands, unless `training.max_steps` is larger
-    now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may differ from the run's configuration.
-
-    Ctrl-C ends it: the step that runs is undone, a checkpoint and the weights are written, then `KeyboardInterrupt` is
-    raised. So do SIGTERM, SIGHUP and SIGUSR1; afterwards they go to whom they would have gone, which is the end of the
-    process unless it handles them. A second one ends at once. Where the folder has no room left at the end, the run is
-    written elsewhere, and `OutputError` says where.
-
-    Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
-    writing into too, or one without an intact checkpoint where some stand), `CannotFit` where no plan meets the budget,
-    `VerificationFailed` where `memory.verify` finds a difference.
-
-    Example:
-        >>> import tempfile, tightfit
-        >>> from pathlib import Path
-        >>> from tightfit.config import parse_config
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "corpus.txt").write_text("To be, or not to be, that is the question.\\n" * 200)
-        >>> shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
-        >>> data = {"source": str(folder / "corpus.txt"), "sequence_length": 32, "vocab_size": 300}
-        >>> training = {"max_steps": 10, "batch_size": 4, "device": "cpu"}
-        >>> output = {"folder": str(folder / "run")}
-        >>> config = parse_config({"model": shape, "data": data, "training": training, "output": output})
-        >>> result = tightfit.train(config, ["training.max_steps=2"])
-        >>> (folder / "run" / "result.json").exists()
-        True
-    """
-    settings = resolved(config, overrides)
-    refuse_teacher(settings, "train")
-    return run_training(settings, Purpose(), reporter=reporter, resume=resume)
-
-
-def run_training(
-    settings: Config, purpose: Purpose, *, reporter: Reporter | None = None, resume: bool = False
-) -> TrainResult:
-    """`train` for a purpose. Arguments, files, signals and errors are those of `train`."""
-    interrupt = Interrupt()
-    with ranks_of(settings) as ranks:
-        if ranks.is_several and type(purpose) is not Purpose:
-            raise ConfigError(f"a distillation runs in one process, and torchrun started {ranks.size}: start one")
-        folder, reporter = folder_of(settings, ranks), (reporter if ranks.is_first else None) or SilentReporter()
-        claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
-        tracked = TrackingReporter(reporter, settings, folder) if ranks.is_first else nullcontext(reporter)
-        with claimed as is_locked, threads(settings.training.num_threads), tracked as reporter:
-            if not is_locked:
-                where = f"{folder.path}: its file system has no locks"
-                reporter.on_note(f"{where}: see that no other training writes there")
-            with ranks.first_goes_ahead():
-                earlier = look_back(settings, folder, reporter) if resume else Earlier()
-            run = _Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
-            result = earlier.finished or run.run()
-    interrupt.deliver()
-    assert result is not None, "a training without a result was ended by a signal, which is delivered"
-    return result
-
-
-def resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
-    if not isinstance(config, Config):
-        return load_config(config, overrides)
-    return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
 
 
 @dataclass
-class _Run:
+class Run:
     """One training in its folder, from a checkpoint on or from the start."""
 
     config: Config
@@ -213,7 +124,8 @@ class _Run:
             in_force = fitted if corrected is None else fit_of(corrected, model, own, device)
             with LeversInForce(in_force, model) as levers:
                 if data.objective == "dpo":
-                    referenced = self._with_reference(model, levers, data)
+                    reference = Reference(self.folder, ranks, self.reporter, self.interrupt, own.training)
+                    referenced = reference.beside(data, model, levers, is_resumed=checkpoint is not None)
                     if referenced is None:
                         return None
                     data = referenced
@@ -277,55 +189,6 @@ class _Run:
     def loss(self, data: PreparedData) -> Objective:
         """What is minimised."""
         return self.purpose.loss(data, self.config)
-
-    def _with_reference(self, model: nn.Module, levers: LeversInForce, data: PreparedData) -> PreparedData | None:
-        """The pairs with the log-probabilities that the model gives them before its first step: those that the folder
-        keeps, or computed now. None where a signal has come meanwhile.
-        """
-        path, kept = self.folder.path / REFERENCE, None
-        if self.ranks.is_first:
-            kept = from_file(path, data.fingerprint) if self.checkpoint is not None else None
-            kept = kept or self._computed_reference(model, levers, data)
-        if not self.ranks.found_by_first(lambda: b"" if kept is None else b"computed"):
-            return None
-        kept = kept or from_file(path, data.fingerprint)
-        if kept is None:
-            raise OutputError(f"{path}: rank {self.ranks.rank} does not see what rank 0 wrote there: use one folder")
-        training, validation = kept
-        return replace(
-            data,
-            training=replace(cast(ReferencedSamples, data.training), values=training),
-            validation=replace(cast(ReferencedSamples, data.validation), values=validation),
-        )
-
-    def _computed_reference(
-        self, model: nn.Module, levers: LeversInForce, data: PreparedData
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        self.reporter.on_note("computing the reference's log-probabilities of all answers")
-        training, validation = (self._log_probs(model, levers, s, data) for s in (data.training, data.validation))
-        if training is None or validation is None:
-            if self.checkpoint is None:
-                self.folder.clear()
-            return None
-        self.folder.write(REFERENCE, to_file(training, validation, data.fingerprint))
-        return training, validation
-
-    def _log_probs(
-        self, model: nn.Module, levers: LeversInForce, samples: Samples, data: PreparedData
-    ) -> np.ndarray | None:
-        training, interrupt = self.own(data).training, self.interrupt
-        try:
-            return interrupt.cuttable(
-                lambda: reference_log_probs(
-                    model,
-                    samples,
-                    micro_batch_size=training.batch_size // levers.fitted.micro_batches,
-                    precision=training.precision,
-                    stop=lambda: interrupt.received is not None,
-                )
-            )
-        except Cut:
-            return None
 
     def _stepper(
         self,
@@ -494,48 +357,3 @@ def _verify(model: nn.Module, batch: dict[str, Any], loss: Objective, plan: Plan
     if not report.ok:
         raise VerificationFailed(f"memory.verify: {report}")
     reporter.on_note(str(report))
-
-
-def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
-    """The beginning of a sample that was held out, if one was, and what the model makes of it."""
-    samples = data.validation if len(data.validation) else data.training
-    if data.objective != "causal":
-        return _sample_answer(model, data.tokenizer, samples.batch([0]), seed=seed)
-    return generate_text(
-        model,
-        data.tokenizer,
-        data.tokenizer.decode(samples.beginning(PROMPT_TOKENS)),
-        max_new_tokens=SAMPLE_TOKENS,
-        temperature=SAMPLE_TEMPERATURE,
-        top_k=SAMPLE_TOP_K,
-        seed=seed,
-    )
-
-
-def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, torch.Tensor], *, seed: int) -> str:
-    """What was said before the first answer of a sample, and the model's answer."""
-    learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
-    asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
-    stop = tokenizer.chat.end_of_turn()
-    answer = continue_ids(
-        model,
-        asked,
-        stop=tokenizer.end_of_text if stop is None else stop,
-        max_new_tokens=SAMPLE_TOKENS,
-        temperature=SAMPLE_TEMPERATURE,
-        top_k=SAMPLE_TOP_K,
-        seed=seed,
-    )
-    return tokenizer.decode(asked) + tokenizer.decode(answer)
-
-
-@contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """The CPU's operators on `count` threads inside, and on as many as before afterwards."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,105 @@
+"""`tightfit.train`: claims the folder, looks at what it holds, and runs the training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from tightfit.config import Config, load_config, parse_config
+from tightfit.errors import ConfigError
+from tightfit.training.interrupt import Interrupt
+from tightfit.training.purpose import Purpose, refuse_teacher
+from tightfit.training.reporter import Reporter, SilentReporter
+from tightfit.training.result import TrainResult
+from tightfit.training.resume import Earlier, look_back
+from tightfit.training.run import Run
+from tightfit.training.several import folder_of, ranks_of
+from tightfit.training.tracking import TrackingReporter
+
+
+def train(
+    config: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    reporter: Reporter | None = None,
+    resume: bool = False,
+) -> TrainResult:
+    """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
+
+    The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
+    memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
+
+    `resume` goes on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
+    without one it begins. The result of a finished run is returned as it stands, unless `training.max_steps` is larger
+    now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may differ from the run's configuration.
+
+    Ctrl-C ends it: the step that runs is undone, a checkpoint and the weights are written, then `KeyboardInterrupt` is
+    raised. So do SIGTERM, SIGHUP and SIGUSR1; afterwards they go to whom they would have gone, which is the end of the
+    process unless it handles them. A second one ends at once. Where the folder has no room left at the end, the run is
+    written elsewhere, and `OutputError` says where.
+
+    Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
+    writing into too, or one without an intact checkpoint where some stand), `CannotFit` where no plan meets the budget,
+    `VerificationFailed` where `memory.verify` finds a difference.
+
+    Example:
+        >>> import tempfile, tightfit
+        >>> from pathlib import Path
+        >>> from tightfit.config import parse_config
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "corpus.txt").write_text("To be, or not to be, that is the question.\\n" * 200)
+        >>> shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+        >>> data = {"source": str(folder / "corpus.txt"), "sequence_length": 32, "vocab_size": 300}
+        >>> training = {"max_steps": 10, "batch_size": 4, "device": "cpu"}
+        >>> output = {"folder": str(folder / "run")}
+        >>> config = parse_config({"model": shape, "data": data, "training": training, "output": output})
+        >>> result = tightfit.train(config, ["training.max_steps=2"])
+        >>> (folder / "run" / "result.json").exists()
+        True
+    """
+    settings = resolved(config, overrides)
+    refuse_teacher(settings, "train")
+    return run_training(settings, Purpose(), reporter=reporter, resume=resume)
+
+
+def run_training(
+    settings: Config, purpose: Purpose, *, reporter: Reporter | None = None, resume: bool = False
+) -> TrainResult:
+    """`train` for a purpose. Arguments, files, signals and errors are those of `train`."""
+    interrupt = Interrupt()
+    with ranks_of(settings) as ranks:
+        if ranks.is_several and type(purpose) is not Purpose:
+            raise ConfigError(f"a distillation runs in one process, and torchrun started {ranks.size}: start one")
+        folder, reporter = folder_of(settings, ranks), (reporter if ranks.is_first else None) or SilentReporter()
+        claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
+        tracked = TrackingReporter(reporter, settings, folder) if ranks.is_first else nullcontext(reporter)
+        with claimed as is_locked, threads(settings.training.num_threads), tracked as reporter:
+            if not is_locked:
+                where = f"{folder.path}: its file system has no locks"
+                reporter.on_note(f"{where}: see that no other training writes there")
+            with ranks.first_goes_ahead():
+                earlier = look_back(settings, folder, reporter) if resume else Earlier()
+            run = Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
+            result = earlier.finished or run.run()
+    interrupt.deliver()
+    assert result is not None, "a training without a result was ended by a signal, which is delivered"
+    return result
+
+
+def resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
+    if not isinstance(config, Config):
+        return load_config(config, overrides)
+    return parse_config(config.model_dump(mode="json"), overrides) if overrides else config
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """The CPU's operators on `count` threads inside, and on as many as before afterwards."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
