@@ -75,12 +75,14 @@ def price(
     levers: Sequence[type[Lever]],
     replaying_seconds: float = 0.0,
     beside: bool = False,
+    shifted: bool = False,
 ) -> Priced:
     """Price the blocks at `paths`.
 
     `fixed_bytes` is the highest level that no choice changes (the optimizer's). `levers` may be used inside blocks.
     `replaying_seconds` is the executor's own time for each operator that it replays, without its kernel. `beside` says
-    that copies run in parallel with the computation.
+    that copies run in parallel with the computation. `shifted` says that blocks of one kind differ in what others
+    allocate and free meanwhile, such as the gathered weights of their neighbours.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
     in_turn = is_chain(plain, paths)
@@ -106,13 +108,15 @@ def price(
         return Priced(tuple(order), tuple(graphs[p] for p in order), choices, chain)
     calls = {path: calls_of(plain, path) for path in order}  # a graph holds one call, and each call is replayed
     plain_prints = {w.path: footprint(plain, w) for w in spans}
-    measured = _measure(order, graphs, by_kind, plain_prints, trace, beside)
+    alike = [[path for path in order if graphs[path].kind == kind] for kind in kinds]
+    shifts = _shifts(alike, plain_prints) if shifted else dict.fromkeys(order, Footprint(0, 0, 0))
+    measured = _measure(order, graphs, by_kind, plain_prints, trace, beside, shifts)
     options = tuple(
         tuple(
             Option(
-                f.kept_bytes,
-                f.forward_bytes,
-                f.backward_bytes,
+                f.kept_bytes + shifts[path].kept_bytes,
+                f.forward_bytes + shifts[path].forward_bytes,
+                f.backward_bytes + shifts[path].backward_bytes,
                 (choice.seconds * calls[path] + f.lever_seconds) * plain.loop_repeats,
             )
             for f, choice in zip(measured[graphs[path].kind], by_kind[graphs[path].kind], strict=True)
@@ -130,6 +134,21 @@ def _choices(kind: _Kind, levers: Sequence[type[Lever]]) -> tuple[Choice, ...]:
     return (Choice(KEEP_ALL, 0.0), *options)
 
 
+def _shifts(alike: Sequence[Sequence[str]], plain: Mapping[str, Footprint]) -> dict[str, Footprint]:
+    """How the footprint of each block differs from that of the middle one of its kind, by what others do meanwhile."""
+    middle = {path: plain[paths[len(paths) // 2]] for paths in alike for path in paths}
+    return {path: _difference(plain[path], middle[path]) for path in middle}
+
+
+def _difference(one: Footprint, other: Footprint) -> Footprint:
+    return replace(
+        one,
+        kept_bytes=one.kept_bytes - other.kept_bytes,
+        forward_bytes=one.forward_bytes - other.forward_bytes,
+        backward_bytes=one.backward_bytes - other.backward_bytes,
+    )
+
+
 def _measure(
     order: Sequence[str],
     graphs: Mapping[str, BlockGraph],
@@ -137,11 +156,12 @@ def _measure(
     plain: Mapping[str, Footprint],
     trace: Tracer,
     beside: bool,
+    shifts: Mapping[str, Footprint],
 ) -> dict[str, list[Footprint]]:
     """The footprint of every option of every kind, from as few traces as the number of blocks allows."""
     # Blocks of one kind try different options in the same trace, so a few traces price all options.
     members = {kind: [p for p in order if graphs[p].kind == kind] for kind in by_kind}
-    measured = {kind: [plain[members[kind][0]]] for kind in by_kind}
+    measured = {kind: [_difference(plain[members[kind][0]], shifts[members[kind][0]])] for kind in by_kind}
     while any(len(measured[kind]) < len(by_kind[kind]) for kind in by_kind):
         policies, tried = {}, {}
         for kind, choices in by_kind.items():
@@ -151,7 +171,8 @@ def _measure(
         applied = trace(policies)
         for window in windows(applied, order):
             if window.path in tried:
-                measured[tried[window.path]].append(footprint(applied, window, beside=beside))
+                found = footprint(applied, window, beside=beside)
+                measured[tried[window.path]].append(_difference(found, shifts[window.path]))
     return measured
 
 

@@ -221,6 +221,7 @@ class Search:
             "levers": inside,
             "replaying_seconds": self.request.executor.replayed,
             "beside": self.request.device.kind == "cuda",
+            "shifted": self.request.world is not None,
         }
         priced = price(self.request.model, self.paths, trace, **how) if self.paths and inside else None
         return Baseline(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
