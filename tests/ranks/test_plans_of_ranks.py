@@ -88,6 +88,7 @@ def test_weights_are_freed_after_forward_where_keeping_them_takes_too_much(made)
     assert frees.peak_bytes == frees.plain_peak_bytes == keeps.plain_peak_bytes < keeps.peak_bytes
 
 
+@pytest.mark.slow  # a third search, 2 s of processor time
 def test_a_plan_for_ddp_has_levers_inside_its_blocks(made):
     found = plan(made, BATCH, "0.85x", device=round_device(), world_size=RANKS, parallel="ddp")
     assert found.reshard_after_forward is None

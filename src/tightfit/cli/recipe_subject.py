@@ -60,8 +60,10 @@ class RecipeSubject:
         """The recipe as a configuration, or as a script for another library."""
         return written(outcome, self.setting(), as_)
 
-    def refusal(self, budget_bytes: int) -> Refusal:
-        """What was asked for, where no recipe fits."""
+    def refusal(self, budget_bytes: int) -> Refusal | None:
+        """What was asked for, where no recipe fits; None for several ranks, for which no ways out are looked for."""
+        if self.asked.world_size is not None:
+            return None
         asked = replace(self.asked, optimizer=self.wanted.optimizer or "adamw")
         return Refusal(asked, Search(asked.request(may_choose=True), budget_bytes), recipes_tried=True)
 

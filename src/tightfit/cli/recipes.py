@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 THE_RECIPES = "The recipes"
 
 
-@options.asking({name: option for name, option in options.OF_A_PLAN.items() if name != "micro_batches"})
+@options.asking(
+    {name: option for name, option in {**options.OF_A_PLAN, **options.OF_RANKS}.items() if name != "micro_batches"}
+)
 def fit(
     question: Question,
     tokens_per_step: Annotated[
@@ -64,7 +66,8 @@ def fit(
     A recipe is the dtype of the weights, what is trained (all, or LoRA),
     the optimizer and the precision. Each is run dry, with the levers that
     a plan for the budget takes. Options that are given are not searched.
-    Where no recipe fits, the exit code is 3.
+    Where no recipe fits, the exit code is 3. With --world-size, rows are
+    of full training on 2, 4, 8 cards up to so many, with FSDP2 and DDP.
 
     [dim]tightfit fit --model llama-3.1-8b --device rtx4090 --seq-len 2048[/]
 
@@ -79,6 +82,8 @@ def fit(
     if as_ is not None and output is None:
         raise InputError("--as says how --output is written, which is not given: give a file")
     check_kind(as_)
+    if output is not None and question.world_size is not None:
+        raise InputError("--output writes a recipe of one process, and --world-size is given: leave one out")
     question = _with_tokens(question, tokens_per_step)
     with _seldom_collecting(), read_once():
         subject = recipe_subject(question)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,8 +16,10 @@ from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.api import describe_batch
 from tightfit.planner.asked import Asked
+from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import Wanted, recipes_for
 from tightfit.recipes.listed import Recipes
+from tightfit.recipes.of_ranks import RanksSearch, recipes_of_ranks
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Autocast, Dtype, Largest, Outcome
 from tightfit.recipes.search import Found, RecipeSearch, is_small
@@ -50,6 +52,9 @@ def fit(
     grad_clip: float | None = None,
     levers: str | Sequence[str] | None = "rounding",
     notice: Notice | None = None,
+    world_size: int | None = None,
+    nodes: int | None = None,
+    parallel: Literal["ddp", "fsdp2"] | None = None,
 ) -> Recipes:
     """Find how a model can be trained on a device: which dtype of weights, what is trained, which optimizer.
 
@@ -58,6 +63,9 @@ def fit(
     `dtype`, `adapter`, `optimizer` and `precision` fix what they name, and the search chooses the rest. `levers` are
     those that a plan may use. `notice` is called with a line for each recipe as it is found. The other arguments are
     those of `plan`.
+
+    With `world_size` the rows are of full training on 2, 4, 8 cards up to so many, and on so many, with FSDP2 and DDP
+    (`parallel` names one of them). Each has one plan for all ranks; `batch` is that of one rank.
 
     The result is a sequence of outcomes, best first: those that fit, by what they change in the result and by their
     speed, then the others, by what they need. Nothing is computed: the model is run dry, once for all optimizers.
@@ -86,6 +94,9 @@ def fit(
         micro_batches=micro_batches,
         grad_clip=grad_clip,
         levers=levers,
+        world_size=world_size,
+        nodes=nodes,
+        parallel=parallel,
     )
     wanted = Wanted(dtype, adapter, None if adapter is None else adapter.base, optimizer, precision)
     if adapter is not None:
@@ -114,6 +125,18 @@ def recipes_of(
     asked = replace(asked, device=device, model=twin_of(asked.model))
     if budget is None:
         budget = "100%" if device.kind == "cuda" else "80%"
+    if (world := world_of(asked.world_size, asked.nodes, asked.parallel)) is not None:
+        ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing)
+        if not (outcomes := ranks.run(recipes_of_ranks(asked, wanted))):
+            raise InputError(f"no recipe could be tried: {'; '.join(ranks.notes)}")
+        return Recipes(
+            outcomes=tuple(outcomes),
+            device=device.name,
+            budget_bytes=ranks.budget_bytes,
+            batch=describe_batch(asked.batch),
+            model=name or type(asked.model).__name__,
+            notes=tuple(ranks.notes),
+        )
     search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing)
     recipes = recipes_for(
         device, wanted, may_adapt=not isinstance(asked.model, Decoder), clips=asked.grad_clip is not None

@@ -137,11 +137,17 @@ class Outcome:
     levers: tuple[str, ...] = ()
     micro_batches: int = 1  # whose gradients accumulate
     rounds: bool = False  # whether a lever is exact only to rounding
+    world_size: int = 1  # cards; the figures are those of one, but for the tokens, which are those of all
+    nodes: int = 1
+    parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
+    rank_peak_bytes: tuple[int, ...] = ()  # of each rank, in their order; empty for one process
+    communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
     plan: "PlanRecord | None" = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        return self.recipe.name
+        cards = "" if self.parallel is None else f"{self.world_size} cards, {self.parallel}, "
+        return cards + self.recipe.name
 
     @property
     def changes(self) -> str:
@@ -173,6 +179,11 @@ class Outcome:
             "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(),
             "levers": list(self.levers),
             "micro_batches": self.micro_batches,
+            "world_size": self.world_size,
+            "nodes": self.nodes,
+            "parallel": self.parallel,
+            "rank_peak_bytes": list(self.rank_peak_bytes),
+            "communicator_bytes": self.communicator_bytes,
         }
 
 

@@ -1,0 +1,145 @@
+"""Full training on several cards: a plan for all ranks, for each recipe, engine and number of cards.
+
+Whole steps of a played rank are planned, one by one: what recipes of one process share (a forward and backward without
+an optimizer) is not what ranks share, whose shards and buckets are part of both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from torch import nn
+
+from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
+from tightfit.planner.api import plan_of_ranks
+from tightfit.planner.asked import Asked
+from tightfit.planner.levers import Exactness
+from tightfit.planner.plans import Plan
+from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.of_ranks import search_ranks
+from tightfit.ranks.peaks import rows_of
+from tightfit.ranks.world import Parallel, World
+from tightfit.recipes.choices import Wanted, half_of, least_state_bytes
+from tightfit.recipes.ranking import ranked
+from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.search import token_count
+from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
+from tightfit.units import is_share_of, parse_budget
+
+SIZES = (2, 4, 8)  # numbers of cards with rows of their own, up to the number that was asked for
+OPTIMIZER = "adamw_fused"  # where none is named: most others do not run on shards, or change the result
+
+
+@dataclass
+class RanksSearch:
+    """Mutable: the models built so far, and why recipes were left out."""
+
+    asked: Asked
+    world: World
+    budget: int | str
+    optimizer: OptimizerOf
+    notice: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if is_share_of(self.budget, "x"):
+            raise BudgetError(f"budget {self.budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
+        self.models = Models(self.asked.model)
+        self.budget_bytes = parse_budget(self.budget, device_bytes=self.asked.device.memory_bytes, plain_peak_bytes=0)
+
+    def run(self, recipes: Sequence[Recipe]) -> list[Outcome]:
+        """The outcomes, those of the most cards first; what does not fit stands at the end."""
+        found: list[Outcome] = []
+        for size in sizes_of(self.world):
+            found += ranked(self.of_size(size, recipes))
+        return sorted(found, key=lambda outcome: not outcome.fits)
+
+    def of_size(self, size: int, recipes: Sequence[Recipe]) -> list[Outcome]:
+        found = []
+        engines = get_args(Parallel) if self.asked.parallel is None else (self.asked.parallel,)
+        for recipe in recipes:
+            for engine in engines:
+                try:
+                    outcome = self.of_recipe(recipe, replace(self.world, size=size, parallel=engine))
+                except (InputError, DeviceError, ModelError) as error:
+                    line = f"{recipe.name} on {size} cards with {engine} was left out: {error}"
+                    self.notes.append(line)
+                    continue
+                self.notice(f"{outcome.name}: {'fits' if outcome.fits else 'does not fit'}")
+                found.append(outcome)
+        return found
+
+    def of_recipe(self, recipe: Recipe, world: World) -> Outcome:
+        model = self.models.of(recipe)
+        outcome = Outcome(recipe, False, 0, 0, world_size=world.size, parallel=world.parallel, nodes=world.nodes)
+        least = least_bytes_of_rank(recipe, model, world)
+        if least > self.budget_bytes - UNSEEN_BYTES:  # by arithmetic, so nothing of it is traced
+            return replace(outcome, peak_bytes=least, needed_bytes=least + UNSEEN_BYTES)
+        asked = replace(
+            with_recipe(self.asked, recipe, model, self.optimizer),
+            world_size=world.size, nodes=world.nodes, parallel=world.parallel,
+        )  # fmt: skip
+        try:
+            plan = plan_of_ranks(search_ranks(asked.request(may_choose=True), world, self.budget))
+        except CannotFit as error:
+            needed = max(error.least_bytes, self.budget_bytes + 1)
+            return replace(outcome, peak_bytes=error.least_bytes, needed_bytes=needed)
+        return self.planned(outcome, plan)
+
+    def planned(self, outcome: Outcome, plan: Plan) -> Outcome:
+        tokens, seconds = token_count(self.asked.batch), plan.step_seconds
+        return replace(
+            outcome,
+            fits=True,
+            peak_bytes=plan.peak_bytes,
+            needed_bytes=max(plan.rank_peak_bytes) + UNSEEN_BYTES,
+            step_seconds=seconds,
+            host_seconds=plan.planned.host_seconds,
+            device_seconds=plan.planned.device_seconds,
+            tokens_per_second=plan.world_size * tokens / seconds if tokens and seconds else None,
+            levers=tuple(lever.name for lever in plan.levers),
+            micro_batches=plan.micro_batches,
+            rounds=any(lever.exactness is not Exactness.EXACT for lever in plan.levers),
+            rank_peak_bytes=plan.rank_peak_bytes,
+            communicator_bytes=plan.communicator_bytes,
+            plan=plan,
+        )
+
+
+def sizes_of(world: World) -> list[int]:
+    """The numbers of cards with rows, the most first. Over several nodes, the one that was asked for alone."""
+    fewer = [size for size in SIZES if size < world.size] if world.nodes == 1 else []
+    return [world.size, *reversed(fewer)]
+
+
+def recipes_of_ranks(asked: Asked, wanted: Wanted) -> list[Recipe]:
+    """The recipes that are tried on several cards: all weights, in each dtype. Raises `InputError`."""
+    if wanted.trains == "adapters" or wanted.adapter is not None:
+        raise InputError(
+            "adapters and world_size are both given, and rows for several cards train all weights: leave one out"
+        )
+    if wanted.step_in_backward:
+        raise InputError(
+            "step_in_backward and world_size are both given, and gradients of several ranks are averaged before the "
+            "step: leave one out"
+        )
+    half = half_of(asked.device)
+    optimizer = wanted.optimizer or OPTIMIZER
+    usual = "fp32" if asked.device.kind == "cpu" else half
+    found = []
+    if wanted.dtype in (None, "fp32"):
+        found.append(Recipe("fp32", optimizer=optimizer, precision=wanted.precision or usual))
+    if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
+        found.append(Recipe("bf16", optimizer=optimizer, precision=wanted.precision or "fp32"))
+    return found
+
+
+def least_bytes_of_rank(recipe: Recipe, model: nn.Module, world: World) -> int:
+    """The least bytes of the first rank's weights, gradients and states, by arithmetic."""
+    weights = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    whole = weights + trained + least_state_bytes(recipe, model)
+    if world.parallel == "ddp":
+        return whole + trained  # its buckets
+    shares = [rows_of(p.shape[0], world.size, 0) / p.shape[0] for p in model.parameters() if p.dim()]
+    return int(min(shares, default=1.0) * whole)

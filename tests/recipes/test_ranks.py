@@ -1,0 +1,82 @@
+"""Rows of `fit` for several cards."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from command_line import tightfit as run
+from made_up_devices import even
+from tightfit import TokenBatch, fit, plan
+from tightfit.errors import InputError
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.asked import Asked
+from tightfit.ranks.world import World
+from tightfit.recipes.choices import Wanted
+from tightfit.recipes.of_ranks import least_bytes_of_rank, recipes_of_ranks, sizes_of
+from tightfit.recipes.records import Recipe
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
+
+BATCH = TokenBatch(1, 16, 64)
+
+
+def tiny():
+    return Decoder(DecoderConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=64))
+
+
+def test_rows_of_several_cards_are_plans_for_all_ranks_with_the_tokens_of_all():
+    asked = {"device": even(), "dtype": "fp32", "optimizer": "adamw"}
+    found = fit(tiny(), BATCH, world_size=3, parallel="ddp", **asked)
+    assert [(row.world_size, row.parallel, row.fits) for row in found] == [(3, "ddp", True), (2, "ddp", True)]
+    alone = plan(tiny(), BATCH, "80%", device=even(), world_size=3, parallel="ddp", levers="rounding")
+    first = found[0].to_dict()
+    assert (first["peak_bytes"], first["step_seconds"]) == (alone.peak_bytes, alone.step_seconds)
+    assert first["rank_peak_bytes"] == list(alone.rank_peak_bytes) == [alone.peak_bytes] * 3
+    assert first["tokens_per_second"] == pytest.approx(3 * 16 / alone.step_seconds)
+    assert (first["nodes"], first["communicator_bytes"]) == (1, 0)
+
+
+def test_numbers_of_cards_go_up_to_the_one_that_was_asked_for():
+    assert sizes_of(World(8)) == [8, 4, 2]
+    assert sizes_of(World(6)) == [6, 4, 2]
+    assert sizes_of(World(16, nodes=2)) == [16]
+
+
+def test_a_recipe_whose_shards_alone_exceed_the_budget_is_not_traced():
+    made, recipe = tiny(), Recipe(optimizer="adamw_fused")
+    numbers = sum(p.numel() for p in made.parameters())
+    assert least_bytes_of_rank(recipe, made, World(2)) == 16 * numbers // 2
+    assert least_bytes_of_rank(recipe, made, World(2, "ddp")) == 20 * numbers
+    found = fit(made, BATCH, device=even(), budget=1000, world_size=2, dtype="fp32")
+    assert [row.fits for row in found] == [False, False]
+    assert [row.needed_bytes > 1000 for row in found] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--world-size", "2", "--output", "run.yaml"), "--output writes a recipe of one process"),
+        (("--world-size", "3", "--nodes", "2"), "3 ranks cannot be spread evenly"),
+        (("--nodes", "2"), "nodes is given without world_size"),
+    ],
+)
+def test_what_rows_of_several_cards_do_not_have_is_one_line(arguments, message):
+    asked = run("fit", "--model", "cpu8", "--device", "h100", *arguments)
+    assert asked.code == 2
+    assert message in asked.error
+
+
+@pytest.mark.parametrize("settled", [{"trains": "adapters"}, {"step_in_backward": True}])
+def test_rows_of_several_cards_train_all_weights_after_backward(settled):
+    with pytest.raises(InputError, match="and world_size are both given"):
+        recipes_of_ranks(Asked(tiny(), BATCH, device=even()), Wanted(**settled))
+
+
+def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits():
+    asked = run("fit", "--model", "cpu8", "--device", "h100", "--world-size", "2", "--budget", "1MiB", "--json")
+    assert asked.code == 3
+    rows = json.loads(asked.out)["recipes"]
+    assert {(row["world_size"], row["parallel"]) for row in rows} == {(2, "ddp"), (2, "fsdp2")}
+    assert all(row["name"].startswith("2 cards, ") for row in rows)
