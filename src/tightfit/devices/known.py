@@ -99,6 +99,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
         memory_bytes_per_second=entry["gigabytes_per_second"] * 1e9,
         link_bytes_per_second=_link_rate(entry["link"]),
         sm_count=entry["sm_count"],
+        peer_bytes_per_second=entry.get("peer_gigabytes_per_second", 0) * 1e9,
         kernels=kernels_of(entry["kernels"]),
     )
     major, minor = entry["compute_capability"]

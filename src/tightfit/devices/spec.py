@@ -63,6 +63,7 @@ class Roofline:
     link_bytes_per_second: float
     sm_count: int
     kernels: Kernels
+    peer_bytes_per_second: float = 0.0  # to other cards of a node, in one direction; 0: over the link to the host
 
     def rate(self, dtype: str, tf32: bool) -> float:
         """FLOP/s of products in a dtype (`"mixed"` is computed in float32)."""

@@ -263,7 +263,7 @@ def plan_of_ranks(found: RanksFound) -> Plan:
         plan,
         budget_bytes=found.budget_bytes,
         plain=step_figures(found.plain),
-        assumptions=(*plan.assumptions, *of_communication(world, request.communicator_bytes)),
+        assumptions=(*plan.assumptions, *of_communication(request, world)),
         world_size=world.size,
         nodes=world.nodes,
         parallel=world.parallel,

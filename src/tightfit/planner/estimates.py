@@ -8,6 +8,7 @@ from typing import Any
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures
+from tightfit.ranks.messages import sentence
 from tightfit.ranks.world import World
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.record import StepTrace
@@ -69,7 +70,7 @@ def of_ranks(request: Request, world: World) -> Estimate:
     beside = figures.context_bytes + communicator
     return replace(
         figures,
-        assumptions=(*figures.assumptions, *of_communication(world, communicator)),
+        assumptions=(*figures.assumptions, *of_communication(request, world)),
         fits=(trace.reserved_bytes or max(found.peaks)) + beside <= request.device.memory_bytes,
         worst_peak_bytes=max(found.peaks + tuple(routed)) if routed else None,
         world_size=world.size,
@@ -96,11 +97,11 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
     )
 
 
-def of_communication(world: World, communicator: int) -> list[str]:
+def of_communication(request: Request, world: World) -> list[str]:
     """What is assumed about the messages between ranks."""
     if world.size == 1:
         return []
-    sentences = ["the time that messages between ranks take was left out of the seconds"]
+    sentences, communicator = [sentence(request.device, world)], request.communicator_bytes
     if communicator:
         sentences.append(f"the memory of NCCL's communicator was assumed to be {format_bytes(communicator)}")
     return sentences

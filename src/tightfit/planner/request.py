@@ -22,6 +22,7 @@ from tightfit.optim.by_name import OptimizerFactory
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Lever, lever_types
+from tightfit.ranks.messages import overlapped, with_messages
 from tightfit.ranks.peaks import RankTraces, trace_ranks
 from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
 from tightfit.ranks.world import World, communicator_bytes
@@ -67,6 +68,8 @@ class Request:
     def cost(self) -> OperatorCost:
         """Seconds of each operator on the device, and of the copies of offload."""
         price = CostModel(self.device).operator_seconds
+        if self.world is not None:
+            price = with_messages(price, self.device, self.world)
         if "offload" not in self.levers:
             return price  # the rates of the disk are measured on first use, which takes time
         rates = copy_rates(self.device)
@@ -192,7 +195,7 @@ class Tracer:
         """The whole step of a rank with levers. The model is the rank's own."""
         request = self.request
         with self.applied(combination, policies, joined, model=model), refusals_of_shards(request.optimizer_name):
-            return trace_step(
+            trace = trace_step(
                 model,
                 request.parts(combination.micro_batches),
                 request.loss,
@@ -204,6 +207,7 @@ class Tracer:
                 routing=routing,
                 rank=rank,
             )
+        return overlapped(trace)
 
     def ranks(
         self,
@@ -265,7 +269,7 @@ class Tracer:
         if request.world is not None:
             model, rank, settings = own_copy(model), self.rank(request.world), self.settings_of_rank
         with self.applied(combination, policies, joined, compared, model=model):
-            return trace_part(
+            trace = trace_part(
                 model,
                 request.parts(combination.micro_batches),
                 request.loss,
@@ -279,6 +283,7 @@ class Tracer:
                 role=request.role,
                 rank=rank,
             )
+        return trace if rank is None else overlapped(trace)
 
     @contextmanager
     def applied(

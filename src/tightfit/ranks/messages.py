@@ -1,0 +1,100 @@
+"""The seconds of messages between ranks on cards: rings at published rates, beside the computing of their phase.
+
+Assumed, not measured. NCCL sends in rings, in which the links of all cards are busy at once. A ring gathers or reduces
+B bytes of n ranks in (n - 1) / n * B / rate, and an all-reduce does both. The rate is a share of the published one of
+the slowest link. Latencies are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tightfit.devices.clocks import Seconds
+from tightfit.devices.figures import LINK_SHARE
+from tightfit.devices.spec import DeviceSpec
+from tightfit.ranks.world import World
+from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
+from tightfit.tracing.recording import OperatorCost
+from tightfit.tracing.shapes import TensorShape
+from tightfit.units import format_bytes
+
+PREFIX = "c10d."
+# One way, of each card: 400 Gb/s. The makers' servers have one such adapter for each of eight H100, H200 or B200
+# (docs.nvidia.com/dgx-basepod, "Core Components").
+NETWORK_BYTES_PER_SECOND = 50e9
+
+
+def rate_of(device: DeviceSpec, world: World) -> float | None:
+    """Bytes per second that a ring of the world is assumed to reach; None where no rate is published."""
+    if device.roofline is None or world.size == 1:
+        return None
+    between_cards = device.roofline.peer_bytes_per_second or device.roofline.link_bytes_per_second
+    if world.nodes == 1:
+        return between_cards * LINK_SHARE
+    # As many rings as a node has cards, each through the network of another card.
+    network = NETWORK_BYTES_PER_SECOND * (world.size // world.nodes)
+    return min(network, between_cards) * LINK_SHARE
+
+
+def with_messages(price: OperatorCost, device: DeviceSpec, world: World) -> OperatorCost:
+    """Prices of operators in which collectives take the seconds of their messages. Unchanged where no rate is known."""
+    rate = rate_of(device, world)
+    if rate is None:
+        return price
+
+    def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
+        if not name.startswith(PREFIX):
+            return price(name, inputs, outputs, arguments)
+        seconds = sent_bytes(name, [shape.bytes for shape in inputs], world.size) / rate
+        return Seconds.of(host=0.0, device=seconds)
+
+    return priced
+
+
+def sent_bytes(name: str, sizes: Sequence[int], ranks: int) -> float:
+    """Bytes that each card sends for a collective. `sizes` are those of its tensors, written ones first."""
+    share = (ranks - 1) / ranks
+    if "allreduce" in name:
+        return 2 * share * sum(sizes)
+    if "allgather" in name or "reduce_scatter" in name or "alltoall" in name:
+        return share * max(sizes, default=0)  # of shards and the whole, the whole
+    return share * sum(sizes)
+
+
+def overlapped(trace: StepTrace) -> StepTrace:
+    """A trace in which the messages of forward and backward take only what outlasts the phase's computing.
+
+    DDP and FSDP2 send on streams of their own. That of the optimizer's phase (clipping) is waited for.
+    """
+    factors = {phase: _exposed(trace, phases) for phase, phases in _BESIDE.items()}
+
+    def left(operator: OperatorRecord) -> OperatorRecord:
+        factor = factors.get(operator.phase, 1.0) if operator.name.startswith(PREFIX) else 1.0
+        if factor == 1.0:
+            return operator
+        return operator._replace(seconds=operator.seconds * factor, device_seconds=operator.device_seconds * factor)
+
+    return replace(trace, operators=tuple(map(left, trace.operators)))
+
+
+# The recomputation of a block is part of its backward.
+_BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
+_BESIDE = {Phase.FORWARD: (Phase.FORWARD,), Phase.BACKWARD: _BACKWARD, Phase.RECOMPUTE: _BACKWARD}
+
+
+def _exposed(trace: StepTrace, phases: tuple[Phase, ...]) -> float:
+    """The share of the messages' seconds that outlasts the computing of these phases."""
+    inside = [operator for operator in trace.operators if operator.phase in phases]
+    sending = sum(operator.seconds for operator in inside if operator.name.startswith(PREFIX))
+    computing = sum(operator.seconds for operator in inside if not operator.name.startswith(PREFIX))
+    return max(0.0, sending - computing) / sending if sending else 1.0
+
+
+def sentence(device: DeviceSpec, world: World) -> str:
+    """What is assumed about the time of messages."""
+    rate = rate_of(device, world)
+    if rate is None:
+        return "the time that messages between ranks take was left out of the seconds"
+    return (
+        f"messages between ranks were assumed to run at {format_bytes(rate)}/s ({LINK_SHARE:.0%} of the published "
+        "rate) beside the computing of forward and backward: what outlasts it is in the seconds"
+    )
