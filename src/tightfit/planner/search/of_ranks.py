@@ -16,6 +16,8 @@ from tightfit.tracing.record import StepTrace
 from tightfit.units import is_share_of
 
 LOWERINGS = 3  # how often a plan is searched again where a rank other than the first exceeds the budget
+# Of a step. Where messages run beside the computing, kept weights save little even without the levers that they need.
+WORTH_A_SEARCH = 0.01
 KEEPS = "gathered weights kept until backward (reshard_after_forward=False)"
 FREES = "gathered weights freed after forward (reshard_after_forward=True)"
 
@@ -42,29 +44,27 @@ def search_ranks(request: Request, world: World, budget: int | str) -> RanksFoun
     if is_share_of(budget, "x"):  # of the plain step with FSDP2's defaults
         search.__dict__["budget_bytes"] = default.budget_bytes
     try:
-        kept = _searched(search, keeps, default)
-    except CannotFit as error:
-        try:
-            freed = _searched(default, world, default)
-        except CannotFit as other:
-            raise min(error, other, key=lambda each: each.least_bytes) from None
-        freed.search.rejected.append(Rejected(KEEPS, "over the budget at its least", error.least_bytes))
-        return freed
-    if kept.candidate.combination == request.plain and not kept.candidate.policies:
-        # It needs no lever, and each block gathers its weights once instead of twice: nothing can be faster.
-        kept.search.rejected.append(Rejected(FREES, "gathers the weights of each block twice"))
-        return kept
-    try:
         freed = _searched(default, world, default)
     except CannotFit as error:
-        kept.search.rejected.append(Rejected(FREES, "over the budget at its least", error.least_bytes))
-        return kept
+        try:
+            return _searched(search, keeps, default)  # its blocks can be joined to segments
+        except CannotFit as other:
+            raise min(error, other, key=lambda each: each.least_bytes) from None
+    plain = search.plain
+    if plain.peak_bytes > search.budget_bytes and plain.step_seconds > (1 - WORTH_A_SEARCH) * freed.candidate.seconds:
+        reason = f"saves less than {WORTH_A_SEARCH:.0%} of the step, even without the levers that it needs"
+        freed.search.rejected.append(Rejected(KEEPS, reason, plain.peak_bytes, plain.step_seconds))
+        return freed
+    try:
+        kept = _searched(search, keeps, default)
+    except CannotFit as error:
+        freed.search.rejected.append(Rejected(KEEPS, "over the budget at its least", error.least_bytes))
+        return freed
     best, other, name = (
         (kept, freed, FREES) if kept.candidate.seconds <= freed.candidate.seconds else (freed, kept, KEEPS)
     )
-    best.search.rejected.append(
-        Rejected(name, "fits, but is slower", other.candidate.peak_bytes, other.candidate.seconds)
-    )
+    row = Rejected(name, "fits, but is slower", other.candidate.peak_bytes, other.candidate.seconds)
+    best.search.rejected.append(row)
     return best
 
 
