@@ -39,9 +39,9 @@ from tightfit.levers.recompute.values import (
     set_product,
 )
 from tightfit.runtime.activity import now
+from tightfit.runtime.internals import dispatch_is_watched
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.operators import (
-    EXCHANGES_MEMORY,
     Traits,
     flat,
     instances,
@@ -61,6 +61,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.region = region
         self.policy = policy
+        self.decides_for_all = not (policy.kept or policy.offloaded)
+        self.recording = policy != KEEP_ALL
         self.offload_store = offload_store
         self.counts: dict[str, int] = {}
         self.scope = RecordingScope()
@@ -93,24 +95,28 @@ class Recorder(TorchDispatchMode):
         if traits.is_view or now.recomputing or now.offloading:
             # A view only changes geometry. Replays and copies for offload are our own operators, not the block's.
             return func(*args, **kwargs)
-        occurrence = self.counts.get(traits.name, 0)
-        self.counts[traits.name] = occurrence + 1
+        name = traits.name
+        occurrence = self.counts.get(name, 0)
+        self.counts[name] = occurrence + 1
+        policy = self.policy
+        decision = policy.default if self.decides_for_all else policy.decide(OperatorKey(name, occurrence))
+        if not dispatch_is_watched():  # by modes other than this one, which ask what runs
+            return self.run(func, traits, decision, args, kwargs)
         outer = now.region, now.occurrence, now.recording
-        now.region, now.occurrence, now.recording = self.region, occurrence, self.policy != KEEP_ALL
+        now.region, now.occurrence, now.recording = self.region, occurrence, self.recording
         try:
-            return self.run(func, traits, OperatorKey(traits.name, occurrence), args, kwargs)
+            return self.run(func, traits, decision, args, kwargs)
         finally:
             now.region, now.occurrence, now.recording = outer
 
-    def run(self, func: Any, traits: Traits, key: OperatorKey, args: tuple, kwargs: dict) -> Any:
+    def run(self, func: Any, traits: Traits, decision: Decision, args: tuple, kwargs: dict) -> Any:
         """Run the operator, and record it unless its outputs are kept."""
-        decision = self.policy.decide(key)
         if decision is Decision.OFFLOAD and traits.is_uninitialised:
             # `empty` has no content to copy. The operator that writes into it decides about the content.
             decision = Decision.RECOMPUTE
-        if func in EXCHANGES_MEMORY:
+        if traits.exchanges_memory:
             raise RecomputeError(
-                f"{self.region}: {key.name} exchanges the memory under a tensor, which cannot be recomputed: "
+                f"{self.region}: {traits.name} exchanges the memory under a tensor, which cannot be recomputed: "
                 "leave this block out"
             )
         targets: Sequence[torch.Tensor] = ()
@@ -130,7 +136,7 @@ class Recorder(TorchDispatchMode):
             preserve(target)
         results = func(*args, **kwargs)
         offload_store = self.offload_store if decision is Decision.OFFLOAD and not traits.is_foreign else None
-        if any(is_index(result) for result in flat(results)):
+        if is_index(results) if isinstance(results, torch.Tensor) else any(map(is_index, flat(results))):
             # A recomputed router may send tokens to other experts than the forward did (pytorch#171355,
             # torchtitan#1117). Indices of routing and sorting are always kept.
             operation = offload_store = None
@@ -180,7 +186,7 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
         value = product_of(storage)
         if value is None or (value.blank and not any(tensor is target for target in targets)):
             # Uninitialised memory that is read: nobody knows its content, so the memory itself is held.
-            value = root_of(tensor)
+            value = root_of(tensor, storage)
         elif not value.blank:
             # Backward will read this value in the replay, so an offloaded one is copied now.
             value.secure(tensor)
@@ -235,15 +241,16 @@ def note_results(
 ) -> None:
     """Give each new storage among the results a product of this operation."""
     # Some operators return an argument, or memory of one. That storage belongs to another value.
-    arguments = {id(reference.value) for reference in operation.references}
-    arguments |= {id(after()) for _, after in operation.becomes}
-    written = [target.untyped_storage()._cdata for target in targets]
+    arguments = [id(reference.value) for reference in operation.references]
+    if operation.becomes:
+        arguments += [id(after()) for _, after in operation.becomes]
+    written = [target.untyped_storage()._cdata for target in targets] if targets else ()
     for position, result in enumerate(flat(results)):
         if not isinstance(result, torch.Tensor) or not has_plain_storage(result):
             continue
         storage = result.untyped_storage()
         product, root = product_of(storage), existing_root(storage)
-        if id(product) in arguments or id(root) in arguments or storage._cdata in written:
+        if id(product) in arguments or id(root) in arguments or (written and storage._cdata in written):
             continue
         if product is None:
             product = Product(operation, scope, blank=traits.is_uninitialised)

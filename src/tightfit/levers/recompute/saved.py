@@ -50,11 +50,18 @@ def unpack(saved: Promise | Held) -> torch.Tensor:
         if saved.tensor._version != saved.version:
             raise modified_in_place(saved.tensor, saved.version)
         return saved.tensor
-    product, geometry = saved
+    if not torch.is_grad_enabled():  # as in most backwards: a context for each saved tensor would take microseconds
+        return restored(*saved)
     with torch.no_grad():
-        if product.shown is not None:
-            # Code outside of PyTorch has the memory's address. Plain autograd would read whatever is there now.
-            return geometry.over(product.shown.base())
+        return restored(*saved)
+
+
+def restored(product: Product, geometry: Geometry) -> torch.Tensor:
+    """A value that was not held, as autograd saved it."""
+    if product.shown is not None:
+        # Code outside of PyTorch has the memory's address. Plain autograd would read whatever is there now.
+        return geometry.over(product.shown.base())
+    if not product.is_ready:
         materialise(product)
-        product.lent = True
-        return geometry.over(product.base())
+    product.lent = True
+    return geometry.over(product.base())

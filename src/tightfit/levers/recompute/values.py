@@ -358,9 +358,9 @@ def existing_root(storage: Any) -> Root | None:
     return None if reference is None else reference()
 
 
-def root_of(tensor: torch.Tensor) -> Root:
+def root_of(tensor: torch.Tensor, storage: Any = None) -> Root:
     """The root that holds the present content of the tensor's storage. All callers get the same one."""
-    storage = tensor.untyped_storage()
+    storage = tensor.untyped_storage() if storage is None else storage
     root = existing_root(storage)
     if root is None or not root.is_current():
         root = Root(tensor)
