@@ -38,6 +38,7 @@ def test_an_estimate_as_json_has_the_field_names_of_python():
     assert sum(figures["by_category"].values()) == figures["peak_bytes"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [

@@ -119,6 +119,7 @@ NEEDS_LOGITS = {
 }
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("loss", STAYS_DEFERRED.values(), ids=STAYS_DEFERRED)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])

@@ -28,7 +28,7 @@ def plain_step(name):
     return step(name)
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_offload_leaves_everything_bit_equal(name, way):
@@ -44,6 +44,7 @@ def test_offload_over_several_graphs_is_bit_equal(name, way, loss):
     assert_bit_equal(run(*build(), loss), run(*build(), loss, levers=WAYS[way]))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_second_backward_over_a_retained_graph_is_bit_equal(name, way):

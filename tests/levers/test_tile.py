@@ -20,6 +20,7 @@ def gradients(model, batch):
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("settings", [{}, {"mlp": "low_memory"}, {"activation": "geglu"}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 20, 95, 96, 500])
 def test_in_fp64_loss_and_gradients_are_the_plain_ones(settings, tokens):

@@ -20,6 +20,7 @@ def counted(name):
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_published_model_has_its_published_number_of_parameters(name):
     assert counted(name) == published()[name].parameters

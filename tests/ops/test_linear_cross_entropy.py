@@ -48,6 +48,7 @@ OPTIONS = [
 options = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 
 
+@pytest.mark.sampled(60)
 @options
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 16, 64, 65, 1000, None])

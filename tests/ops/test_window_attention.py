@@ -44,7 +44,7 @@ def limits(causal, window, mask, documents, dtype=torch.float64):
     return {"causal": causal, "window": window, "mask": MASKS[mask](dtype), "document_ids": DOCUMENTS[documents]}
 
 
-@pytest.mark.sampled(70)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
 @pytest.mark.parametrize("window", [1, CHUNK - 1, CHUNK, CHUNK + 1, 40])
 @pytest.mark.parametrize("mask", MASKS)

@@ -103,6 +103,7 @@ def refusals(kind, steps_before, numbers, wanted):
     return refused
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_interrupted_at_some_operators_is_finished_bit_for_bit(kind):
     count, wanted = operators_of(kind, 0)
@@ -120,6 +121,7 @@ def test_a_step_interrupted_at_any_operator_is_finished_bit_for_bit_or_refused(k
     assert len(refused) <= MAY_REFUSE.get(kind, 0.0) * count, f"{[*refused]} of {count}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["adamw", "adamw foreach", "adamw fused", "muon"])
 def test_a_step_that_fails_again_while_it_is_finished_is_finished_later(kind):
     count, wanted = operators_of(kind, 0)
