@@ -130,19 +130,20 @@ class Sizes:
         if not (confirm and is_traced):
             value = within(points)
             return Largest(value, confirmed=value == now)  # the size that was asked about was traced
-        fits, fails, step = now, None, dimension.multiple_of
+        fits, room, fails, lacking, step = now, None, None, 0, dimension.multiple_of
         for _ in range(CORRECTIONS):
             near = max(step, NOT_WORTH_A_RUN * fits)
             if fails is not None and not fits + near <= value < fails:
-                # What the allocator cannot use is no matter of a line: a size in the middle.
-                value = (fits + fails) // 2 // step * step
+                # What the allocator cannot use is no matter of a line: a size between what fits and what does not.
+                share = 0.5 if room is None else room / (room + lacking)
+                value = (fits + int(share * (fails - fits))) // step * step
             if value - fits < near:
                 break
             points[value], excess = self._peak_and_excess(found, dimension.shape(value))
             if excess <= 0:
-                fits, value = value, within(points)
+                fits, room, value = value, -excess, within(points)
             else:
-                fails, most = value, value - step
+                fails, lacking, most = value, excess, value - step
                 limit = min(limit, points[value]) - excess
                 value = within(points)
         # Where no run confirmed a larger size, the last one that the points name is a guess.
