@@ -47,7 +47,7 @@ def test_a_played_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, 
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 @pytest.mark.parametrize(("parallel", "precision"), [("fsdp2", "bf16"), ("ddp", "fp32")])
 def test_ranks_that_run_a_plan_have_its_peak(ranks, parallel, precision):
-    case = ranks.Case(2, parallel, precision, shape=ranks.UNEVEN, budget="0.7x")
+    case = ranks.Case(2, parallel, precision, shape=ranks.UNEVEN, budget="0.85x")
     assert any(choice.action != "keep" for choice in ranks.planned(case).choices)
     with tempfile.TemporaryDirectory() as folder:
         rows = ranks.compare(case, ranks.built(folder))
