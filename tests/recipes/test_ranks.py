@@ -8,10 +8,12 @@ import torch.distributed as dist
 from command_line import tightfit as run
 from made_up_devices import even
 from tightfit import TokenBatch, fit, plan
-from tightfit.errors import InputError
+from tightfit.errors import CannotFit, InputError
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.asked import Asked
+from tightfit.planner.search.of_ranks import search_ranks
+from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
 from tightfit.recipes.choices import Wanted
 from tightfit.recipes.of_ranks import least_bytes_of_rank, recipes_of_ranks, sizes_of
@@ -52,6 +54,19 @@ def test_a_recipe_whose_shards_alone_exceed_the_budget_is_not_traced():
     found = fit(made, BATCH, device=even(), budget=1000, world_size=2, dtype="fp32")
     assert [row.fits for row in found] == [False, False]
     assert [row.needed_bytes > 1000 for row in found] == [True, True]
+
+
+def test_rows_of_several_cards_are_searched_without_last_resorts(monkeypatch):
+    tried = []
+    monkeypatch.setattr(Search, "try_last_resorts", lambda search: tried.append("last resorts"))
+    monkeypatch.setattr(Search, "join_segments", lambda search: tried.append("segments"))
+    asked = Asked(tiny(), BATCH, device=even(), world_size=2, parallel="ddp", levers=[])
+    least = least_bytes_of_rank(Recipe(), tiny(), World(2, "ddp")) + 2000
+    row = fit(tiny(), BATCH, device=even(), dtype="fp32", budget=least, levers=[], world_size=2, parallel="ddp")[0]
+    assert (row.fits, tried) == (False, [])
+    with pytest.raises(CannotFit):
+        search_ranks(asked.request(), World(2, "ddp"), least)
+    assert tried == ["last resorts", "segments"]
 
 
 @pytest.mark.parametrize(

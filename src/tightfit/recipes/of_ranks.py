@@ -1,7 +1,8 @@
 """Full training on several cards: a plan for all ranks, for each recipe, engine and number of cards.
 
 Whole steps of a played rank are planned, one by one: what recipes of one process share (a forward and backward without
-an optimizer) is not what ranks share, whose shards and buckets are part of both.
+an optimizer) is not what ranks share, whose shards and buckets are part of both. Last resorts are not tried: they take many traces of large models that do not
+fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class RanksSearch:
             world_size=world.size, nodes=world.nodes, parallel=world.parallel,
         )  # fmt: skip
         try:
-            plan = plan_of_ranks(search_ranks(asked.request(may_choose=True), world, self.budget))
+            plan = plan_of_ranks(search_ranks(asked.request(may_choose=True), world, self.budget, resorts=False))
         except CannotFit as error:
             needed = max(error.least_bytes, self.budget_bytes + 1)
             return replace(outcome, peak_bytes=error.least_bytes, needed_bytes=needed)

@@ -34,13 +34,16 @@ class RanksFound:
     world: World
 
 
-def search_ranks(request: Request, world: World, budget: int | str) -> RanksFound:
-    """The fastest plan with which every rank is within the budget. Raises `CannotFit` with the least peak found."""
-    default = Search(request, budget)
+def search_ranks(request: Request, world: World, budget: int | str, *, resorts: bool = True) -> RanksFound:
+    """The fastest plan with which every rank is within the budget. Raises `CannotFit` with the least peak found.
+
+    Without `resorts`, levers that are tried only where nothing else fits are left out.
+    """
+    default = Search(request, budget, resorts=resorts)
     if world.parallel == "ddp":
         return _searched(default, world, default)
     keeps = replace(world, reshard_after_forward=False)
-    search = Search(replace(request, world=keeps), budget)
+    search = Search(replace(request, world=keeps), budget, resorts=resorts)
     if is_share_of(budget, "x"):  # of the plain step with FSDP2's defaults
         search.__dict__["budget_bytes"] = default.budget_bytes
     try:
@@ -80,7 +83,7 @@ def _searched(search: Search, world: World, default: Search) -> RanksFound:
         if over <= 0:
             return RanksFound(search, candidate, found.peaks, default.plain, budget, world)
         # The first rank has the largest shards, but an optimizer that orders whole matrices may load another one more.
-        lowered = Search(search.request, search.budget)
+        lowered = Search(search.request, search.budget, resorts=search.resorts)
         lowered.__dict__["budget_bytes"] = search.budget_bytes - over
         search = lowered
     least = max(found.peaks) + UNSEEN_BYTES

@@ -54,6 +54,7 @@ class Search:
     priced: dict[Combination, Baseline] = field(default_factory=dict)
     routing_matters: bool = False
     wholes: dict[Applied, StepTrace] = field(default_factory=dict)
+    resorts: bool = True  # whether last-resort levers and segments are tried where nothing else fits
     lower_bound: float = math.inf  # seconds of a step that no choice without a proof of optimality can undercut
 
     def __post_init__(self) -> None:
@@ -111,9 +112,9 @@ class Search:
             self.forbidden()
             self.solve_combinations()
         self.capture_blocks()
-        if self.best is None:
+        if self.best is None and self.resorts:
             self.try_last_resorts()
-        if self.best is None:
+        if self.best is None and self.resorts:
             self.join_segments()
         if self.best is None:
             raise self.cannot_fit()
