@@ -1,8 +1,8 @@
 """Full training on several cards: a plan for all ranks, for each recipe, engine and number of cards.
 
 Whole steps of a played rank are planned, one by one: what recipes of one process share (a forward and backward without
-an optimizer) is not what ranks share, whose shards and buckets are part of both. Last resorts are not tried: they take many traces of large models that do not
-fit.
+an optimizer) is not what ranks share, whose shards and buckets are part of both. Last resorts are not tried: they take
+many traces of large models that do not fit.
 """
 
 from collections.abc import Callable, Sequence
