@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = {"fused_moe", "sparsemax"}  # a loop over 128 experts; a sort that is computed
-SAMPLE = 60
+SAMPLE = 30
 
 
 @pytest.fixture(scope="module")

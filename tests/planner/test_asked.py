@@ -52,10 +52,7 @@ def test_what_is_left_out_is_the_same_everywhere(monkeypatch):
 
 
 def test_a_plan_takes_every_argument_that_a_step_has():
-    of_ranks = {"world_size", "nodes", "parallel"}  # only an estimate takes them so far
-    assert {field.name for field in fields(Asked)} - of_ranks == set(
-        inspect.signature(tightfit.plan).parameters
-    ) - BESIDE
+    assert {field.name for field in fields(Asked)} == set(inspect.signature(tightfit.plan).parameters) - BESIDE
 
 
 def test_only_a_plan_chooses_the_micro_batches():

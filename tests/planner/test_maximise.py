@@ -7,6 +7,7 @@ from tightfit.errors import BudgetError, CannotFit, InputError
 from tiny import VOCABULARY, allocator_peak, decoder, token_batch
 
 BUDGET = 6_000_000
+MULTIPLE = 32
 
 
 def longest(length):
@@ -16,7 +17,7 @@ def longest(length):
 @pytest.fixture(scope="module")
 def found():
     """The longest sequence."""
-    return maximise(longest, BUDGET, what="sequence_length", multiple_of=8)
+    return maximise(longest, BUDGET, what="sequence_length", multiple_of=MULTIPLE)
 
 
 def test_the_longest_sequence_fits_when_it_really_runs_and_a_longer_one_has_no_plan(found):
@@ -25,9 +26,9 @@ def test_the_longest_sequence_fits_when_it_really_runs_and_a_longer_one_has_no_p
         measured = allocator_peak(model, token_batch(2, found.value))
     assert measured == pytest.approx(found.plan.peak_bytes, rel=0.001)
     assert measured <= BUDGET
-    assert found.value % 8 == 0
+    assert found.value % MULTIPLE == 0
     assert found.above is not None
-    assert found.above.value == found.value + 8
+    assert found.above.value == found.value + MULTIPLE
     with pytest.raises(CannotFit) as caught:
         plan(*longest(found.above.value), BUDGET)
     assert caught.value.least_bytes == found.above.least_bytes > BUDGET

@@ -26,6 +26,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "metrics.jsonl"}
 
 
+@pytest.mark.slow  # a training in a process of its own; test_signals.py has the refusal
 def test_a_second_training_into_a_folder_is_refused_and_after_kill_9_it_is_not(tmp_path: Path):
     first = begun(endless(tmp_path), tmp_path / "run")
     before = contents(tmp_path / "run")

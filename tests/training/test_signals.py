@@ -18,6 +18,7 @@ from real_trainings import COMMAND, begun, endless, environment, first_step, wri
 from test_resume import timeless
 from tiny_training import settings
 
+from command_line import tightfit
 from tightfit.checkpoint.store import Checkpoints
 from tightfit.devices import present
 from tightfit.models.saving import load_model
@@ -40,8 +41,13 @@ def finished(run: Path) -> dict:
     return result
 
 
-def test_sigterm_keeps_what_is_done(tmp_path: Path):
+def test_sigterm_keeps_what_is_done_and_no_other_training_writes_there_before(tmp_path: Path):
     training = begun(endless(tmp_path), tmp_path / "run")
+
+    second = tightfit("train", written(tmp_path), "output.overwrite=true")
+    assert (second.code, second.out) == (2, "")
+    assert f"{tmp_path / 'run'}: another training is writing here (process {training.pid} on " in second.error
+    assert training.poll() is None
 
     training.send_signal(signal.SIGTERM)
     out, err = training.communicate()

@@ -41,7 +41,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path, weights: Path, data: str, model: dict[str, Any], **training: Any) -> TrainResult:
+def trained(
+    folder: Path, weights: Path, data: str, model: dict[str, Any], packing: str = "none", **training: Any
+) -> TrainResult:
     sections = {
         "model": {"path": str(weights), **model},
         "data": {
@@ -49,6 +51,7 @@ def trained(folder: Path, weights: Path, data: str, model: dict[str, Any], **tra
             "sequence_length": 96,
             "tokenizer": "model",
             "validation_fraction": 0,
+            "packing": packing,
         },
         "training": {"max_steps": 4, "batch_size": 2, "learning_rate": 2e-4, "device": "cpu", **training},
         "output": {"folder": str(folder / "run")},
@@ -63,7 +66,10 @@ def test_conversations_are_learnt_in_full_and_by_adapters_on_every_base(
     model = {} if base is None else {"adapter": {"r": 8, "base": base, "target_modules": ["q_proj", "v_proj"]}}
     rate = 5e-5 if base is None else 1e-3
 
-    result = trained(tmp_path, weights, "chats.jsonl", model, max_steps=8, learning_rate=rate, schedule="constant")
+    # Packed, so that every batch is as long as the longest, of which the prediction is.
+    result = trained(
+        tmp_path, weights, "chats.jsonl", model, "best_fit", max_steps=8, learning_rate=rate, schedule="constant"
+    )
 
     assert result.last_loss < result.first_loss
     assert result.predicted_peak_bytes == pytest.approx(result.measured_peak_bytes, rel=0.02)
