@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = {"fused_moe", "sparsemax"}  # a loop over 128 experts; a sort that is computed
-SAMPLE = 30
+SAMPLE = 40
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_a_sample_of_published_peaks_is_predicted_within_a_percent(peaks):
     models = [row for row in clear if row.mode == "step"]
     operators = [row for row in clear if row.mode != "step"]
     draw = random.Random(12)
-    sample = [*draw.sample(operators, SAMPLE), *draw.sample(models, 2)]
+    sample = [*draw.sample(operators, SAMPLE), min(models, key=lambda row: row.published)]
     errors = [abs(peaks.compare(row, row.predict())["error"]) for row in sample]
     assert max(errors) <= 0.01
     assert statistics.median(errors) <= 0.0001

@@ -54,6 +54,7 @@ def test_keeping_everything_holds_what_the_plain_run_holds(model, ids):
         assert forward_bytes(model, ids) == plain
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lever", KINDS)
 def test_no_policy_holds_more_than_the_plain_run(model, ids, lever):
     plain = forward_bytes(model, ids)

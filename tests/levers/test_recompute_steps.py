@@ -40,7 +40,7 @@ def backward_twice(loss):
     loss.backward()
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_second_backward_over_a_retained_graph_is_bit_equal(name, lever):
@@ -54,7 +54,7 @@ def gradient_penalty(model, inputs):
     return out.sum() + slope.square().sum()
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize(
     "name", ["a plain MLP", "dropout", "in-place activations", "LSTM", "rotary embedding by complex numbers"]
@@ -69,7 +69,7 @@ def three_micro_batches(model, inputs):
     return sum_of_squares(model, inputs.tanh())
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize("name", [*SMOOTH, "batch normalisation", "a cache that the block appends to"])
 def test_gradients_accumulated_over_three_micro_batches_are_bit_equal(name, lever):
@@ -105,7 +105,7 @@ def with_passes_in_between(model, inputs):
     return loss + sum_of_squares(model, inputs)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize("name", [*SMOOTH, "batch normalisation"])
 def test_passes_without_gradients_in_between_are_bit_equal(name, lever):

@@ -42,7 +42,7 @@ def test_no_two_of_them_share_an_address():
     assert all(after - before >= 400 for before, after in itertools.pairwise(starts))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("use", "told"),
     [

@@ -10,10 +10,10 @@ from tightfit.models.saving import load_model
 from tightfit.training import train
 from tiny_adapters import saved_llama
 
-EIGHT_BITS = pytest.param("int8", marks=pytest.mark.slow)  # as long as nf4 again; test_adapters.py predicts both
 
-
-@pytest.mark.parametrize("base", [EIGHT_BITS, "nf4"])
+# Eight seconds each, most of them imports; test_adapters.py predicts and plans adapters on both.
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_adapters_are_trained_within_the_budget_and_the_run_continues_a_text(tmp_path, base):
     folder = saved_llama(tmp_path / "base")
     sections = settings(tmp_path, training={"max_steps": 6}, memory={"budget": "0.7x"}).model_dump(mode="json")
