@@ -90,7 +90,7 @@ def traces(make, monkeypatch, **how):
     for first in (True, False):
         with monkeypatch.context() as patch:
             if not first:
-                patch.setattr(step, "_needs_no_gradients", lambda *_: False)
+                patch.setattr(step, "needs_no_gradients", lambda *_: False)
             model, batch, loss = make()
             CALLS.clear()
             found.append((step.trace_step(model, [Part(batch, 1.0)], loss, **how), len(CALLS)))

@@ -1,22 +1,19 @@
 """Runs a whole training step dry and returns its record."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
-from tightfit.optim.by_name import OptimizerFactory, build_optimizer, host_states, named_states
-from tightfit.optim.gradients import gradient_memory
+from tightfit.optim.by_name import OptimizerFactory, build_optimizer, named_states
 from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
-from tightfit.runtime.activity import accumulation, aside, now
+from tightfit.runtime.activity import aside, now
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Loss, Part, StepSettings, forward_backward, let_go, modules_beside, update
+from tightfit.step import Loss, Part, StepSettings, let_go, modules_beside, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
@@ -31,6 +28,7 @@ from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reading import reads_answered
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, Recording, no_cost
+from tightfit.tracing.repeated import DryStep, Phases, give_gradient, label_states, needs_no_gradients, run_parts
 from tightfit.tracing.resizing import resizes_followed
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.rules import Routing
@@ -39,18 +37,6 @@ from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
 
 STEPPED = "step in backward: "  # of a note in a trace: the parameter whose gradient is used up there
-
-
-class _Phases:
-    """An observer of the step that sets the dry run's phase."""
-
-    def __init__(self, dry: DryRun):
-        self.dry = dry
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.dry.phase = Phase(name)
-        yield
 
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
@@ -102,12 +88,12 @@ def trace_step(
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
         traced, repeated = representatives(parts, steps_in_backward(twin))
-        step = _Step(
+        step = DryStep(
             dry, model, traced, loss, settings, on_cuda=role is not None,
             optimizer=twin, built=lambda: _built(optimizer, model, settings),
         )  # fmt: skip
         del twin
-        if rank is None and _needs_no_gradients(model, settings):
+        if rank is None and needs_no_gradients(model, settings):
             boundaries = step.with_states_first()
         else:
             boundaries = step.until_steady(2 if rank is None else rank.steps)
@@ -232,7 +218,7 @@ def trace_update(
     """
     with _dry(model, [], cost, NO_EXECUTOR_COST, role) as dry:
         twin = build_optimizer(optimizer, model.parameters())
-        observer = _Phases(dry)
+        observer = Phases(dry)
         for recorded in (False, True):
             if recorded:
                 dry.begin_again()
@@ -241,19 +227,11 @@ def trace_update(
                     dry.begin([])
                     dry.note(f"{STEPPED}{names[0]}", 0.0)
                 for name in names:
-                    _give_gradient(dry, model.get_parameter(name), name)
+                    give_gradient(dry, model.get_parameter(name), name)
                 with only(twin, model.get_parameter(names[0])) if one_by_one else nullcontext():
                     update(model, twin, settings, observer=observer)
             label_states(dry, model, twin, on_cuda=role is not None)
         return record(dry, [0, len(dry.operators)], repeats=1)
-
-
-def _give_gradient(dry: DryRun, parameter: torch.Tensor, name: str) -> None:
-    """Give a parameter a gradient without memory, unless it has one. The optimizer may free it."""
-    if parameter.grad is None:
-        parameter.grad = TensorShape.of(parameter).unbacked()
-        dry.ledger.track(parameter.grad, known=False, operator=None)
-        dry.ledger.label(parameter.grad, Category.GRADIENT, name)
 
 
 def _give_states(
@@ -370,106 +348,6 @@ def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     held = [tensors for module in model.modules() for _, tensors in plain_tensors_of(module)]
     scales = [leaf for parameter in model.parameters() for leaf in scales_of(parameter)]
     return [tensor for tensors in held for tensor in tensors] + scales
-
-
-@dataclass
-class _Step:
-    """A step that is run dry until every later one would find the same: the optimizer's states, a model's caches.
-
-    What the methods that run it return are the operators at which its micro-batches begin, and the end of the last one.
-    """
-
-    dry: DryRun
-    model: nn.Module
-    parts: Sequence[Part]
-    loss: Loss
-    settings: StepSettings
-    on_cuda: bool
-    optimizer: torch.optim.Optimizer  # without states; later it holds them until the trace is made
-    built: Callable[[], torch.optim.Optimizer]  # gives another one like it
-
-    def until_steady(self, steps: int = 2) -> list[int]:
-        """Run whole steps, and record the last one. The first one has no states before its optimizer phase."""
-        for _ in range(steps - 1):
-            self.run()
-        return self.recorded()
-
-    def with_states_first(self) -> list[int]:
-        """Have the optimizer make its states from gradients without memory, and record the first whole step.
-
-        That leaves out one forward and one backward, half of the time. If the step changed the model or kept a tensor,
-        a later step may differ from it, and is run as well.
-        """
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        for _ in range(2):  # the second time for those parameters only that the first backward has reached
-            for name in names:
-                _give_gradient(self.dry, self.model.get_parameter(name), name)
-            self.update()
-            imported = len(sys.modules)
-            boundaries = self.recorded()
-            if names == list(self.dry.with_gradient):
-                # An import leaves cycles that hold tensors for a while, in no other step than in that of the import.
-                is_first = len(sys.modules) != imported or self.dry.leaves_something()
-                return self.recorded() if is_first else boundaries
-            names = list(self.dry.with_gradient)
-            self.drop_states()  # some are of parameters that get no gradient
-            self.optimizer = self.built()
-        return self.until_steady()
-
-    def recorded(self) -> list[int]:
-        """Run a step and record it."""
-        self.dry.begin_again()
-        self.dry.gradients_before = tuple(name for name, p in self.model.named_parameters() if p.grad is not None)
-        return self.run()
-
-    def run(self) -> list[int]:
-        boundaries = run_parts(self.dry, self.model, self.parts, self.loss, self.settings)
-        self.update()
-        return boundaries
-
-    def drop_states(self) -> None:
-        for _, _, state in named_states(self.optimizer):
-            self.dry.drop_original(state)
-
-    def update(self) -> None:
-        update(self.model, self.optimizer, self.settings, observer=_Phases(self.dry))
-        label_states(self.dry, self.model, self.optimizer, on_cuda=self.on_cuda)
-
-
-def _needs_no_gradients(model: nn.Module, settings: StepSettings) -> bool:
-    """Whether an optimizer makes the same states from gradients that no backward has made."""
-    if settings.keep_gradients:
-        return False  # those of a parameter without a gradient would stay
-    # Hooks step in backward, or move gradients to the host. A trained tensor of a class of its own may have gradients
-    # of that class.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return not any(p._post_accumulate_grad_hooks or type(p) is not nn.Parameter for p in trained)
-
-
-def label_states(dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_cuda: bool) -> None:
-    """Name the optimizer's states in the record."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, key, state in named_states(optimizer):
-        dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
-    # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.
-    for state in host_states(optimizer) if on_cuda else ():
-        dry.ledger.on_host(state)
-
-
-def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
-    """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end."""
-    boundaries = [len(dry.operators)]
-    for number, part in enumerate(parts, start=1):
-        with accumulation() if number < len(parts) else nullcontext():
-            forward_backward(model, [part], loss, settings.precision, observer=_Phases(dry))
-        boundaries.append(len(dry.operators))
-        dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
-        # Labelled here: the optimizer sets gradients to None, and an offloading one has moved them to the host.
-        for name in dry.with_gradient:
-            gradient = gradient_memory(model.get_parameter(name))
-            for held in () if gradient is None else memory_of(gradient):
-                dry.ledger.label(held, Category.GRADIENT, name)
-    return boundaries
 
 
 def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
