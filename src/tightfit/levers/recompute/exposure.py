@@ -18,6 +18,7 @@ from tightfit.levers.recompute.values import (
     expose,
     forget_root,
     has_plain_storage,
+    held_product,
     product_of,
     set_product,
 )
@@ -49,9 +50,12 @@ def show(tensor: torch.Tensor) -> None:
     """Hold the original memory of a value for autograd: code outside of PyTorch may write into it, and autograd would
     have saved that memory.
     """
-    product = product_in(tensor)
-    if product is not None and product.shown is None:
-        product.shown = Root(tensor)
+    if not has_plain_storage(tensor):
+        return
+    storage = tensor.untyped_storage()
+    for product in (product_of(storage), held_product(storage)):
+        if product is not None and product.shown is None:
+            product.shown = Root(tensor)
 
 
 def lose_sight(tensor: torch.Tensor, *, lasting: bool) -> None:

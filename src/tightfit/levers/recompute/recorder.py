@@ -30,8 +30,10 @@ from tightfit.levers.recompute.values import (
     RecordingScope,
     Reference,
     existing_root,
+    forget_held,
     forget_root,
     has_plain_storage,
+    hold_memory,
     is_aliased,
     is_exposed,
     product_of,
@@ -212,6 +214,7 @@ def preserve(target: torch.Tensor) -> None:
     product = product_of(storage)
     if product is not None:
         product.settle()
+    forget_held(storage)
     root = existing_root(storage)
     if root is not None:
         root.hold_copy()
@@ -299,8 +302,7 @@ def leave(outputs: Any, *, held: bool) -> None:
             continue
         product.settle()
         if held:
-            set_product(storage, None)
-            product.hold(root_of(tensor))
+            hold_memory(product, tensor)
         else:
             # Outside of the block no recorder sees writes. The version counter then shows whether there was one.
             product.left_as.append((TensorWeakRef(tensor), tensor._version))

@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from tightfit.runtime.internals import counting_alias
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
-_ROOT, _PRODUCT = "_tightfit_root", "_tightfit_product"
+_ROOT, _PRODUCT, _HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
 _EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _sequence = itertools.count()
@@ -219,9 +219,7 @@ class Product:
             return
         copy = self.offload_store.put(tensor)
         if copy is None:
-            # No room: hold the memory. Without this line storage, product and root would be a reference cycle.
-            set_product(tensor.untyped_storage(), None)
-            self.hold(root_of(tensor))
+            hold_memory(self, tensor)  # there is no room
         else:
             self.producer = Fetch(self, copy)
         self.offload_store = None
@@ -351,6 +349,25 @@ def set_product(storage: Any, product: Product | None) -> None:
         storage.__dict__.pop(_PRODUCT, None)
     else:
         storage.__dict__[_PRODUCT] = product
+
+
+def hold_memory(product: Product, tensor: torch.Tensor) -> None:
+    """Hold the original memory of a product, which is that of `tensor`. Nothing is recorded about it any more."""
+    storage = tensor.untyped_storage()
+    set_product(storage, None)  # else storage, product and root would be a reference cycle
+    product.hold(root_of(tensor))
+    storage.__dict__[_HELD] = weakref.ref(product)
+
+
+def held_product(storage: Any) -> Product | None:
+    """The product whose original memory this storage is, if it was not written since."""
+    reference = storage.__dict__.get(_HELD)
+    product = None if reference is None else reference()
+    return product if product is not None and product.root is not None and product.root.is_current() else None
+
+
+def forget_held(storage: Any) -> None:
+    storage.__dict__.pop(_HELD, None)
 
 
 def existing_root(storage: Any) -> Root | None:
