@@ -249,7 +249,7 @@ class RecipeSearch:
         search = self.whole_search(outcome.recipe, variant)
         update = variant.update(outcome.recipe.optimizer)
         # The plain step is known; a trace of it would say the same again.
-        search.__dict__["plain"] = joined(variant.plain, update, on_cuda=variant.on_cuda)
+        search.plain = joined(variant.plain, update, on_cuda=variant.on_cuda)
         search.routing_matters = search.plain.peak_depends_on_data
         if parse_optimizer(outcome.recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
             whole = candidate  # it was traced as the whole step when it was found

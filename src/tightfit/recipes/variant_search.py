@@ -200,7 +200,7 @@ class VariantSearch(Search):
         if batch is self.request.batch:
             return self
         other = VariantSearch(replace(self.request, batch=batch), self.budget, frees=self.frees, updates=self.updates)
-        other.__dict__.update(paths=self.paths, budget_bytes=self.budget_bytes, frugal=self.frugal)
+        other.paths, other.budget_bytes, other.frugal = self.paths, self.budget_bytes, self.frugal
         return other
 
     def added_by_allocator(self, update: StepTrace) -> int:

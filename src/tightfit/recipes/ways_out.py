@@ -317,7 +317,7 @@ class Finder:
         search = _WaySearch(asked.request(may_choose=True), self.budget if budget is None else budget)
         search.asked = asked
         if plain is not None:
-            search.__dict__["plain"] = plain  # the same step, which the refused search has traced
+            search.plain = plain  # the same step, which the refused search has traced
         return search
 
     def least(self, search: _WaySearch) -> Candidate:

@@ -45,7 +45,7 @@ def search_ranks(request: Request, world: World, budget: int | str, *, resorts: 
     keeps = replace(world, reshard_after_forward=False)
     search = Search(replace(request, world=keeps), budget, resorts=resorts)
     if is_share_of(budget, "x"):  # of the plain step with FSDP2's defaults
-        search.__dict__["budget_bytes"] = default.budget_bytes
+        search.budget_bytes = default.budget_bytes
     try:
         freed = _searched(default, world, default)
     except CannotFit as error:
@@ -84,7 +84,7 @@ def _searched(search: Search, world: World, default: Search) -> RanksFound:
             return RanksFound(search, candidate, found.peaks, default.plain, budget, world)
         # The first rank has the largest shards, but an optimizer that orders whole matrices may load another one more.
         lowered = Search(search.request, search.budget, resorts=search.resorts)
-        lowered.__dict__["budget_bytes"] = search.budget_bytes - over
+        lowered.budget_bytes = search.budget_bytes - over
         search = lowered
     least = max(found.peaks) + UNSEEN_BYTES
     raise CannotFit(f"no plan was found with which all {world.size} ranks fit: the largest takes {least} bytes", least)

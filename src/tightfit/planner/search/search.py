@@ -9,97 +9,37 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 
-from tightfit.errors import CannotFit, CompileError, LeverError
+from tightfit.errors import CompileError, LeverError
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.levers.recompute.rule import every_block
-from tightfit.planner.blocks.captured import priced_as_captured, saved_seconds
-from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.blocks.pricing import Priced, price
-from tightfit.planner.blocks.solve import least_peak, peak, solve
-from tightfit.planner.levers import CapturedBlocks, Combination, Lever, Offload, PlainStep, Recompute, Role, lever_types
-from tightfit.planner.records import DeviceRoom, Rejected
-from tightfit.planner.request import Request, Tracer, lacking, optimizer_peak
+from tightfit.planner.blocks.solve import least_peak, solve
+from tightfit.planner.levers import Combination, Lever, Recompute, Role, lever_types
+from tightfit.planner.records import Rejected
+from tightfit.planner.request import optimizer_peak
 from tightfit.planner.search.candidates import (
     UNSEEN_BYTES,
     Baseline,
     Candidate,
     accumulation_seconds,
-    describe_levers,
     loop_seconds,
 )
-from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.planner.search.capturing import capture_blocks
+from tightfit.planner.search.selection import Selection
 from tightfit.tracing.record import Phase, StepTrace
-from tightfit.units import format_bytes, is_share_of, parse_budget
 
-Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
-LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
-LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
-NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
 
 
 @dataclass
-class Search:
-    """Mutable: the fastest candidate so far, the one of least peak, rejected combinations, and priced combinations."""
+class Search(Selection):
+    """Mutable: the combinations priced so far, beside the candidates."""
 
-    request: Request
-    budget: int | str
-    best: Candidate | None = None
-    least: Candidate | None = None
-    solved: Candidate | None = None  # the fastest that fits without compiled or captured blocks
-    rejected: list[Rejected] = field(default_factory=list)
     priced: dict[Combination, Baseline] = field(default_factory=dict)
-    routing_matters: bool = False
-    wholes: dict[Applied, StepTrace] = field(default_factory=dict)
     resorts: bool = True  # whether last-resort levers and segments are tried where nothing else fits
     lower_bound: float = math.inf  # seconds of a step that no choice without a proof of optimality can undercut
-
-    def __post_init__(self) -> None:
-        self.tracer = Tracer(self.request)
-        if self.request.blocks is not None:
-            find_blocks(self.request.model, self.request.blocks)  # raises for a wrong glob before the first trace
-
-    @cached_property
-    def kinds(self) -> tuple[type[Lever], ...]:
-        """The levers that the plan may use."""
-        return tuple(kind for kind in lever_types() if self.request.may(kind))
-
-    def of_role(self, role: Role) -> list[type[Lever]]:
-        return [kind for kind in self.kinds if kind.role is role]
-
-    @cached_property
-    def paths(self) -> list[str]:
-        """Module paths of the blocks, in the order in which they run. Empty if no allowed lever needs blocks."""
-        # Finding the blocks reads the plain trace, so a search without such levers does not pay for it.
-        if not any(kind.needs_blocks for kind in self.kinds):
-            return []
-        return find_blocks(self.request.model, self.request.blocks, self.plain)
-
-    def step(self, plain: StepTrace | None = None) -> PlainStep:
-        """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
-        which saves a trace.
-        """
-        request = self.request
-        trace = self.plain if plain is None else plain
-        return PlainStep(request.model, request.batch, trace, tuple(self.paths), request.micro_batches, request.size)
-
-    @cached_property
-    def plain(self) -> StepTrace:
-        """The step with no lever."""
-        return self.tracer.whole(self.request.plain, {})
-
-    @cached_property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        plain = self.plain.peak_bytes
-        budget = parse_budget(self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=plain)
-        # Every plan leaves `UNSEEN_BYTES` free. Without them on top, a budget of `1x`, or of the peak that `estimate`
-        # printed, would reject the plain step itself.
-        is_plain = budget == plain or (is_share_of(self.budget, "x") and budget > plain)
-        return max(budget, plain + UNSEEN_BYTES) if is_plain else budget
 
     def run(self) -> Candidate:
         """The fastest candidate within the budget. Raises `CannotFit` with the least peak found."""
@@ -111,7 +51,7 @@ class Search:
         if self.best is None:
             self.forbidden()
             self.solve_combinations()
-        self.capture_blocks()
+        capture_blocks(self)
         if self.best is None and self.resorts:
             self.try_last_resorts()
         if self.best is None and self.resorts:
@@ -198,6 +138,8 @@ class Search:
                     break
                 if self.best is not None:
                     return
+
+    # Choices inside blocks
 
     def baselines(self) -> list[Baseline]:
         """All combinations, priced."""
@@ -299,89 +241,6 @@ class Search:
                 f"{combination}, blocks at their least",
             )
 
-    # Captured blocks
-
-    def capture_blocks(self) -> None:
-        """Run the blocks of the fastest plan so far as captured programs, where that is faster, or fits at last.
-
-        Other combinations are not tried: blocks of one kind and policy are captured anew for each shape, which takes
-        longer than their traces.
-        """
-        base = self.solved or self.least
-        if not self.request.may(CapturedBlocks) or not self.paths or base is None:
-            return
-        if any(base.combination.get(kind) for kind in self.of_role(Role.WHOLE_BLOCKS)):
-            return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
-        if self.best is None and self.budget_bytes < NEARLY * base.needed_bytes:
-            return
-        paths = tuple(path for path in self.paths if not base.policies.get(path, KEEP_ALL).offloads)
-        saved = saved_seconds(base.trace, paths, self.request.executor)
-        if self.best is not None and saved < LEAST_SAVING * base.seconds:
-            reason = f"would save less than {LEAST_SAVING:.1%} of the step"
-            self.rejected.append(Rejected(CapturedBlocks.title, reason))
-            return
-        is_solved = base.priced is not None and len(paths) == len(self.paths)
-        if is_solved and self.best is not None:
-            # Recording the policies of the plan so far too would take as long as a trace.
-            self.solve_captured(base, paths, 0)
-            return
-        candidate = self.trace_captured(base, base.policies, base.choice, paths)
-        if candidate is None:
-            return
-        self.consider(candidate, str(candidate.combination))
-        if is_solved and base.priced is not None:
-            self.solve_captured(base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
-
-    def solve_captured(self, base: Candidate, paths: tuple[str, ...], room: int) -> None:
-        """Solve the choices inside blocks again, with the prices of captured blocks.
-
-        `room` is the number of bytes that they need less than the recorded blocks of `base`.
-        """
-        assert base.priced is not None, "blocks are solved by their prices"
-        again = priced_as_captured(
-            base.priced, paths, self.request.executor, base.trace, base.combination.micro_batches
-        )
-        bound = self.budget_bytes - UNSEEN_BYTES + room
-        tried, fits = [base.policies] if room else [], math.inf
-        for _ in range(TIGHTENINGS):
-            solution = solve(again.chain, bound)
-            if solution is None or (policies := again.policies(solution.choice)) in tried:
-                return
-            if solution.seconds > fits - LEAST_GAIN * base.seconds:
-                return
-            tried.append(policies)
-            candidate = self.trace_captured(base, policies, solution.choice, paths)
-            if candidate is None:
-                return
-            candidate = replace(candidate, priced=again)
-            self.consider(candidate, f"{candidate.combination}, blocks solved")
-            excess = self.excess(candidate)
-            if math.isfinite(fits):
-                return
-            if excess > 0:
-                bound = min(bound, solution.peak_bytes) - excess
-            else:
-                # What captured blocks do not take is room for a faster choice.
-                fits = solution.seconds
-                bound = self.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
-
-    def trace_captured(
-        self, base: Candidate, policies: dict[str, Policy], choice: tuple[int, ...], paths: tuple[str, ...]
-    ) -> Candidate | None:
-        """The step with the blocks at `paths` captured; None if none of them can be. Says why others are not."""
-        combination = base.combination.with_lever(CapturedBlocks(paths))
-        candidate = self.trace_applied(combination, policies, base.priced, choice)
-        refused = dict(self.tracer.refused)
-        for reason in dict.fromkeys(refused.values()):
-            count = sum(each == reason for each in refused.values())
-            name = f"{CapturedBlocks.title} ({count} of {len(self.paths)} blocks)"
-            row = Rejected(name, f"cannot be captured: {reason}")
-            if row not in self.rejected:
-                self.rejected.append(row)
-        left = tuple(path for path in paths if path not in refused)
-        # Blocks that are refused run in the trace as they will without the lever.
-        return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None
-
     def join_segments(self) -> None:
         """Join blocks to segments, which also recompute the blocks' outputs. That is slower, and needs less memory in
         models of many blocks.
@@ -406,84 +265,11 @@ class Search:
             if self.best is not None:
                 return
 
-    # Candidates
-
-    def trace_applied(
-        self,
-        combination: Combination,
-        policies: dict[str, Policy],
-        priced: Priced | None = None,
-        choice: tuple[int, ...] = (),
-        joined: tuple[str, ...] = (),
-    ) -> Candidate:
-        trace = self.whole(combination, policies, joined)
-        routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
-        return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
-
-    def whole(self, combination: Combination, policies: dict[str, Policy], joined: tuple[str, ...] = ()) -> StepTrace:
-        """The step with these levers, traced once."""
-        key = (combination, frozenset(policies.items()), joined)
-        if key not in self.wholes:
-            self.wholes[key] = self.tracer.whole(combination, policies, joined)
-        return self.wholes[key]
-
-    def consider(self, candidate: Candidate, name: str) -> None:
-        """Keep the candidate if it is the fastest that fits, and record why the slower one is rejected."""
-        if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
-            self.least = candidate
-        if (excess := self.excess(candidate)) > 0:
-            over = (
-                "over the budget" if candidate.needed_bytes > self.budget_bytes else "more than the device has room for"
-            )
-            reason = f"{format_bytes(excess)} {over}"
-            self.rejected.append(Rejected(name, reason, candidate.peak_bytes, candidate.seconds))
-            return
-        if self.solved is None or candidate.seconds < self.solved.seconds:
-            whole = (*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
-            if not any(candidate.combination.get(kind) for kind in whole):
-                self.solved = candidate
-        if self.best is None or candidate.seconds < self.best.seconds:
-            if self.best is not None:
-                self.reject_slower(self.in_words(self.best), self.best)
-            self.best = candidate
-        else:
-            self.reject_slower(name, candidate)
-
-    def excess(self, candidate: Candidate) -> int:
-        """Bytes by which a candidate exceeds the budget or, on CUDA, the memory of the device.
-
-        The budget limits allocated bytes (`max_memory_allocated`). The allocator's segments and the context must also
-        fit on the device, or in the share of it that a budget in per cent names.
-        """
-        over = candidate.needed_bytes - self.budget_bytes
-        if over > 0 or candidate.trace.reserved_bytes is None:
-            return over
-        return lacking(candidate.trace, self.device_bytes)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the device that allocator and context may use together."""
-        held = self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
-        return held - self.request.communicator_bytes
-
-    def room(self, trace: StepTrace) -> DeviceRoom | None:
-        """Memory that a step uses of a CUDA device, with allocator and context; None on a CPU."""
-        if trace.reserved_bytes is None:
-            return None
-        held = self.request.device.memory_bytes
-        return DeviceRoom(held, trace.reserved_bytes, CONTEXT_BYTES, is_share_of(self.budget, "%"))
-
     def gap_seconds(self, candidate: Candidate) -> float:
         """Seconds by which another choice inside blocks may be faster than the best candidate. Zero if every choice was
         proved optimal, and for candidates other than the best, which claim nothing.
         """
         return max(0.0, candidate.seconds - self.lower_bound) if candidate is self.best else 0.0
-
-    def reject_slower(self, name: str, candidate: Candidate) -> None:
-        self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
-
-    def in_words(self, candidate: Candidate) -> str:
-        return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
 
     def forbidden(self) -> None:
         """Record which levers were not allowed, and which have nothing to work on in this model."""
@@ -494,34 +280,6 @@ class Search:
                 why = kind.why_not(self.step())
             if why is not None:
                 self.rejected.append(Rejected(kind.title, why))
-
-    def cannot_fit(self) -> CannotFit:
-        assert self.least is not None, "the plain step was traced"
-        least, trace = self.least, self.least.trace
-        holds = max(trace.by_category().items(), key=lambda item: item[1])
-        device = self.request.device
-        limit, taken = f"{format_bytes(self.budget_bytes)} cannot fit", None
-        if least.needed_bytes <= self.budget_bytes:  # tensors fit the budget, so the device's memory is the limit
-            taken = (trace.reserved_bytes or 0) + CONTEXT_BYTES
-            limit = (
-                f"the step cannot fit {device.name}: with what the allocator reserves and the context it takes "
-                f"{format_bytes(taken)} of {format_bytes(self.device_bytes)}"
-            )
-        return CannotFit(
-            f"{limit}: the least is {format_bytes(least.needed_bytes)} "
-            f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
-            f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
-            f"by {format_bytes(holds[1])} of {holds[0]}{self.offload_bound()}",
-            least.needed_bytes,
-            taken,
-        )
-
-    def offload_bound(self) -> str:
-        """The user's own limit for offload, for the message; empty if there is none."""
-        allowed = self.request.offload.budget_bytes
-        if not self.request.may(Offload) or allowed is None:
-            return ""
-        return f"; offload may take {format_bytes(allowed)} (offload_budget)"
 
 
 def segment_counts(blocks: int) -> list[int]:

@@ -1,0 +1,101 @@
+"""Runs the blocks of a plan that was found as captured programs, where that is faster, or fits at last."""
+
+import math
+from dataclasses import replace
+
+from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.blocks.captured import priced_as_captured, saved_seconds
+from tightfit.planner.blocks.solve import peak, solve
+from tightfit.planner.levers import CapturedBlocks, Role
+from tightfit.planner.records import Rejected
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.selection import Selection
+
+LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
+LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
+NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
+SOLVED_AGAIN = 6  # how often blocks are solved again with the prices of captured ones
+
+
+def capture_blocks(selection: Selection) -> None:
+    """Run the blocks of the fastest plan so far as captured programs, where that is faster, or fits at last.
+
+    Other combinations are not tried: blocks of one kind and policy are captured anew for each shape, which takes
+    longer than their traces.
+    """
+    base = selection.solved or selection.least
+    if not selection.request.may(CapturedBlocks) or not selection.paths or base is None:
+        return
+    if any(base.combination.get(kind) for kind in selection.of_role(Role.WHOLE_BLOCKS)):
+        return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
+    if selection.best is None and selection.budget_bytes < NEARLY * base.needed_bytes:
+        return
+    paths = tuple(path for path in selection.paths if not base.policies.get(path, KEEP_ALL).offloads)
+    saved = saved_seconds(base.trace, paths, selection.request.executor)
+    if selection.best is not None and saved < LEAST_SAVING * base.seconds:
+        reason = f"would save less than {LEAST_SAVING:.1%} of the step"
+        selection.rejected.append(Rejected(CapturedBlocks.title, reason))
+        return
+    is_solved = base.priced is not None and len(paths) == len(selection.paths)
+    if is_solved and selection.best is not None:
+        # Recording the policies of the plan so far too would take as long as a trace.
+        _solve_captured(selection, base, paths, 0)
+        return
+    candidate = _trace_captured(selection, base, base.policies, base.choice, paths)
+    if candidate is None:
+        return
+    selection.consider(candidate, str(candidate.combination))
+    if is_solved and base.priced is not None:
+        _solve_captured(selection, base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
+
+
+def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...], room: int) -> None:
+    """Solve the choices inside blocks again, with the prices of captured blocks.
+
+    `room` is the number of bytes that they need less than the recorded blocks of `base`.
+    """
+    assert base.priced is not None, "blocks are solved by their prices"
+    again = priced_as_captured(
+        base.priced, paths, selection.request.executor, base.trace, base.combination.micro_batches
+    )
+    bound = selection.budget_bytes - UNSEEN_BYTES + room
+    tried, fits = [base.policies] if room else [], math.inf
+    for _ in range(SOLVED_AGAIN):
+        solution = solve(again.chain, bound)
+        if solution is None or (policies := again.policies(solution.choice)) in tried:
+            return
+        if solution.seconds > fits - LEAST_GAIN * base.seconds:
+            return
+        tried.append(policies)
+        candidate = _trace_captured(selection, base, policies, solution.choice, paths)
+        if candidate is None:
+            return
+        candidate = replace(candidate, priced=again)
+        selection.consider(candidate, f"{candidate.combination}, blocks solved")
+        excess = selection.excess(candidate)
+        if math.isfinite(fits):
+            return
+        if excess > 0:
+            bound = min(bound, solution.peak_bytes) - excess
+        else:
+            # What captured blocks do not take is room for a faster choice.
+            fits = solution.seconds
+            bound = selection.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
+
+
+def _trace_captured(
+    selection: Selection, base: Candidate, policies: dict[str, Policy], choice: tuple[int, ...], paths: tuple[str, ...]
+) -> Candidate | None:
+    """The step with the blocks at `paths` captured; None if none of them can be. Says why others are not."""
+    combination = base.combination.with_lever(CapturedBlocks(paths))
+    candidate = selection.trace_applied(combination, policies, base.priced, choice)
+    refused = dict(selection.tracer.refused)
+    for reason in dict.fromkeys(refused.values()):
+        count = sum(each == reason for each in refused.values())
+        name = f"{CapturedBlocks.title} ({count} of {len(selection.paths)} blocks)"
+        row = Rejected(name, f"cannot be captured: {reason}")
+        if row not in selection.rejected:
+            selection.rejected.append(row)
+    left = tuple(path for path in paths if path not in refused)
+    # Blocks that are refused run in the trace as they will without the lever.
+    return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None

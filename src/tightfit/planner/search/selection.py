@@ -1,0 +1,175 @@
+"""The candidates of a search: traced as applied, compared with the budget, and kept if the fastest that fits."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tightfit.errors import CannotFit
+from tightfit.levers.recompute import Policy
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.blocks.pricing import Priced
+from tightfit.planner.levers import Combination, Lever, Offload, PlainStep, Role, lever_types
+from tightfit.planner.records import DeviceRoom, Rejected
+from tightfit.planner.request import Request, Tracer, lacking
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate, describe_levers
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.record import StepTrace
+from tightfit.units import format_bytes, is_share_of, parse_budget
+
+Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
+
+
+@dataclass
+class Selection:
+    """Mutable: the fastest candidate so far, the one of least peak, rejected combinations, and traces made."""
+
+    request: Request
+    budget: int | str
+    best: Candidate | None = None
+    least: Candidate | None = None
+    solved: Candidate | None = None  # the fastest that fits without compiled or captured blocks
+    rejected: list[Rejected] = field(default_factory=list)
+    routing_matters: bool = False
+    wholes: dict[Applied, StepTrace] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tracer = Tracer(self.request)
+        if self.request.blocks is not None:
+            find_blocks(self.request.model, self.request.blocks)  # raises for a wrong glob before the first trace
+
+    @cached_property
+    def kinds(self) -> tuple[type[Lever], ...]:
+        """The levers that the plan may use."""
+        return tuple(kind for kind in lever_types() if self.request.may(kind))
+
+    def of_role(self, role: Role) -> list[type[Lever]]:
+        return [kind for kind in self.kinds if kind.role is role]
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Module paths of the blocks, in the order in which they run. Empty if no allowed lever needs blocks."""
+        # Finding the blocks reads the plain trace, so a search without such levers does not pay for it.
+        if not any(kind.needs_blocks for kind in self.kinds):
+            return []
+        return find_blocks(self.request.model, self.request.blocks, self.plain)
+
+    def step(self, plain: StepTrace | None = None) -> PlainStep:
+        """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
+        which saves a trace.
+        """
+        request = self.request
+        trace = self.plain if plain is None else plain
+        return PlainStep(request.model, request.batch, trace, tuple(self.paths), request.micro_batches, request.size)
+
+    @cached_property
+    def plain(self) -> StepTrace:
+        """The step with no lever."""
+        return self.tracer.whole(self.request.plain, {})
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        plain = self.plain.peak_bytes
+        budget = parse_budget(self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=plain)
+        # Every plan leaves `UNSEEN_BYTES` free. Without them on top, a budget of `1x`, or of the peak that `estimate`
+        # printed, would reject the plain step itself.
+        is_plain = budget == plain or (is_share_of(self.budget, "x") and budget > plain)
+        return max(budget, plain + UNSEEN_BYTES) if is_plain else budget
+
+    def trace_applied(
+        self,
+        combination: Combination,
+        policies: dict[str, Policy],
+        priced: Priced | None = None,
+        choice: tuple[int, ...] = (),
+        joined: tuple[str, ...] = (),
+    ) -> Candidate:
+        trace = self.whole(combination, policies, joined)
+        routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
+        return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
+
+    def whole(self, combination: Combination, policies: dict[str, Policy], joined: tuple[str, ...] = ()) -> StepTrace:
+        """The step with these levers, traced once."""
+        key = (combination, frozenset(policies.items()), joined)
+        if key not in self.wholes:
+            self.wholes[key] = self.tracer.whole(combination, policies, joined)
+        return self.wholes[key]
+
+    def consider(self, candidate: Candidate, name: str) -> None:
+        """Keep the candidate if it is the fastest that fits, and record why the slower one is rejected."""
+        if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
+            self.least = candidate
+        if (excess := self.excess(candidate)) > 0:
+            over = (
+                "over the budget" if candidate.needed_bytes > self.budget_bytes else "more than the device has room for"
+            )
+            reason = f"{format_bytes(excess)} {over}"
+            self.rejected.append(Rejected(name, reason, candidate.peak_bytes, candidate.seconds))
+            return
+        if self.solved is None or candidate.seconds < self.solved.seconds:
+            whole = (*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
+            if not any(candidate.combination.get(kind) for kind in whole):
+                self.solved = candidate
+        if self.best is None or candidate.seconds < self.best.seconds:
+            if self.best is not None:
+                self.reject_slower(self.in_words(self.best), self.best)
+            self.best = candidate
+        else:
+            self.reject_slower(name, candidate)
+
+    def excess(self, candidate: Candidate) -> int:
+        """Bytes by which a candidate exceeds the budget or, on CUDA, the memory of the device.
+
+        The budget limits allocated bytes (`max_memory_allocated`). The allocator's segments and the context must also
+        fit on the device, or in the share of it that a budget in per cent names.
+        """
+        over = candidate.needed_bytes - self.budget_bytes
+        if over > 0 or candidate.trace.reserved_bytes is None:
+            return over
+        return lacking(candidate.trace, self.device_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that allocator and context may use together."""
+        held = self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
+        return held - self.request.communicator_bytes
+
+    def room(self, trace: StepTrace) -> DeviceRoom | None:
+        """Memory that a step uses of a CUDA device, with allocator and context; None on a CPU."""
+        if trace.reserved_bytes is None:
+            return None
+        held = self.request.device.memory_bytes
+        return DeviceRoom(held, trace.reserved_bytes, CONTEXT_BYTES, is_share_of(self.budget, "%"))
+
+    def reject_slower(self, name: str, candidate: Candidate) -> None:
+        self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
+
+    def in_words(self, candidate: Candidate) -> str:
+        return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
+
+    def cannot_fit(self) -> CannotFit:
+        assert self.least is not None, "the plain step was traced"
+        least, trace = self.least, self.least.trace
+        holds = max(trace.by_category().items(), key=lambda item: item[1])
+        device = self.request.device
+        limit, taken = f"{format_bytes(self.budget_bytes)} cannot fit", None
+        if least.needed_bytes <= self.budget_bytes:  # tensors fit the budget, so the device's memory is the limit
+            taken = (trace.reserved_bytes or 0) + CONTEXT_BYTES
+            limit = (
+                f"the step cannot fit {device.name}: with what the allocator reserves and the context it takes "
+                f"{format_bytes(taken)} of {format_bytes(self.device_bytes)}"
+            )
+        return CannotFit(
+            f"{limit}: the least is {format_bytes(least.needed_bytes)} "
+            f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
+            f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
+            f"by {format_bytes(holds[1])} of {holds[0]}{self.offload_bound()}",
+            least.needed_bytes,
+            taken,
+        )
+
+    def offload_bound(self) -> str:
+        """The user's own limit for offload, for the message; empty if there is none."""
+        allowed = self.request.offload.budget_bytes
+        if not self.request.may(Offload) or allowed is None:
+            return ""
+        return f"; offload may take {format_bytes(allowed)} (offload_budget)"
