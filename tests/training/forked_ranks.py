@@ -35,7 +35,7 @@ def run_ranks(job: dict[str, Any], train: Callable[[], None]) -> RanksEnded:
         from tightfit.cli import app, progress, ways  # noqa: F401 - once, before the forks
     port, begun = _free_port(), time.perf_counter()
     store = _forked(partial(_keep_store, port))
-    work = partial(_command, job["words"]) if job["words"] else train
+    work = partial(command, job["words"]) if job["words"] else train
     ranks = [_forked(partial(_rank, rank, job["count"], port, work, said)) for rank in range(job["count"])]
     if job["kill"] is not None:
         time.sleep(job["after"])
@@ -105,7 +105,8 @@ def _rank(rank: int, count: int, port: int, work: Callable[[], None], said: Path
     os._exit(code)
 
 
-def _command(words: list[str]) -> None:
+def command(words: list[str]) -> None:
+    """Run `tightfit` with these words, and end as it does."""
     from tightfit.cli import main
 
     sys.argv = ["tightfit", *words]

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from forked_ranks import RanksEnded, run_ranks
+import psutil
+from forked_ranks import RanksEnded, command, run_ranks
 
 TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes")
 _SYSTEM_CALLS = (
@@ -51,18 +52,36 @@ class Nursery:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for child in psutil.Process(self._process.pid).children():
+            child.kill()  # a test that failed left it, and nobody ends it any more
         self._process.communicate()
 
     def train(
         self, config: Any, *, resume: bool = False, after: float | None = None, at_call: int | None = None
     ) -> Ended:
         """Run a training to its end, or to its kill."""
+        raw = config.model_dump(mode="json")
+        self._ask({"config": raw, "resume": resume, "after": after, "at_call": at_call})
+        return Ended(*self._answer())
+
+    def begin(self, config: Any) -> None:
+        """Start `tightfit train`, which writes its lines to `said.txt` beside its folder. `ended` waits for it."""
+        raw = config.model_dump(mode="json")
+        words = ["train", _written(raw, "begun.yaml")]
+        self._ask({"config": raw, "resume": False, "after": None, "at_call": None, "words": words})
+
+    def ended(self) -> Ended:
+        """Wait for the training that was started last."""
+        return Ended(*self._answer())
+
+    def _ask(self, job: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        job = {"config": config.model_dump(mode="json"), "resume": resume, "after": after, "at_call": at_call}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return Ended(*json.loads(self._process.stdout.readline()))
+
+    def _answer(self) -> list[Any]:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
 
     def train_ranks(
         self,
@@ -77,16 +96,17 @@ class Nursery:
         """The same on several ranks; `kill` is the one that gets a signal. With further options, or to be resumed after
         a signal that asks for an end, `tightfit train` runs.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         raw = config.model_dump(mode="json")
-        path = Path(config.output.folder).parent / "ranks.yaml"
-        path.write_text(json.dumps(raw))  # YAML as well
-        words = ["train", str(path), *options] if options or by != signal.SIGKILL else []
+        words = ["train", _written(raw, "ranks.yaml"), *options] if options or by != signal.SIGKILL else []
         job = {"config": raw, "resume": resume, "count": count, "words": words, "kill": kill, "by": by, "after": after}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return RanksEnded(*json.loads(self._process.stdout.readline()))
+        self._ask(job)
+        return RanksEnded(*self._answer())
+
+
+def _written(raw: dict[str, Any], name: str) -> str:
+    path = Path(raw["output"]["folder"]).parent / name
+    path.write_text(json.dumps(raw))  # YAML as well
+    return str(path)
 
 
 def final_state(run: Path) -> dict[str, Any]:
@@ -194,10 +214,20 @@ def _child(job: dict[str, Any], trainings: _Trainings, writer: int) -> None:
     code = 1
     try:
         calls = _count_system_calls(job["at_call"])
-        trainings.train(job["config"], resume=job["resume"])
+        if "words" in job:
+            said = os.open(Path(job["config"]["output"]["folder"]).parent / "said.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            command(job["words"])
+        else:
+            trainings.train(job["config"], resume=job["resume"])
 
         os.write(writer, str(calls[0]).encode())
         code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+        sys.stdout.flush()
+        sys.stderr.flush()
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise

@@ -5,11 +5,13 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from real_trainings import COMMAND, environment, written
 from tiny_training import Listener, settings
+from torch import nn
 
 from quick_trainings import leave_out_pictures
 from tightfit.errors import OutputError
@@ -53,6 +55,32 @@ def only_error(done: subprocess.CompletedProcess) -> str:
     return error
 
 
+def test_weights_that_find_no_room_are_kept_elsewhere_with_all_that_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    leave_out_pictures(monkeypatch)
+    write_model, elsewhere = RunFolder.write_model, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def full(self: RunFolder, model: nn.Module) -> None:
+        if self.path.parent != elsewhere:
+            raise OutputError("no room")
+        write_model(self, model)
+
+    monkeypatch.setattr(RunFolder, "write_model", full)
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # which is read once
+    with pytest.raises(OutputError, match=r"^no room\. The weights are kept in ") as caught:
+        train(settings(tmp_path))
+
+    (kept,) = elsewhere.glob("tightfit-run-*")
+    assert f"kept in {kept}: move them" in str(caught.value)
+    load_model(kept)
+    assert json.loads((kept / "result.json").read_text())["steps"] == 4
+    assert [json.loads(line)["step"] for line in (kept / METRICS).read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow  # an interpreter of its own
 @pytest.mark.skipif(not own_mounts(), reason="no file systems of one's own here")
 def test_a_disk_that_fills_up_meanwhile_leaves_the_weights_elsewhere(tmp_path: Path):
     disk = tmp_path / "disk"

@@ -1,19 +1,29 @@
 """A training that is killed and resumed ends as the one that never was: real processes, real SIGKILL."""
 
+import json
 import random
+import re
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from forked_trainings import Nursery, final_state
 from ranks_beside_one import assert_one_line, assert_same, at
+from real_trainings import STEPS as ENDLESS
+from real_trainings import first_step, written
 from tiny_training import settings
 
+from command_line import tightfit
 from tightfit.checkpoint.store import Checkpoints
 from tightfit.config import Config
+from tightfit.models.saving import load_model
+from tightfit.training.lock import LOCK
 
 SEED, MOMENTS, RESUMES = 14, 200, 50
 STEPS = 10
@@ -85,6 +95,39 @@ def resumed_again_and_again(killed: Killed, count: int) -> None:
             break
     assert killed.nursery.train(killed.config, resume=True).code == 0
     killed.is_the_same(f"{count} times in a row")
+
+
+def finished(run: Path) -> dict:
+    """What a training that was ended early left: a whole run."""
+    load_model(run)
+    assert not (run / LOCK).exists()
+    result = json.loads((run / "result.json").read_text())
+    assert result["interrupted"]
+    checkpoint = Checkpoints(run / "checkpoints").newest_intact().checkpoint
+    assert checkpoint is not None
+    assert checkpoint.step == result["steps"]
+    return result
+
+
+def test_sigterm_keeps_what_is_done_and_no_other_training_writes_there_before(nursery: Nursery, tmp_path: Path):
+    config, run = training(tmp_path, training={"max_steps": ENDLESS, "log_every": 1}), tmp_path / "run"
+    nursery.begin(config)
+    first_step(run, lambda: time.sleep(0.02))
+
+    second = tightfit("train", written(tmp_path), "output.overwrite=true")
+    assert (second.code, second.out) == (2, "")
+    process = psutil.Process(
+        int(re.search(rf"{run}: another training is writing here \(process (\d+) on ", second.error)[1])
+    )
+    assert process.parent().parent() == psutil.Process()
+
+    process.send_signal(signal.SIGTERM)
+
+    assert nursery.ended().code == 128 + signal.SIGTERM
+    said = (tmp_path / "said.txt").read_text()
+    assert "peak memory" in said
+    assert "Traceback" not in said
+    finished(run)
 
 
 def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path):

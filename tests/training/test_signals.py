@@ -1,7 +1,6 @@
 """Signals to a training in a process of its own."""
 
 import contextlib
-import json
 import os
 import pty
 import re
@@ -14,51 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from real_trainings import COMMAND, begun, endless, environment, first_step, written
+from real_trainings import COMMAND, endless, environment, first_step, written
+from test_kill import finished
 from test_resume import timeless
 from tiny_training import settings
 
-from command_line import tightfit
-from tightfit.checkpoint.store import Checkpoints
 from tightfit.devices import present
-from tightfit.models.saving import load_model
 from tightfit.training import train
-from tightfit.training.lock import LOCK
 
 TOLD = Path(__file__).with_name("told_moments.py")
 ALLOWED_SECONDS = 5.0  # from the signal to the end of the process, or what its checkpoint was said to take
 
 
-def finished(run: Path) -> dict:
-    """What a training that was ended early left: a whole run."""
-    load_model(run)
-    assert not (run / LOCK).exists()
-    result = json.loads((run / "result.json").read_text())
-    assert result["interrupted"]
-    checkpoint = Checkpoints(run / "checkpoints").newest_intact().checkpoint
-    assert checkpoint is not None
-    assert checkpoint.step == result["steps"]
-    return result
-
-
-def test_sigterm_keeps_what_is_done_and_no_other_training_writes_there_before(tmp_path: Path):
-    training = begun(endless(tmp_path), tmp_path / "run")
-
-    second = tightfit("train", written(tmp_path), "output.overwrite=true")
-    assert (second.code, second.out) == (2, "")
-    assert f"{tmp_path / 'run'}: another training is writing here (process {training.pid} on " in second.error
-    assert training.poll() is None
-
-    training.send_signal(signal.SIGTERM)
-    out, err = training.communicate()
-
-    assert training.returncode == 128 + signal.SIGTERM
-    assert "peak memory" in out
-    assert "Traceback" not in err
-    finished(tmp_path / "run")
-
-
-@pytest.mark.slow  # a training in a process of its own; SIGTERM is in the test before, SIGHUP in test_cut.py
+@pytest.mark.slow  # a training in a process of its own; SIGTERM is in test_kill.py, SIGHUP in test_cut.py
 def test_a_terminal_that_is_closed_ends_a_training_like_ctrl_c(tmp_path: Path):
     config = endless(tmp_path)
     process, terminal = pty.fork()

@@ -30,6 +30,7 @@ def model_and_batch(name):
     return transformers.T5ForConditionalGeneration(config).train(), tiny_batch(name)
 
 
+@pytest.mark.slow  # nine seconds
 def test_an_encoder_with_a_decoder_is_estimated_planned_and_verified():
     check(*model_and_batch("T5ForConditionalGeneration"))
 
