@@ -103,7 +103,7 @@ def test_a_budget_above_the_plain_peak_changes_nothing():
 
 
 def test_what_cannot_fit_says_the_least_and_what_holds_it_up():
-    model, batch = decoder(), token_batch(4)
+    model, batch = decoder(num_layers=2), token_batch(4)
     levers = ["recompute", "chunked_loss"]  # all that are exact to rounding take seven times as long
     with pytest.raises(CannotFit, match=r"the least is .* reached by .* held up in") as caught:
         plan(model, batch, "1MB", levers=levers)
