@@ -11,7 +11,7 @@ import tightfit
 from exactness import assert_bit_equal, run
 from made_up_devices import even
 from tightfit import Plan
-from tightfit.errors import CannotFit, LeverError
+from tightfit.errors import CannotFit, InputError, LeverError
 from tightfit.levers.captured import CapturedForward
 from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Recompute
 from tightfit.planner.search.candidates import UNSEEN_BYTES
@@ -143,3 +143,16 @@ def test_a_plan_that_may_compile_and_capture_does_one_of_the_two(model, batch):
     plan = tightfit.plan(model, batch, "0.7x", levers=[*LEVERS, "compile"], device=even())
     used = [kind for kind in (CapturedBlocks, CompiledBlocks) if plan.lever(kind) is not None]
     assert len(used) == 1
+
+
+def test_blocks_are_captured_without_the_levers_name_where_the_steps_repay_it(model, batch, made, recorded):
+    asked = {"levers": ["recompute"], "device": even()}
+    long = tightfit.plan(model, batch, "0.7x", **asked, steps=10_000_000)
+    assert (long.lever(CapturedBlocks), long.peak_bytes) == (made.lever(CapturedBlocks), made.peak_bytes)
+    assert tightfit.plan(model, batch, "0.7x", **asked, steps=1) == recorded
+
+
+@pytest.mark.parametrize("steps", [0, True, 2.5])
+def test_a_wrong_number_of_steps_is_refused(steps, model, batch):
+    with pytest.raises(InputError, match=f"steps is {steps!r}, wanted"):
+        tightfit.plan(model, batch, "1x", device=even(), steps=steps)

@@ -11,7 +11,9 @@ MULTIPLE = 32
 
 
 def longest(length):
-    return build_dry(lambda: decoder(num_layers=2, max_position_embeddings=max(length, 512))), TokenBatch(2, length, VOCABULARY)
+    return build_dry(lambda: decoder(num_layers=2, max_position_embeddings=max(length, 512))), TokenBatch(
+        2, length, VOCABULARY
+    )
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ class Nursery:
     def __enter__(self) -> Self:
         from real_trainings import environment
 
+        _know_one_thread()
         quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, __file__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -101,6 +102,18 @@ class Nursery:
         job = {"config": raw, "resume": resume, "count": count, "words": words, "kill": kill, "by": by, "after": after}
         self._ask(job)
         return RanksEnded(*self._answer())
+
+
+def _know_one_thread() -> None:
+    """The made-up figures of the CPU for one thread too: a process that measured them would have more than one."""
+    import torch
+
+    from tightfit.devices import present
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    present.measure("cpu")
+    torch.set_num_threads(threads)
 
 
 def _written(raw: dict[str, Any], name: str) -> str:

@@ -168,6 +168,7 @@ def _from_config(question: Question, dry: bool) -> Subject:
             blocks=question.blocks,
             offload_folder=config.memory.offload_folder,
             offload_budget=config.memory.offload_budget,
+            steps=training.max_steps,
         ),
         optimizer=optimizer_in_words(training.optimizer, training.step_in_backward),
         budget=config.memory.budget,

@@ -105,6 +105,7 @@ def plan(
     world_size: int | None = None,
     nodes: int | None = None,
     parallel: Literal["ddp", "fsdp2"] | None = None,
+    steps: int | None = None,
 ) -> Plan:
     """Find the fastest combination of levers whose predicted peak is within the budget.
 
@@ -127,6 +128,9 @@ def plan(
     says whether blocks free their gathered weights after forward (`plan.reshard_after_forward`). Apply it to the model
     before or after `fully_shard` or `DistributedDataParallel`.
 
+    `steps` is how often the step will run. Where that is known and repays the seconds of recording, a plan on a CPU
+    also uses the exact lever `"capture"`, wherever `"recompute"` is allowed.
+
     Raises `CannotFit` with the least peak that the levers can reach, and with ranked ways out (`error.ways_out`, found
     when it is read); `BudgetError` for a budget that cannot be parsed; `LeverError` if offload is named and not
     available.
@@ -147,7 +151,7 @@ def plan(
     """
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
-        step_in_backward, levers, blocks, offload_folder, offload_budget, world_size, nodes, parallel,
+        step_in_backward, levers, blocks, offload_folder, offload_budget, world_size, nodes, parallel, steps,
     )  # fmt: skip
     return plan_asked(asked, budget, curve=curve)
 

@@ -102,6 +102,12 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool) -> None:
         )
 
 
+def check_steps(steps: Any) -> None:
+    """Raise `InputError` for what is no number of steps."""
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise InputError(f"steps is {steps!r}, wanted None or the number of steps that the plan is for, at least 1")
+
+
 def check_levers_of_ranks(world: World | None, levers: frozenset[str]) -> None:
     """Raise `InputError` for a lever that no rank is played with."""
     named = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]

@@ -16,6 +16,7 @@ from tightfit.planner.arguments import (
     check_settings,
     check_step,
     check_step_in_backward,
+    check_steps,
     check_world,
 )
 from tightfit.planner.levers import MicroBatches, allowed_levers
@@ -47,6 +48,7 @@ class Asked:
     world_size: int | None = None
     nodes: int | None = None
     parallel: str | None = None
+    steps: int | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -81,6 +83,7 @@ class Asked:
         model, batch = as_twins(self.model, self.batch, self.optimizer)
         levers = allowed_levers(self.levers)
         check_levers_of_ranks(world, levers)
+        check_steps(self.steps)
         return Request(
             model=model,
             batch=batch,
@@ -94,6 +97,7 @@ class Asked:
             fewest_micro_batches=chooses,
             offload=OffloadSettings(self.offload_folder, positive_bytes(self.offload_budget)),
             world=world,
+            steps=self.steps,
         )
 
 

@@ -57,6 +57,7 @@ class Request:
     fewest_micro_batches: bool = False  # stop at the first number that fits, even if a larger one would be faster
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     world: World | None = None  # several ranks, each with a device of its own; None: one process
+    steps: int | None = None  # how often the step will run, where that is known
 
     def __post_init__(self) -> None:
         for kind in lever_types():
@@ -118,7 +119,18 @@ class Request:
 
     def may(self, kind: type[Lever]) -> bool:
         """Whether a plan may use the lever."""
-        return kind.name in self.levers
+        return kind.name in self.levers or self.may_repay(kind)
+
+    def may_repay(self, kind: type[Lever]) -> bool:
+        """Whether a plan may use the lever, which nobody named, if the number of steps repays its preparation."""
+        is_alike = kind.repaid_beside is not None and kind.repaid_beside in self.levers
+        return (
+            is_alike
+            and kind.name not in self.levers
+            and self.steps is not None
+            and self.world is None
+            and kind.refusal(self.device) is None
+        )
 
     @property
     def optimizer_name(self) -> str:

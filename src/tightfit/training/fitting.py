@@ -260,6 +260,7 @@ def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Confi
         levers=memory.levers,
         offload_folder=memory.offload_folder,
         offload_budget=memory.offload_budget,
+        steps=training.max_steps,
     )
 
 

@@ -118,6 +118,8 @@ class Lever:
     - `spread`: the factor by which a lever that is exact to rounding may change the gradients' error against fp64.
     - `bound`: the largest relative error of the gradients that `verify` accepts from an inexact lever.
     - `on_request`: a plan uses the lever only if the user names it, because it needs more than memory and time.
+    - `repaid_beside`: the name of another lever. Where that one is allowed, a plan may use this one without its name if
+      the number of steps is known and repays the seconds that preparing it takes.
     - `excludes`: settings with which the lever cannot be combined.
     """
 
@@ -129,6 +131,7 @@ class Lever:
     spread: ClassVar[float] = ROUNDING_SPREAD
     bound: ClassVar[float] = 0.0
     on_request: ClassVar[bool] = False
+    repaid_beside: ClassVar[str | None] = None
     needs_blocks: ClassVar[bool] = False
     excludes: ClassVar[tuple[Exclusion, ...]] = ()
 

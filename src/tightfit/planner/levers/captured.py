@@ -28,6 +28,7 @@ class CapturedBlocks(Lever):
     exactness = Exactness.EXACT
     role = Role.EXECUTION
     on_request = True
+    repaid_beside = "recompute"
     needs_blocks = True
 
     @classmethod

@@ -45,6 +45,8 @@ def levers_page() -> str:
 
 def _row(kind: type[Lever]) -> str:
     used = "where named" if kind.on_request else f"with `{kind.exactness}`"
+    if kind.repaid_beside is not None:
+        used += f", or beside `{kind.repaid_beside}` where the number of steps repays it"
     return f"| `{kind.name}` | {kind.summary} | {kind.exactness} | {_allowed(kind)} | {used} |\n"
 
 

@@ -14,6 +14,9 @@ from tightfit.planner.search.selection import Selection
 LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
 LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
 NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
+# Of recording blocks before the first step and while planning: 3 s for PyTorch's tracers, and 1 to 2 s for each kind of
+# block and each of its policies (docs/lab-notes.md, "Captured blocks").
+RECORDING_SECONDS = 10.0
 SOLVED_AGAIN = 6  # how often blocks are solved again with the prices of captured ones
 
 
@@ -25,6 +28,8 @@ def capture_blocks(selection: Selection) -> None:
     """
     base = selection.solved or selection.least
     if not selection.request.may(CapturedBlocks) or not selection.paths or base is None:
+        return
+    if selection.request.may_repay(CapturedBlocks) and not _is_repaid(selection):
         return
     if any(base.combination.get(kind) for kind in selection.of_role(Role.WHOLE_BLOCKS)):
         return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
@@ -49,6 +54,15 @@ def capture_blocks(selection: Selection) -> None:
         _solve_captured(selection, base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
 
 
+def _is_repaid(selection: Selection) -> bool:
+    """Whether the steps to come save more seconds than recording takes, by the prices of the fastest plan so far."""
+    if selection.best is None or selection.request.steps is None:
+        return False
+    best = selection.best
+    saved = saved_seconds(best.trace, selection.paths, selection.request.executor)
+    return selection.request.steps * saved >= RECORDING_SECONDS
+
+
 def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...], room: int) -> None:
     """Solve the choices inside blocks again, with the prices of captured blocks.
 
@@ -60,7 +74,7 @@ def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...
     )
     bound = selection.budget_bytes - UNSEEN_BYTES + room
     tried, fits = [base.policies] if room else [], math.inf
-    for _ in range(SOLVED_AGAIN):
+    for number in range(SOLVED_AGAIN):
         solution = solve(again.chain, bound)
         if solution is None or (policies := again.policies(solution.choice)) in tried:
             return
@@ -76,7 +90,8 @@ def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...
         if math.isfinite(fits):
             return
         if excess > 0:
-            bound = min(bound, solution.peak_bytes) - excess
+            # Twice as far each time: the peak may lie where the prices, which are of recorded blocks, do not see it.
+            bound = min(bound, solution.peak_bytes) - excess * 2**number
         else:
             # What captured blocks do not take is room for a faster choice.
             fits = solution.seconds
