@@ -17,6 +17,19 @@ from tightfit.tracing.step import plain_tensors
 VOCABULARY = 600
 
 
+class Stack(nn.Module):
+    """Blocks, one after another."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def decoder(**settings: Any) -> Decoder:
     """A decoder of some 100k parameters whose activations outweigh them, on a fixed seed."""
     torch.manual_seed(0)

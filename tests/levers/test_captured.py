@@ -22,7 +22,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.captured.lever import MOST_SHAPES, CapturedForward
 from tightfit.levers.recompute import KEEP_ALL, OFFLOAD_ALL, RECOMPUTE_ALL, Policy
 from tightfit.step import StepSettings
-from tiny import allocator_peak, decoder, token_batch
+from tiny import Stack, allocator_peak, decoder, token_batch
 
 for cases in ("trap_state", "trap_memory", "trap_modules"):
     importlib.import_module(cases)  # registers its blocks
@@ -118,17 +118,6 @@ class Broken(nn.Module):
         x = self.linear(x)
         torch._dynamo.graph_break()
         return x.tanh() + x
-
-
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -11,7 +11,7 @@ import tightfit
 from exactness import assert_bit_equal, run
 from tightfit.levers.captured.lever import CapturedForward
 from tightfit.levers.recompute import RECOMPUTE_ALL
-from tiny import allocator_peak
+from tiny import Stack, allocator_peak
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +86,6 @@ class Counted(nn.Module):
     def forward(self, x):
         self.calls += 1
         return x + self.norm(torch.tanh(self.linear(x)))
-
-
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def squares(model, batch):

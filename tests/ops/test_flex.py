@@ -17,6 +17,7 @@ from tightfit.ops import attention, flex
 from tightfit.ops.attention import plain_attention
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.step import trace_step
+from tiny import Stack
 
 HOPPER = CudaRole((9, 0), 132)
 LIMITS = [
@@ -120,16 +121,9 @@ class Windowed(nn.Module):
         return x + attention(q, k, v, causal=True, window=20).transpose(1, 2).flatten(2)
 
 
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Windowed() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack():
+    torch.manual_seed(0)
+    return Stack(Windowed(), Windowed())
 
 
 def loss(model, batch):
@@ -144,7 +138,7 @@ def gradients(model):
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_recomputed_it_gives_the_same_bits():
-    model = Stack()
+    model = stack()
     plain = gradients(model)
     with recompute(model, "layers.*"), OperatorLog() as log:
         recomputed = gradients(model)
@@ -154,7 +148,7 @@ def test_recomputed_it_gives_the_same_bits():
 
 def test_a_dry_run_for_cuda_meets_the_operators_of_cuda_and_keeps_only_their_inputs():
     batch = {"x": torch.randn(2, 4096, 32)}
-    names = [record.name for record in trace_step(Stack(), as_parts([batch], loss), loss, role=HOPPER).operators]
+    names = [record.name for record in trace_step(stack(), as_parts([batch], loss), loss, role=HOPPER).operators]
     assert names.count("tightfit.window_attention.default") == 2
     assert names.count("tightfit.window_attention_backward.default") == 2
 

@@ -171,17 +171,25 @@ class Tracer:
                 own_copy(request.model), self.rank(request.world), combination, policies, joined, routing
             )
         with self.applied(combination, policies, joined):
-            return trace_step(
-                request.model,
-                request.parts(combination.micro_batches),
-                request.loss,
-                optimizer=request.optimizer,
-                settings=request.settings,
-                cost=request.cost,
-                executor=request.executor,
-                role=request.role,
-                routing=routing,
-            )
+            return self._step(request.model, combination, routing)
+
+    def _step(
+        self, model: nn.Module, combination: Combination, routing: Routing, rank: PlayedRank | None = None
+    ) -> StepTrace:
+        """A step of a model that has its levers on."""
+        request = self.request
+        return trace_step(
+            model,
+            request.parts(combination.micro_batches),
+            request.loss,
+            optimizer=request.optimizer,
+            settings=request.settings if rank is None else self.settings_of_rank,
+            cost=request.cost,
+            executor=request.executor,
+            role=request.role,
+            routing=routing,
+            rank=rank,
+        )
 
     def rank(self, world: World, number: int = 0) -> PlayedRank:
         """A rank of a world, which shards the blocks of the request's model one by one."""
@@ -205,21 +213,9 @@ class Tracer:
         routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
         """The whole step of a rank with levers. The model is the rank's own."""
-        request = self.request
-        with self.applied(combination, policies, joined, model=model), refusals_of_shards(request.optimizer_name):
-            trace = trace_step(
-                model,
-                request.parts(combination.micro_batches),
-                request.loss,
-                optimizer=request.optimizer,
-                settings=self.settings_of_rank,
-                cost=request.cost,
-                executor=request.executor,
-                role=request.role,
-                routing=routing,
-                rank=rank,
-            )
-        return overlapped(trace)
+        refusals = refusals_of_shards(self.request.optimizer_name)
+        with self.applied(combination, policies, joined, model=model), refusals:
+            return overlapped(self._step(model, combination, routing, rank))
 
     def ranks(
         self,
