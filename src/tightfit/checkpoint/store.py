@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from tightfit.checkpoint.manifest import (
     TENSORS,
     Content,
     Manifest,
+    TensorsFile,
     check_file_bytes,
     check_file_name,
 )
@@ -35,6 +36,21 @@ from tightfit.units import format_bytes
 WAIT_SECONDS = 60.0  # for another process that saves in the same folder
 _POLL_SECONDS = 0.05
 _HELD = (errno.EAGAIN, errno.EACCES)  # EACCES: the server's answer on some NFS
+
+
+class OtherWriters(Protocol):
+    """Further processes that write their shards of the tensors into a checkpoint that this one saves."""
+
+    @property
+    def count(self) -> int: ...
+
+    def begin(self, part: Path) -> None:
+        """They may write into this folder."""
+        ...
+
+    def written(self) -> tuple[TensorsFile, ...]:
+        """Their files, when all of them are on their disk. Raises `OutputError` where one is not."""
+        ...
 
 
 class Checkpoints:
@@ -56,12 +72,14 @@ class Checkpoints:
         tensors: Mapping[str, Tensor],
         record: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
+        *,
+        others: OtherWriters | None = None,
     ) -> Path:
         """A new checkpoint, on its disk when this returns; its folder.
 
         Whatever ends it, a power cut too, every checkpoint that was intact before is intact afterwards, or the new one
         is in its place: one of the same step is replaced. `record` is any JSON (`tightfit.checkpoint.record`). `files`
-        are further files by name. Raises `OutputError`.
+        are further files by name. `others` write the further rows of tensors. Raises `OutputError`.
         """
         assert 0 <= step < MAX_STEP, step
         target = self.folder / name_of(step)
@@ -70,10 +88,11 @@ class Checkpoints:
             self._make_folder()
             with _alone(self.folder):
                 self._tidy()
-                self._demand_room(file_bytes(tensors) + sum(map(len, (files or {}).values())))
+                writers = 1 + (0 if others is None else others.count)  # the others' shards are not larger
+                self._demand_room(writers * file_bytes(tensors) + sum(map(len, (files or {}).values())))
                 part = self.folder / part_name(target.name)
                 try:
-                    self._write(part, step, tensors, record, files or {})
+                    self._write(part, step, tensors, record, files or {}, others)
                     self._put(part, target)
                 except BaseException:
                     with suppress(OSError):  # the first error is the one to know; the next save removes what is left
@@ -148,15 +167,19 @@ class Checkpoints:
         tensors: Mapping[str, Tensor],
         record: Mapping[str, Any],
         files: Mapping[str, bytes],
+        others: OtherWriters | None,
     ) -> None:
         """All files of a checkpoint in a folder of their own, the manifest last, on their disk but for its name."""
         self._files.mkdir(part)
+        if others is not None:
+            others.begin(part)
         contents = {}
         for name, content in files.items():
             self._files.write_file(part / check_file_name(name), content)
             contents[name] = Content(check_file_bytes(len(content)), reading.digest_of(content))
         written = write_tensors(self._files, part / TENSORS, tensors)
-        self._files.write_file(part / MANIFEST, Manifest(step, written, contents, record).to_bytes())
+        shards = () if others is None else others.written()
+        self._files.write_file(part / MANIFEST, Manifest(step, written, contents, record, shards).to_bytes())
         self._files.sync_folder(part)
 
     def _put(self, part: Path, target: Path) -> None:

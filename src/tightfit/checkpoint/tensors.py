@@ -5,7 +5,7 @@ piece through one staging buffer of at most `STAGING_BYTES`. Nothing here tracks
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -131,6 +131,16 @@ def read_tensors(
             torch.autograd.graph.increment_version(tensor)  # autograd has not seen the write
         if digests is not None and hashes[name] != digests[stored]:
             raise ValueError(f"holds the tensor {shown(name)} damaged")
+
+
+@torch.no_grad()
+def read_ranges(descriptor: int, ranges: Sequence[tuple[int, Tensor]]) -> None:
+    """Fill tensors with a file's bytes from given places on, without hashes. Raises `ValueError` and `OSError`."""
+    staging = _Staging(tensor for _, tensor in ranges)
+    for start, tensor in ranges:
+        _read(descriptor, start, staging.filled(tensor), False)
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _read(descriptor: int, start: int, pieces: Iterator[memoryview], is_hashed: bool) -> str:
