@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -166,10 +167,11 @@ class _Trainings:
 
         leave_out_pictures(pytest.MonkeyPatch())
         leave_out_predictions(pytest.MonkeyPatch())
+        self._own_fit, self._fit_shards = run.fit, run.fit_shards
         self._run, self._data, self._fit = run, run.prepare_data, made_up_fit
         self._known: dict[str, tuple[Any, Any]] = {}
 
-    def prepare(self, raw: dict[str, Any]) -> None:
+    def prepare(self, raw: dict[str, Any], *, of_ranks: bool) -> None:
         """In the process that forks."""
         from tightfit.config import parse_config
         from tightfit.devices.present import lookup_present
@@ -177,14 +179,20 @@ class _Trainings:
 
         config, run = parse_config(raw), self._run
         key = json.dumps({name: raw[name] for name in ("data", "model", "training", "memory", "checkpoint")})
+        key += str(of_ranks)
         if key not in self._known:
             data = self._data(config.data, config.model, objective=config.training.objective)
             longest, *shorter = [counted(batch) for batch in data.for_dry_runs(config.training.batch_size)]
             model = run.build_model(config.model, seed=config.training.seed)
-            self._known[key] = data, self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
+            fitted = None
+            # A plan of ranks is made by the first of them.
+            if not of_ranks or config.memory.budget is None:
+                fitted = self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
+            self._known[key] = data, fitted
         data, fitted = self._known[key]
         run.prepare_data = lambda *_, **__: data
-        run.fit = lambda *_: fitted
+        run.fit = self._own_fit if fitted is None else lambda *_: fitted
+        run.fit_shards = self._fit_shards if fitted is None else lambda *_: replace(fitted, is_sharded=True)
 
     def train(self, raw: dict[str, Any], *, resume: bool) -> None:
         from tightfit.config import parse_config
@@ -198,7 +206,7 @@ def _serve() -> None:
     trainings = _Trainings()
     for line in sys.stdin:
         job = json.loads(line)
-        trainings.prepare(job["config"])
+        trainings.prepare(job["config"], of_ranks="count" in job)
         gc.collect()
         gc.freeze()
         assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread along and the locks of all"

@@ -27,7 +27,7 @@ def made_up_fit(model: Any, batch: Any, loss: Any, config: Any, device: Any, sho
         timeline_phases=(),
     )
     count = config.training.gradient_accumulation_steps
-    return Fit(figures, figures, count, count, state_bytes=1 << 20)
+    return Fit(figures, figures, count, count, state_bytes=1 << 20, is_sharded=config.training.parallel == "fsdp2")
 
 
 def leave_out_predictions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,6 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_p
     ("words", "line", "code"),
     [
         (("training.nonsense=1",), "unknown key training.nonsense", 2),
-        (("training.parallel=fsdp2",), "fsdp2 is not built yet", 2),
         (("training.step_in_backward=true", "training.grad_clip=null"), "before the gradients of 2 ranks", 2),
         (("--nonsense",), "No such option", 2),
         (("data.source=/nowhere.txt", "output.folder=/proc/nowhere"), "/proc/nowhere: cannot be written", 2),

@@ -251,7 +251,8 @@ class TrainingConfig(Section):
     """Threads of the CPU's operators; null: PyTorch's own choice."""
     parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
     """How processes that torchrun starts share the training: `ddp`, each has the whole model and its part of every
-    batch; `auto`: `ddp` under torchrun, else one process. `fsdp2` is not built yet."""
+    batch; `fsdp2`, each has its part of weights, gradients and states too, and gathers a block's weights when it runs;
+    `auto`: `ddp` under torchrun, else one process."""
     rank_timeout: Count = 600
     """Seconds that a process waits for the others before it takes one for lost. Longer than a checkpoint's save."""
 

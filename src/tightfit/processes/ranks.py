@@ -89,6 +89,11 @@ class Ranks:
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks."""
 
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Inside, PyTorch's own code exchanges messages with the other ranks."""
+        yield
+
 
 ALONE = Ranks()
 
@@ -106,6 +111,7 @@ class SeveralRanks(Ranks):
         self.waited_seconds = 0.0
         self._timeout = timeout_seconds
         self.backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        self.device_type = "cuda" if on_cuda else "cpu"
         self._board = Board(launch, timeout_seconds)
         with self._watched():
             self._board.exchanged("here", b"1")  # a rank that fails before this one begins says so there
@@ -217,6 +223,19 @@ class SeveralRanks(Ranks):
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Errors of messages are raised as those of `_wait` are. A rank that waits here sees no signal: the backends'
+        own time-out ends it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_messages(error):
+                raise
+            with self._watched():
+                raise
+
     def _wait(self, begin: Callable[[], Any], *, patient: bool = False) -> None:
         """Run a collective to its end. A rank that waits sees signals, and what others say of a failure."""
         begun, nap = time.monotonic(), _SHORTEST_NAP
@@ -242,6 +261,12 @@ class SeveralRanks(Ranks):
                 f"rank {self.rank} has lost another rank, or waited {self._timeout} seconds for it "
                 "(training.rank_timeout): end what is left, and go on with --resume"
             ) from error
+
+
+def _is_of_messages(error: RuntimeError) -> bool:
+    """Whether an error is one of torch.distributed. Gloo's are plain ones, which name a file of its own."""
+    words = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def _said_of(error: BaseException) -> tuple[str, int]:

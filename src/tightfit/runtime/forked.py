@@ -3,11 +3,13 @@
 A fork starts with all that this process has built and traced, at no cost, and sends back only what it was asked for.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -61,6 +63,54 @@ def shared_out(
     for fork in forks:
         results |= fork.results
     return [results[number] if number in results else work(part, notice) for number, part in enumerate(parts)]
+
+
+def in_a_fork(work: Callable[[], Result]) -> Result:
+    """What `work` returns, called in a fork of this process, so that nothing of it stays here. The result and
+    exceptions must be picklable.
+
+    Raises what `work` raises, and `ChildProcessError` where the system ends the fork.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run_alone, args=(work, receiver, sender))
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of threads, here those of torch.distributed: none of them is needed in the fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    sender.close()
+    try:
+        kind, value = receiver.recv()
+    except EOFError:
+        child.join()
+        raise ChildProcessError(f"a fork of this process was ended ({child.exitcode})") from None
+    finally:
+        receiver.close()
+        if sys.exc_info()[0] is not None:
+            child.kill()
+        child.join()
+    if kind == "error":
+        raise value
+    return value
+
+
+def _run_alone(work: Callable[[], Any], receiver: Connection, sender: Connection) -> None:
+    _end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its fork
+    receiver.close()
+    torch.set_num_threads(1)  # as in `_run`
+    try:
+        sender.send(("result", work()))
+    except Exception as error:
+        sender.send(("error", error))
+
+
+def _end_with_parent() -> None:
+    """The fork holds the connections of its parent: while it lived, nobody would see that the parent is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _taken(waiting: int) -> Iterator[int]:

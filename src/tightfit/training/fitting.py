@@ -50,6 +50,12 @@ class Fit:
     state_bytes: int = 0  # of a checkpoint's tensors
     copy_bytes: int = 0  # of the copy that is written in the background, where it lies beside the step
     buckets: tuple[Bucket, ...] = ()
+    is_sharded: bool = False  # the step of a rank of FSDP2
+
+    @property
+    def reshard_after_forward(self) -> bool | None:
+        """What `fully_shard` is given: None is FSDP2's own default, which frees gathered weights of blocks only."""
+        return False if self.plan is not None and self.plan.reshard_after_forward is False else None
 
     def micro_batches_for(self, length: int) -> int:
         """The micro-batches of a batch whose rows have `length` tokens."""
@@ -143,14 +149,17 @@ def fit(
     config: Config,
     device: DeviceSpec,
     shorter: Sequence[Mapping[str, Any]] = (),
+    shards: int | None = None,
 ) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
     `device` is the one that it will run on; the model may be elsewhere. `shorter` are batches of fewer tokens a row,
     whose micro-batches are sized by their predicted bytes. Where checkpoints are written in the background on a CPU,
-    the plan is made for the budget less their copy. Raises `CannotFit`, `LeverError` and
-    `TraceError`.
+    the plan is made for the budget less their copy. With `shards`, the step is that of so many ranks of FSDP2, and
+    shorter batches have the micro-batches of the longest. Raises `CannotFit`, `LeverError` and `TraceError`.
     """
+    if shards is not None:
+        return _fit_shards(model, batch, loss, config, device, shards)
     fitted = _fit_longest(model, batch, loss, config, device)
     if not shorter:
         return fitted
@@ -176,15 +185,29 @@ def _fit_longest(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config:
         return replace(by_hand, planned=estimate_asked(asked).step_figures)
 
 
+def _fit_shards(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec, shards: int
+) -> Fit:
+    asked = replace(_asked(model, batch, loss, config, device), world_size=shards, parallel="fsdp2")
+    if config.memory.budget is not None:
+        return fit_of(plan_asked(asked, config.memory.budget), model, config, device)
+    plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
+    state = _state_bytes(model, config, plain, shards)
+    return Fit(plain, plain, asked.count, asked.count, state_bytes=state, is_sharded=True)
+
+
 def _copies(config: Config, device: DeviceSpec) -> bool:
     """Whether a copy of the state lies in the memory that the budget bounds while a checkpoint is written."""
     checkpoint = config.checkpoint
     return checkpoint.in_background and checkpoint.every_steps is not None and device.kind == "cpu"
 
 
-def _state_bytes(model: nn.Module, config: Config, plain: StepFigures) -> int:
-    """Bytes of a checkpoint's tensors: trained weights, buffers, the optimizer's states, random states."""
-    states = plain.by_category[str(Category.OPTIMIZER_STATE)]
+def _state_bytes(model: nn.Module, config: Config, plain: StepFigures, shards: int = 1) -> int:
+    """Bytes of a checkpoint's tensors: trained weights, buffers, the optimizer's states, random states.
+
+    Of several shards of the states, the predicted one is the largest.
+    """
+    states = plain.by_category[str(Category.OPTIMIZER_STATE)] * shards
     optimizer = OptimizerRecipe(config.training)(model.parameters())
     if isinstance(optimizer, OffloadedAdamW):  # its copies of fp32 weights are no states: they are made again
         states -= optimizer.host_weights_bytes
@@ -232,7 +255,8 @@ def plain_peak_bytes(model: nn.Module, batch: Mapping[str, Any], loss: Loss, con
 def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> Fit:
     """The step under a plan that was made for this configuration, now or before a resume."""
     training = config.training
-    state = _state_bytes(model, config, plan.plain)
+    is_sharded = plan.parallel == "fsdp2"
+    state = _state_bytes(model, config, plan.plain, plan.world_size if is_sharded else 1)
     count = training.gradient_accumulation_steps
     return Fit(
         plan.plain,
@@ -242,6 +266,7 @@ def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> 
         replace(plan, optimizer=optimizer_in_words(training.optimizer, training.step_in_backward)),
         state_bytes=state,
         copy_bytes=state if _copies(config, device) else 0,
+        is_sharded=is_sharded,
     )
 
 

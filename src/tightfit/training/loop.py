@@ -15,7 +15,7 @@ from torch import nn
 
 from tightfit.config.schema import TrainingConfig
 from tightfit.errors import OutputError, RecoveryError
-from tightfit.levers.micro_batch import as_parts, inseparable_samples, split_batch
+from tightfit.levers.micro_batch import IGNORE_INDEX, as_parts, inseparable_samples, split_batch
 from tightfit.models.masks import enforce_masks
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.processes.ranks import ALONE, Ranks
@@ -77,6 +77,7 @@ class Stepper:
     interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
     ranks: Ranks = field(default=ALONE, kw_only=True)
     corrections = Corrections()  # no field: those of a stepper that recovers are one
+    is_sharded = False  # whether all ranks compute each step together, those too that have no sample
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -114,6 +115,12 @@ class Stepper:
         if self.scaler is not None:
             forget_unscaled(self.scaler)
         self._state.put_back()
+
+    def goes_on(self) -> bool:
+        """Whether there is a next step. Of several ranks, a signal that came to one of them cuts the next step of all,
+        so that they end together.
+        """
+        return self.ranks.is_several or self.interrupt.received is None
 
     def attempt(self, batch: Mapping[str, Any], number: int) -> StepOutcome:
         """Step `number` of the training; a stepper that recovers from out of memory does so here."""
@@ -314,9 +321,8 @@ def run_steps(
     if record.unevaluated is not None:
         _conclude(StepMetrics(**record.unevaluated), record, watch, folder, evaluate)
     stepper.interrupt = interrupt
-    with interrupt.heeded_in_backward(stepper.model):
-        # Several ranks end together: a signal that came to one of them cuts the next step of all.
-        while record.steps < training.max_steps and (stepper.ranks.is_several or interrupt.received is None):
+    with nullcontext() if stepper.is_sharded else interrupt.heeded_in_backward(stepper.model):
+        while record.steps < training.max_steps and stepper.goes_on():
             try:
                 metrics = _one_step(stepper, batches, record, watch)
             except Cut:
@@ -430,9 +436,17 @@ def share_of(batch: Mapping[str, Any], stepper: Stepper) -> tuple[dict[str, Any]
     whole, together = counted(batch), getattr(stepper.loss, "rows_together", 1)
     own = stepper.ranks.share(len(batch["input_ids"]) // together)
     rows = slice(own.start * together, own.stop * together)
+    is_idle = stepper.is_sharded and not len(own)
+    if is_idle:  # it computes all the same, and learns nothing: a sample whose labels are ignored
+        rows = slice(0, together)
     # Copies: a view would keep the whole batch in memory.
     part = {n: value[rows].clone() if isinstance(value, torch.Tensor) else value for n, value in whole.items()}
-    return on_device(part, stepper.device), tokens
+    return on_device(without_labels(part) if is_idle else part, stepper.device), tokens
+
+
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with nothing to learn."""
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
 
 def _measured(step: int, stepper: Stepper, batch: dict[str, Any]) -> tuple[StepOutcome, int]:

@@ -42,8 +42,11 @@ class CausalLMLoss:
     batch's own valid tokens are counted. All else in it goes to the model, which returns an object with `logits`
     (B, T, V), and perhaps an `auxiliary_loss`, a scalar that is added to the mean. Without a valid token the loss is
     zero, not NaN.
+
+    With `in_fp32`, logits in 16 bits are converted first. Autocast does that by itself.
     """
 
+    in_fp32: bool = False
     reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -51,11 +54,13 @@ class CausalLMLoss:
         output = model(**model_inputs(batch))
         logits, auxiliary = output.logits, getattr(output, "auxiliary_loss", None)
         del output  # else the logits would live as long as this frame
+        if self.in_fp32:
+            logits = logits.float()
         targets = next_tokens(batch["labels"])
         total = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, ignore_index=IGNORE_INDEX, reduction="sum")
         if auxiliary is not None:
             total = total + auxiliary * (targets != IGNORE_INDEX).sum()
-        return total / max(divisor, 1)
+        return total / (divisor or 1)
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """The valid tokens of the effective batch."""

@@ -1,7 +1,7 @@
 """One training in its folder: data, model, plan, steps, evaluation, sample, files."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from tightfit.memory.settings import private_pool, set_allocator
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.saving import saved_bytes
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
 from tightfit.processes.ranks import Ranks, SeveralRanks
 from tightfit.step import StepSettings
@@ -30,7 +31,7 @@ from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.joining import OtherCannotFit, agree_on_signal
 from tightfit.training.loop import Record, Stepper, run_steps
-from tightfit.training.objective import Objective, counted
+from tightfit.training.objective import CausalLMLoss, Objective, counted
 from tightfit.training.objectives import plannable
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tightfit.training.outcome import result_of
@@ -49,6 +50,9 @@ from tightfit.training.several import (
     shared_fit,
     split_in_words,
 )
+from tightfit.training.sharded_fit import fit_shards
+from tightfit.training.sharded_steps import ShardedStepper, held_out_in_lockstep
+from tightfit.training.sharding import WholeModel, demand_shardable_model, may_be_sharded, shard
 from tightfit.training.state import edges_digest
 from tightfit.training.storage import METRICS, RunFolder
 
@@ -64,6 +68,10 @@ class Run:
     checkpoint: Checkpoint | None
     purpose: Purpose
     ranks: Ranks
+
+    def __post_init__(self) -> None:
+        # Whether FSDP2 joins the ranks. With `auto`, the plan says so.
+        self.is_sharded = self.ranks.is_several and self.config.training.parallel == "fsdp2"
 
     def run(self) -> TrainResult | None:
         """All that is left to do. None where a signal came before the first step was made: then nothing is in the
@@ -87,6 +95,8 @@ class Run:
             put_masks(model, removed)
             self.reporter.on_note(_what_is_masked(removed))
         check_fits(data.tokenizer, vocabulary_size(model), config.data.sequence_length, position_limit(model))
+        if self.is_sharded:
+            demand_shardable_model(model, config, data.objective)
         self.purpose.begin(model, data, config)
         self.folder.demand_room(saved_bytes(model))  # before a plan is made, which may take long
         self.reporter.on_note(_what_is_trained(model, data))
@@ -99,13 +109,20 @@ class Run:
         own = self.own(data)
         longest, *shorter = [counted(batch) for batch in data.for_dry_runs(own.training.batch_size)]
         stored = context.fitted(checkpoint, model) if ranks.is_first else None
-        fitted = stored or (fit(model, longest, self.loss(data), own, device, shorter) if ranks.is_first else None)
+        if stored is not None and training.parallel != "auto" and stored.is_sharded != self.is_sharded:
+            stored = None
+        fitted = stored or (self._fit(model, longest, data, own, device, shorter) if ranks.is_first else None)
+        blocks: list[str] = []
         if ranks.is_several:
             fitted, is_stored = shared_fit(ranks, fitted, config, is_stored=stored is not None)
             stored = fitted if is_stored else None
-            self._demand_same(model, data, fitted)
+            self.is_sharded = fitted.is_sharded
+            blocks = find_blocks(model) if self.is_sharded else []
+            self._demand_same(model, data, fitted, blocks)
         assert fitted is not None, "rank 0 plans for all"
-        model.to(device.kind)
+        whole = WholeModel(model, ranks) if fitted.is_sharded else None
+        if whole is None:  # shards are moved one block at a time
+            model.to(device.kind)
         self.purpose.to(device.kind)
         if fitted.plan is not None:
             self.reporter.on_plan(fitted.plan)
@@ -123,6 +140,14 @@ class Run:
             corrected = context.corrections(checkpoint, stored).corrected_plan()
             in_force = fitted if corrected is None else fit_of(corrected, model, own, device)
             with LeversInForce(in_force, model) as levers:
+                if fitted.is_sharded:
+                    shard(
+                        model,
+                        blocks,
+                        ranks,
+                        precision=training.precision,
+                        reshard_after_forward=in_force.reshard_after_forward,
+                    )
                 if data.objective == "dpo":
                     reference = Reference(self.folder, ranks, self.reporter, self.interrupt, own.training)
                     referenced = reference.beside(data, model, levers, is_resumed=checkpoint is not None)
@@ -149,13 +174,14 @@ class Run:
                 if validation is None:
                     validation = evaluate()
             record.measured_peak_bytes = ranks.most(record.measured_peak_bytes)
-            sample = self._sample(model, data) if ranks.is_first else ""
+            trained = model if whole is None else whole.filled(model)
+            sample = self._sample(trained, data) if ranks.is_first else ""
             is_cut = agree_on_signal(ranks, self.interrupt)
             saver.end(record, is_cut=is_cut)
-            self.purpose.end(model)
+            self.purpose.end(trained)
             result = result_of(
                 config,
-                model,
+                trained,
                 fitted,
                 record,
                 is_cut=is_cut,
@@ -166,14 +192,36 @@ class Run:
                 resumed_from=None if checkpoint is None else checkpoint.step,
             )
             if ranks.is_first:
-                files.write_end(result, record.lines(), self.folder, self.reporter)
+                replace(files, model=trained).write_end(result, record.lines(), self.folder, self.reporter)
         return result
+
+    def _fit(
+        self,
+        model: nn.Module,
+        longest: Mapping[str, Any],
+        data: PreparedData,
+        own: Config,
+        device: DeviceSpec,
+        shorter: Sequence[Mapping[str, Any]],
+    ) -> Fit:
+        """The step of a rank. Where a budget has room for it in shards only, it is sharded. Raises as `fit` does."""
+        if not self.is_sharded:
+            try:
+                return fit(model, longest, self.loss(data), own, device, shorter)
+            except CannotFit as error:
+                is_free = self.ranks.is_several and own.training.parallel == "auto"
+                if not (is_free and may_be_sharded(own, model, data.objective)):
+                    raise
+                unsharded = error
+            self.is_sharded = True
+            self.reporter.on_note(f"ddp: {unsharded}; planning for fsdp2")
+        return fit_shards(model, longest, self.loss(data), own, device, self.ranks.size)
 
     def own(self, data: PreparedData) -> Config:
         """The configuration of this rank's step."""
         return config_of_a_rank(self.config, self.ranks, data.training.rows)
 
-    def _demand_same(self, model: nn.Module, data: PreparedData, fitted: Fit) -> None:
+    def _demand_same(self, model: nn.Module, data: PreparedData, fitted: Fit, blocks: Sequence[str]) -> None:
         """Before the first collective: ranks that differ here would train different things."""
         checkpoint = self.checkpoint
         self.ranks.demand_same(
@@ -183,12 +231,18 @@ class Run:
                 "data": data.fingerprint,
                 "model": edges_digest(model) + edges_digest(model, trained=True),
                 "plan": plan_digest(fitted),
+                "split into blocks": " ".join(blocks),
             }
         )
 
     def loss(self, data: PreparedData) -> Objective:
         """What is minimised."""
-        return self.purpose.loss(data, self.config)
+        return self._in_fp32(self.purpose.loss(data, self.config))
+
+    def _in_fp32(self, loss: Objective) -> Objective:
+        """FSDP2 casts weights and activations, and there is no autocast that would convert the logits."""
+        is_cast = self.is_sharded and self.config.training.precision != "fp32"
+        return replace(loss, in_fp32=True) if is_cast and isinstance(loss, CausalLMLoss) else loss
 
     def _stepper(
         self,
@@ -209,6 +263,10 @@ class Run:
             "micro_batches_for": levers.fitted.micro_batches_for if levers.fitted.buckets else None,
             "ranks": self.ranks,
         }
+        if self.is_sharded:
+            # Weights and activations are cast by FSDP2, not by autocast.
+            parts |= {"settings": StepSettings("fp32", training.grad_clip), "micro_batches_for": None}
+            return ShardedStepper(**parts, planned_bytes=levers.fitted.planned.peak_bytes)
         if not memory.recover:
             return Stepper(**parts)
         planner = StepPlanner(model, loss, own, device, longest)
@@ -289,7 +347,7 @@ class Run:
         except (CannotFit, OtherCannotFit) as error:
             if isinstance(error, OtherCannotFit):
                 stepper.undo()
-            if record.steps:  # the step that failed was undone: those before it are not lost
+            if record.steps and not stepper.is_sharded:  # the step that failed was undone: those before it are not lost
                 saver.save(record, now=True)
                 self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
             raise
@@ -298,6 +356,16 @@ class Run:
         """The held-out loss; None where a signal has come."""
         training, interrupt = self.own(data).training, self.interrupt
         found, device = None, next(model.parameters()).device
+        if self.is_sharded:
+            found = held_out_in_lockstep(
+                model,
+                data.validation,
+                self._in_fp32(self.purpose.held_out_loss(data, self.config)),
+                micro_batch_size=training.batch_size // levers.fitted.micro_batches,
+                ranks=self.ranks,
+                stop=lambda: agree_on_signal(self.ranks, interrupt),
+            )
+            return None if found is None else HeldOutSums(*self.ranks.total(found)).mean
         try:
             with private_pool(device):  # its sizes are not those of a training step
                 found = interrupt.cuttable(

@@ -11,6 +11,7 @@ from tightfit.config.schema import CheckpointConfig
 from tightfit.errors import OutputError
 from tightfit.training.loop import Record, Stepper
 from tightfit.training.reporter import Reporter
+from tightfit.training.sharded_saving import ShardedCheckpoints
 from tightfit.training.state import State
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.units import format_bytes, format_seconds
@@ -40,7 +41,9 @@ class Saver:
     copied_bytes: int = 0  # of the copies of a save in the background, which stay for the next one
 
     def __post_init__(self) -> None:
-        self._checkpoints = Checkpoints(self.folder.checkpoints)
+        folder, ranks = self.folder.checkpoints, self.stepper.ranks
+        self._is_of_all = self.stepper.is_sharded  # each rank writes its own rows
+        self._checkpoints = ShardedCheckpoints(folder, ranks) if self._is_of_all else Checkpoints(folder)
         runs_beside = self.settings.in_background and self.settings.every_steps is not None
         self._background = BackgroundSaver(self._checkpoints, self._prune, daemon=True) if runs_beside else None
 
@@ -69,7 +72,7 @@ class Saver:
         if not ranks.any(self.saved != record.steps):  # rank 0 alone knows that a save has failed
             return
         state, score = self.stepper.state.capture(), None if now else self._score(record)
-        if ranks.is_first:
+        if ranks.is_first or self._is_of_all:
             self._write(record, state, score, now=now)
         else:
             self.saved = record.steps

@@ -22,6 +22,7 @@ from tightfit.processes.launch import Launch, launched
 from tightfit.processes.ranks import ALONE, Ranks, SeveralRanks
 from tightfit.training.buckets import Bucket
 from tightfit.training.fitting import Fit
+from tightfit.training.sharding import demand_shardable
 from tightfit.training.storage import RunFolder
 
 
@@ -32,13 +33,11 @@ def ranks_of(config: Config) -> Ranks:
     `RankError` where the others cannot be reached.
     """
     training, launch = config.training, launched()
-    if training.parallel == "fsdp2":
-        raise ConfigError("training.parallel fsdp2 is not built yet: use ddp, which needs the whole model on each rank")
     if launch is None:
-        if training.parallel == "ddp":
+        if training.parallel != "auto":
             raise ConfigError(
-                "training.parallel is ddp, and this is one process: start it with torchrun --nproc-per-node N -m "
-                "tightfit train CONFIG, or set it to auto"
+                f"training.parallel is {training.parallel}, and this is one process: start it with torchrun "
+                "--nproc-per-node N -m tightfit train CONFIG, or set it to auto"
             )
         return ALONE
     if not launch.is_several:
@@ -48,6 +47,8 @@ def ranks_of(config: Config) -> Ranks:
             f"training.step_in_backward updates weights before the gradients of {launch.size} ranks are added up: set "
             "it to false, or start one process"
         )
+    if training.parallel == "fsdp2":
+        demand_shardable(config)
     on_cuda = _on_cuda(training, launch)
     return SeveralRanks(launch, timeout_seconds=training.rank_timeout, on_cuda=on_cuda)
 
@@ -93,10 +94,14 @@ def split_in_words(config: Config, ranks: SeveralRanks, together: int) -> str:
     count, launch = config.training.batch_size // together, ranks.launch
     shares = [(r + 1) * count // launch.size - r * count // launch.size for r in range(launch.size)]
     most = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else str(shares[0])
+    sums = (
+        "weights, gradients and states are sharded, and every micro-batch exchanges them"
+        if config.training.parallel == "fsdp2"
+        else "gradients are added up where they lie, after the last micro-batch"
+    )
     return (
         f"{launch.size} ranks ({ranks.backend}): {most} of the {count} samples of a batch on each, the same tokens as "
-        "one process; gradients are added up where they lie, after the last micro-batch; predicted is the largest "
-        "rank's step, without what gloo and NCCL take"
+        f"one process; {sums}; predicted is the largest rank's step, without what gloo and NCCL take"
     )
 
 
@@ -141,7 +146,7 @@ def shared_fit(ranks: Ranks, fitted: Fit | None, config: Config, *, is_stored: b
     return fit_from_json(found, config) if fitted is None else (fitted, is_stored)
 
 
-_NUMBERS = ("plain_micro_batches", "micro_batches", "compiles_blocks", "state_bytes", "copy_bytes")
+_NUMBERS = ("plain_micro_batches", "micro_batches", "compiles_blocks", "state_bytes", "copy_bytes", "is_sharded")
 
 
 def plan_digest(fitted: Fit) -> str:

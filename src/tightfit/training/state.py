@@ -19,7 +19,9 @@ from tightfit.errors import CheckpointError
 from tightfit.memory.allocator import memory_of
 from tightfit.names.run_files import MODEL
 from tightfit.optim.strict_state import StrictStateOptimizer
+from tightfit.planner.wrapped import is_distributed
 from tightfit.processes.ranks import ALONE, Ranks
+from tightfit.ranks.shards import rows_of_shard
 from tightfit.training.random_states import RANDOM, random_states_of_all, set_random_states
 
 OPTIMIZER = "optimizer"
@@ -47,11 +49,16 @@ class Stored(Protocol):
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None: ...
 
+    def read_rows(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None: ...
+
     def read(self, name: str) -> Tensor: ...
 
 
 class State(NamedTuple):
-    """Tensors by name, those of the training itself and no copies, and what is no tensor, as JSON."""
+    """Tensors by name, those of the training itself and no copies, and what is no tensor, as JSON.
+
+    Those that FSDP2 has sharded are whole by their shapes, and each rank holds its rows of them.
+    """
 
     tensors: dict[str, Tensor]
     record: dict[str, Any]
@@ -99,7 +106,8 @@ class TrainingState:
         make_states(self.model, self.optimizer, stored)
         targets = {**weights(self.model), **optimizer_states(self.model, self.optimizer).tensors}
         _demand_same(stored.specs, targets)
-        stored.read_into(targets)
+        stored.read_into({name: tensor for name, tensor in targets.items() if not is_distributed(tensor)})
+        stored.read_rows({name: rows_of_shard(tensor) for name, tensor in targets.items() if is_distributed(tensor)})
         _set_numbers(self.model, self.optimizer, stored.record[OPTIMIZER])
         if isinstance(self.optimizer, StrictStateOptimizer):
             self.optimizer.states_were_read()
@@ -134,7 +142,7 @@ def optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Stat
             name = f"{OPTIMIZER}.{parameter_name}.{key}"
             if not isinstance(value, Tensor):
                 entry[key] = {"value": _number(value, name)}
-            elif is_traceable_wrapper_subclass(value):
+            elif is_traceable_wrapper_subclass(value) and not is_distributed(value):
                 entry[key] = {"parts": [kept(f"{name}.{i}", part) for i, part in enumerate(memory_of(value))]}
             else:
                 entry[key] = {"tensor": kept(name, value)}

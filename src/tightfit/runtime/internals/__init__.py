@@ -56,6 +56,7 @@ from tightfit.runtime.internals.dispatcher import (
 from tightfit.runtime.internals.distributed import (
     fake_process_group,
     finished_work,
+    forget_process_groups,
     process_group_exists,
     run_kernel,
     sizes_of_storages_by,
@@ -116,6 +117,7 @@ __all__ = [
     "fallthrough",
     "finished_work",
     "foreach_on_cpu",
+    "forget_process_groups",
     "forget_unscaled",
     "fused_kernel_devices",
     "graph_is_kept",

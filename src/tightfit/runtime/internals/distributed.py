@@ -37,6 +37,28 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         sys.excepthook = shown
 
 
+_forgotten: list[Any] = []
+
+
+def forget_process_groups() -> None:
+    """In a fork: the process groups of its parent are the parent's. Their threads are not here, so nothing is closed,
+    and they are held for as long as the fork lives, since their destructors wait for these threads.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    world: Any = c10d._world
+    _forgotten.extend([*world.pg_map, c10d.GroupMember.WORLD])
+    c10d._update_default_pg(None)
+    for known in (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+        world.tags_to_pg, world.pg_coalesce_state,
+    ):  # fmt: skip
+        known.clear()
+    library: Any = torch._C
+    library._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
 def process_group_exists() -> bool:
     """Whether this process is part of a distributed run."""
     import torch.distributed as dist

@@ -1,0 +1,37 @@
+"""Models that FSDP2 has sharded, in real processes: a rank's rows of a tensor, and whole tensors again."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor that a rank holds, where they lie: the number of the first one, and their memory."""
+
+    first: int
+    memory: Tensor
+
+
+def rows_of_shard(tensor: Tensor) -> Rows:
+    """This rank's rows of a sharded tensor; none on the last ranks where there are few."""
+    shard: Any = tensor.detach()
+    length, size = shard.shape[0], shard.device_mesh.size()
+    each = -(-length // size)
+    return Rows(min(shard.device_mesh.get_local_rank() * each, length), shard.to_local())
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor as a whole, on every rank; all ranks call it in the same order. Any other one as it is."""
+    gather: Any = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Let go of the weights that a forward without backward has left gathered: the root keeps its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

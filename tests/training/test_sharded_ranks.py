@@ -1,0 +1,207 @@
+"""A training in several real processes under FSDP2 is the training of one: tokens, means, files, ends."""
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_trainings import Nursery
+from ranks_beside_one import assert_one_line, assert_same, at, lines
+from safetensors.torch import load_file
+from tiny_training import settings
+
+from tightfit.checkpoint.store import Checkpoints
+from tightfit.config import Config
+
+SEED, MOMENTS = 19, 20
+SHARDED = "training.parallel=fsdp2"
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as forked:
+        yield forked
+
+
+def training(folder: Path, **sections: dict[str, Any]) -> Config:
+    """Rows of unlike length, and one more than ranks can share evenly; matrices whose rows do not divide either."""
+    model = {"hidden_size": 18, "num_layers": 2, "num_heads": 3, "head_dim": 6, **sections.get("model", {})}
+    data = {"sequence_length": 32, "buckets": True, **sections.get("data", {})}
+    steps = {"max_steps": 4, "batch_size": 5, "log_every": 1, **sections.get("training", {})}
+    return settings(
+        folder, model=model, data=data, training=steps, memory=sections.get("memory", {}),
+        checkpoint={"every_steps": 2, **sections.get("checkpoint", {})},
+    )  # fmt: skip
+
+
+def sharded(config: Config, name: str = "together") -> Config:
+    """The same training under FSDP2, in another folder."""
+    other = at(config, name)
+    return other.model_copy(update={"training": other.training.model_copy(update={"parallel": "fsdp2"})})
+
+
+CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "fifty steps": (4, {"training": {"max_steps": 50, "batch_size": 6}}),
+    "fifty steps on two": (2, {"training": {"max_steps": 50, "batch_size": 6}}),
+    "a rank without samples": (2, {"training": {"batch_size": 1}}),
+    "three ranks without samples": (4, {"training": {"batch_size": 1}}),
+    "several micro-batches": (2, {"training": {"batch_size": 8, "gradient_accumulation_steps": 4}}),
+    "fewer samples than micro-batches": (4, {"training": {"batch_size": 9, "gradient_accumulation_steps": 3}}),
+    "evaluated, the best kept": (
+        2, {"training": {"evaluate_every": 2}, "data": {"validation_fraction": 0.2}, "checkpoint": {"keep_best": 1}},
+    ),
+    "tied weights": (2, {"model": {"tie_word_embeddings": True}}),
+    "packed rows": (2, {"data": {"buckets": False, "packing": "best_fit"}}),
+    "fused": (2, {"training": {"optimizer": "adamw_fused"}}),
+    "sgd": (2, {"training": {"optimizer": "sgd"}}),
+}  # fmt: skip
+
+
+@pytest.mark.slow  # two trainings a case
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_ranks_train_as_one_process_does(nursery: Nursery, tmp_path: Path, case: str):
+    count, sections = CASES[case]
+    config = training(tmp_path, **sections)
+    assert nursery.train(config).code == 0
+    together = sharded(config)
+    ended = nursery.train_ranks(together, count)
+    assert (ended.codes, ended.said) == ([0] * count, "")
+    assert_same(config, together)
+    losses = [[line.get("validation_loss") for line in lines(each)] for each in (config, together)]
+    for expected, found in zip(*losses, strict=True):
+        assert found == (None if expected is None else pytest.approx(expected, rel=1e-4))
+
+
+@pytest.mark.slow  # three trainings, of which one is planned for ranks
+def test_ranks_run_the_plan_of_ranks(nursery: Nursery, tmp_path: Path):
+    config = training(tmp_path, model={"num_layers": 4}, memory={})
+    assert nursery.train(config).code == 0
+    planned = sharded(training(tmp_path, model={"num_layers": 4}, memory={"budget": "0.85x"}))
+    ended = nursery.train_ranks(planned, 2)
+    assert (ended.codes, ended.said) == ([0, 0], "")
+    assert_same(config, planned)
+    plan = json.loads((Path(planned.output.folder) / "plan.json").read_text())
+    assert (plan["world_size"], plan["parallel"]) == (2, "fsdp2")
+    assert len(plan["rank_peak_bytes"]) == 2
+
+
+@pytest.mark.slow  # two trainings
+def test_mixed_precision_trains_to_the_loss_of_autocast(nursery: Nursery, tmp_path: Path):
+    config = training(tmp_path, training={"max_steps": 30, "precision": "bf16"})
+    assert nursery.train(config).code == 0
+    together = sharded(config)
+    assert nursery.train_ranks(together, 2).codes == [0, 0]
+    losses = [[line["loss"] for line in lines(each)] for each in (config, together)]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0.02, atol=0.02)
+    weights = load_file(Path(together.output.folder) / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+@pytest.mark.slow  # five trainings
+def test_a_training_goes_on_sharded_and_not_and_sees_each_token_once(nursery: Nursery, tmp_path: Path):
+    config = training(tmp_path, training={"max_steps": 15, "schedule": "constant"})
+    assert nursery.train(config).code == 0
+    together = at(config, "together")
+    roads = ((3, 2, "fsdp2"), (6, 4, "fsdp2"), (9, 1, "auto"), (12, 3, "fsdp2"), (15, 2, "ddp"))
+    for steps, count, parallel in roads:
+        ended = nursery.train_ranks(
+            together, count, "--resume", f"training.max_steps={steps}", f"training.parallel={parallel}"
+        )
+        assert ended.codes == [0] * count, ended.said
+    found = lines(together)
+    assert [line["step"] for line in found] == list(range(1, 16))
+    assert_same(config, together)
+
+
+@pytest.mark.slow  # two trainings a moment
+def test_a_sharded_rank_killed_at_any_moment_changes_nothing_of_the_resumed_training(nursery: Nursery, tmp_path: Path):
+    config = sharded(training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20}), "run")
+    run = Path(config.output.folder)
+    whole = nursery.train_ranks(config, 2)
+    assert whole.codes == [0, 0], whole.said
+    expected = load_file(run / "model.safetensors")
+    tokens = [line["tokens"] for line in lines(config)]
+    shutil.rmtree(run)
+    chance = random.Random(SEED)
+    for moment in range(MOMENTS):
+        after = chance.random() * whole.seconds
+        ended = nursery.train_ranks(config, 2, kill=moment % 2, after=after)
+        if any(ended.codes):
+            assert_one_line(ended, moment % 2)
+        again = nursery.train_ranks(config, 2, resume=True)
+        assert again.codes == [0, 0], again.said
+        assert [line["tokens"] for line in lines(config)] == tokens
+        found = load_file(run / "model.safetensors")
+        assert all(torch.equal(found[name], expected[name]) for name in expected), (moment, after)
+        shutil.rmtree(run)
+
+
+@pytest.mark.slow  # two trainings for each signal
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_sharded_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_path: Path, rank: int):
+    config = sharded(training(tmp_path, training={"max_steps": 100_000}, checkpoint={"every_steps": None}), "run")
+    ended = nursery.train_ranks(config, 2, kill=rank, by=signal.SIGTERM, after=6.0)
+    assert ended.codes == [128 + signal.SIGTERM] * 2, ended.said
+    assert ended.said == ""
+    made = len(lines(config))
+    checkpoint = Checkpoints(Path(config.output.folder) / "checkpoints").newest_intact().checkpoint
+    assert checkpoint is not None
+    assert checkpoint.step == made
+    ended = nursery.train_ranks(config, 2, "--resume", f"training.max_steps={made + 2}")
+    assert ended.codes == [0, 0], ended.said
+    assert len(lines(config)) == made + 2
+
+
+@pytest.mark.slow  # a process for each
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("training.precision=fp16",), "precision is fp16"),
+        (("training.optimizer=flash_adamw",), "flash_adamw does not step shards"),
+        (("training.step_in_backward=true", "training.grad_clip=null"), "before the gradients of 2 ranks"),
+        (("memory.verify=true", "memory.budget=1GiB"), "memory.verify compares whole models"),
+        (("checkpoint.in_background=true",), "checkpoint.in_background is of one process"),
+    ],
+)
+def test_what_shards_do_not_do_is_one_line_of_one_rank(
+    nursery: Nursery, tmp_path: Path, words: tuple[str, ...], line: str
+):
+    ended = nursery.train_ranks(training(tmp_path), 2, SHARDED, *words)
+    assert ended.codes == [2, 2]
+    assert ended.said.count("\n") == 1, ended.said
+    assert line in ended.said
+
+
+@pytest.mark.slow  # two plans for ranks
+@pytest.mark.parametrize(
+    ("memory", "code", "line"),
+    [
+        ({"budget": "1KiB", "levers": ["micro_batch"]}, 3, "1.00 KiB"),
+        ({"budget": "1GiB", "levers": ["offload"]}, 2, "lever offload and world_size are both given"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_line_of_one_rank(
+    nursery: Nursery, tmp_path: Path, memory: dict[str, Any], code: int, line: str
+):
+    ended = nursery.train_ranks(sharded(training(tmp_path, memory=memory)), 2)
+    assert ended.codes == [code, code]
+    assert ended.said.count("\n") == 1, ended.said
+    assert line in ended.said
+
+
+@pytest.mark.slow  # two trainings, and two plans
+def test_auto_takes_shards_where_a_budget_has_no_room_for_the_whole_model(nursery: Nursery, tmp_path: Path):
+    wide = {"hidden_size": 64, "num_heads": 4, "num_layers": 4}
+    config = training(tmp_path, model=wide)
+    assert nursery.train(config).code == 0
+    states = 16 * sum(tensor.numel() for tensor in load_file(Path(config.output.folder) / "model.safetensors").values())
+    planned = at(training(tmp_path, model=wide, memory={"budget": round(0.9 * states)}), "together")
+    ended = nursery.train_ranks(planned, 4)
+    assert (ended.codes, ended.said) == ([0] * 4, "")
+    assert_same(config, planned)
+    assert json.loads((Path(planned.output.folder) / "plan.json").read_text())["parallel"] == "fsdp2"
