@@ -212,7 +212,7 @@ class Run:
                 is_free = self.ranks.is_several and own.training.parallel == "auto"
                 if not (is_free and may_be_sharded(own, model, data.objective)):
                     raise
-                unsharded = error
+                unsharded = str(error)  # its frames hold what they traced
             self.is_sharded = True
             self.reporter.on_note(f"ddp: {unsharded}; planning for fsdp2")
         return fit_shards(model, longest, self.loss(data), own, device, self.ranks.size)
