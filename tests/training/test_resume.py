@@ -14,6 +14,7 @@ from tiny_training import Listener, metrics, run, settings
 
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
+from tightfit.checkpoint.names import part_name
 from tightfit.checkpoint.store import Checkpoints
 from tightfit.config import Config, dump_config, parse_config
 from tightfit.errors import CheckpointError, ConfigError, DataError, OutputError
@@ -114,6 +115,29 @@ def test_a_folder_with_checkpoints_alone_is_a_run_too(tmp_path: Path):
     with pytest.raises(OutputError, match=r"holds an earlier run \(checkpoints\): go on with it with --resume"):
         train(config)
     assert train(config, resume=True).resumed_from == 2
+
+
+def test_what_a_kill_after_the_last_save_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = settings(tmp_path, checkpoint={**EVERY_TWO, "keep_last": 1})
+    folder = tmp_path / "run" / "checkpoints"
+
+    class Killed(BaseException):
+        pass
+
+    def kill(self: Checkpoints, *arguments: Any, **options: Any) -> None:
+        if len(self.listed()) == 2:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "prune", kill)
+        with pytest.raises(Killed):
+            train(config)
+    (folder / part_name("step-00000001")).mkdir()
+    assert [entry.step for entry in Checkpoints(folder).listed()] == [2, 4]
+
+    assert train(config, resume=True).resumed_from == 4
+
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["step-00000004"]
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path):

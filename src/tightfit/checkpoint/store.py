@@ -100,7 +100,7 @@ class Checkpoints:
                     raise
                 self._files.sync_folder(self.folder)
                 self._saved = step
-                self._remove([path for path in find.checkpoint_paths(self.folder) if is_old(path.name)])
+                self._remove_old()
         return target
 
     def newest_intact(self) -> Found:
@@ -117,7 +117,8 @@ class Checkpoints:
     def prune(
         self, keep_last: int, keep_best: int = 0, *, metric: str = "validation_loss", lower_is_better: bool = True
     ) -> tuple[Path, ...]:
-        """Remove older checkpoints but for the last and the best ones; those that were removed.
+        """Remove older checkpoints but for the last and the best ones, and what killed runs left; those that were
+        removed.
 
         The best have the lowest (or highest) `record[metric]`; those whose record has no such number are not among
         them. The newest intact one always stays, and so does anything newer. Raises `OutputError`.
@@ -127,6 +128,7 @@ class Checkpoints:
             if not self.folder.is_dir():
                 return ()
             with _alone(self.folder):
+                self._tidy()
                 entries = self.listed()
                 newest = self._newest_step(entries)
                 whole = [entry for entry in entries if entry.checkpoint is not None and entry.step <= newest]
@@ -206,6 +208,11 @@ class Checkpoints:
             step = step_of(path.name)
             if step is not None and is_old(path.name) and not os.path.lexists(self.folder / name_of(step)):
                 self._files.rename(path, self.folder / name_of(step))
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove checkpoints in whose place there is a new one of the same step."""
+        self._remove([path for path in find.checkpoint_paths(self.folder) if is_old(path.name)])
 
     def _remove(self, paths: list[Path]) -> None:
         """Under another name first, and that on its disk: whatever a power cut leaves is whole or nobody's."""

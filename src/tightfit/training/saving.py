@@ -103,6 +103,7 @@ class Saver:
         has its checkpoint.
         """
         self._finish()
+        self._remove_what_a_kill_left()
         if is_cut and record.is_whole:
             self.save(record, now=True)
         elif is_cut:
@@ -110,6 +111,15 @@ class Saver:
                 f"step {record.steps + 1} was cut, and it had moved a buffer that it had not moved before: there is no "
                 "checkpoint after the one that is there"
             )
+
+    def _remove_what_a_kill_left(self) -> None:
+        """A run that was killed after its last save, and before it had removed an older one, saves no more."""
+        if not self.stepper.ranks.is_first or not self.folder.checkpoints.is_dir():
+            return
+        try:
+            self._prune()
+        except OutputError as error:
+            self.reporter.on_note(str(error))
 
     def __enter__(self) -> Self:
         return self
