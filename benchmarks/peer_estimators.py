@@ -176,10 +176,10 @@ def trainer_of(question: Question, model: nn.Module) -> tuple[torch.optim.Optimi
     return optimizer, step
 
 
-def tracked(question: Question) -> int:
+def tracked(question: Question, model: nn.Module | None = None) -> int:
     """The peak that `MemTracker` reports for two steps."""
     tracker = importlib.import_module("torch.distributed._tools.mem_tracker").MemTracker()
-    model = question.build()
+    model = question.build() if model is None else model
     optimizer, step = trainer_of(question, model)
     tracker.track_external(model, optimizer)
     with tracker as found:
@@ -194,8 +194,22 @@ def tracked_fake(question: Question) -> int:
     """On fake CPU tensors: builds of PyTorch for CPUs run no backward of fake CUDA tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    model = on_meta(question)
     with FakeTensorMode():
-        return tracked(question)
+        return tracked(question, faked(model))
+
+
+def faked(model: nn.Module) -> nn.Module:
+    """A model on meta with fake CPU tensors. A fake model is not cast by `to`: its weights cannot be swapped."""
+    fakes: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if id(tensor) not in fakes:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                is_weight = isinstance(tensor, nn.Parameter)
+                fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+            setattr(module, name, fakes[id(tensor)])
+    return model
 
 
 # Formulas, written anew
