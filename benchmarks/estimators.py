@@ -43,7 +43,6 @@ SHAPES = {
     "MiniMind 26M": Shape(8, 512, 8, 2, 1408, 6400, True),
     "GPT-2 14M": Shape(6, 384, 6, 6, 1536, 8000, False),
     "Llama 20M": Shape(6, 448, 7, 7, 1216, 8000, True),
-    "Qwen3 18M": Shape(6, 448, 7, 1, 1216, 8000, True),
     "GPT-2 124M": Shape(12, 768, 12, 12, 3072, 50257, False),
     "SmolLM2-135M": Shape(30, 576, 9, 3, 1536, 49152, True),
 }
@@ -95,7 +94,6 @@ BUILDERS: dict[str, Callable[[Shape, bool], nn.Module]] = {
     "MiniMind": minimind,
     "GPT-2": partial(from_transformers, "GPT2"),
     "Llama": partial(from_transformers, "Llama"),
-    "Qwen3": partial(from_transformers, "Qwen3"),
     "SmolLM2-135M": partial(from_transformers, "Llama"),
 }
 
@@ -261,11 +259,11 @@ def kept(path: Path | None, made: Sequence[str]) -> list[dict[str, Any]]:
     return [row for row in json.loads(path.read_text("utf-8"))["results"] if row["cell"] not in made]
 
 
-def record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def record(results: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> dict[str, Any]:
     on_cpu = [row for row in results if row["card"] is None]
     on_cards = [row for row in results if row["card"] is not None]
     return {
-        "environment": environment(),
+        "environment": where,
         "packages": versions(ESTIMATORS.values()),
         "estimators": {who: {"counts": e.counts, "source": e.source} for who, e in ESTIMATORS.items()},
         "cpu": summaries(on_cpu),
@@ -276,13 +274,13 @@ def record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def run(names: Sequence[str], output: Path | None) -> Iterator[dict[str, Any]]:
     order = [*cells(), *published()]
-    results = kept(output, names)
+    results, where = kept(output, names), environment()
     for name in names:
         row = cell_row(name)
         results.append(row)
         results.sort(key=lambda each: order.index(each["cell"]))
         if output is not None:
-            output.write_text(json.dumps(record(results), indent=1) + "\n", encoding="utf-8")
+            output.write_text(json.dumps(record(results, where), indent=1) + "\n", encoding="utf-8")
         yield row
 
 
