@@ -1,0 +1,535 @@
+"""Writes docs/benchmarks.md and its picture: what others reach beside what tightfit reaches.
+
+    make benchmarks
+
+The page is made from the files in benchmarks/results, which the benchmarks write. Nothing is measured here. A cell
+without a figure says why.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from accuracy_page import RESULTS, ROOT, Record, rows, where
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURE = ROOT / "docs" / "equal_memory.png"
+NO_CARD = "empty: no card at hand"
+MIB = 2**20
+NOTABLE = 0.01  # of a step: a smaller gain is called one
+NEAR = 0.9  # of a peak: a plan below that was made for another budget
+
+HEAD = """\
+# Benchmarks
+
+Written by `make benchmarks` from `benchmarks/results/`. Ratios were measured side by side in one run, in turns. We have
+no graphics card: cells that need one are empty and say so. [accuracy.md](accuracy.md) has the predictions one by one.
+"""
+
+# The files, and how each is made anew
+COMMANDS = {
+    "equal_memory": "python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json",
+    "estimators": "python benchmarks/estimators.py --output benchmarks/results/estimators.json",
+    "ablation": "python benchmarks/ablation.py --output benchmarks/results/ablation.json",
+    "captured": "python benchmarks/captured.py --output benchmarks/results/captured.json",
+    "executor_overhead": "python benchmarks/executor_overhead.py --output benchmarks/results/executor_overhead.json",
+    "loss_head": "python benchmarks/loss_head.py --small --output benchmarks/results/loss_head.json",
+    "step_time": "python benchmarks/step_time.py --output benchmarks/results/step_time.json",
+    "plan_time": "python benchmarks/plan_time.py --output benchmarks/results/plan_time.json",
+    "no_lever": "python benchmarks/no_lever.py --small --output benchmarks/results/no_lever.json",
+    "monitor_overhead": "python benchmarks/monitor_overhead.py --output benchmarks/results/monitor_overhead.json",
+    "optimizer_step": "python benchmarks/optimizer_step.py --small --output benchmarks/results/optimizer_step.json",
+    "offload_step": "python benchmarks/offload_step.py --small --output benchmarks/results/offload_step.json",
+}
+Found = Mapping[str, Record]
+
+
+def state(record: Record) -> str:
+    """The machine of a results file in a line, with how busy it was."""
+    return f"{where(record)} Load when it began: {record['environment']['load_average']:.1f}."
+
+
+# Targets
+
+Verdict = tuple[str, str, bool | None]  # target, figure, and whether it is met (None: not measured)
+CAUSES = {
+    "T3": "products recomputed in the blocks whose backward is at the peak, and 20-40 µs an operator in the recorder",
+    "T6": "memory that the allocator returns to the system between operators; timed one by one, they take their price",
+    "T7": "0.2-0.4 s for each traced point, at 40 µs a dispatch",
+    "T11": "rounds of these turns are 3% apart, so 1% cannot be told",
+    "T15": "a dispatch mode runs Python for each operator of the recorder",
+}
+
+
+def targets(found: Found) -> str:
+    lines = []
+    for name, make in TARGETS:
+        for target, figure, met in make(found):
+            verdict = "not measured" if met is None else "met" if met else "missed"
+            cause = CAUSES.get(name, "") if met is False else ""
+            lines.append(f"| {name} | {target} | {figure} | {verdict} | {cause} |")
+    return "## Targets\n\n" + rows("| | target | figure | verdict | cause |", lines)
+
+
+def case_of(record: Record | None, name: str) -> Record | None:
+    return next((each for each in record["results"] if each["case"] == name), None) if record else None
+
+
+def plan_ratios(found: Found, case: str) -> dict[str, float]:
+    """How much faster than PyTorch's per-block checkpoint each plan was at the checkpoint's measured peak."""
+    measured = case_of(found.get("equal_memory"), case)
+    if measured is None:
+        return {}
+    return {
+        name.removeprefix("plan "): row["times_as_fast_as_checkpoint"]
+        for name, row in measured["variants"].items()
+        if name.startswith("plan ")
+    }
+
+
+def at_checkpoint(levers: Sequence[str], least: float, what: str) -> Callable[[Found], list[Verdict]]:
+    def target(found: Found) -> list[Verdict]:
+        ratios = {name: ratio for name, ratio in plan_ratios(found, "CPU26").items() if name in levers}
+        text = f"CPU26 at the measured peak of PyTorch's per-block checkpoint, {what}: ≥ {least:.2f}x as fast"
+        if not ratios:
+            return [(text, "not measured", None)]
+        best = max(ratios, key=lambda name: ratios[name])
+        return [(text, f"{ratios[best]:.3f}x", ratios[best] >= least)]
+
+    return target
+
+
+def on_cards(*texts: str) -> Callable[[Found], list[Verdict]]:
+    return lambda found: [(text, NO_CARD, None) for text in texts]
+
+
+def never_slower(found: Found) -> list[Verdict]:
+    text = "a plan is never slower than another way to run CPU26 at an equal or lower measured peak"
+    measured = case_of(found.get("equal_memory"), "CPU26")
+    compared = beside_plans(measured["variants"]) if measured else {}
+    if not compared:
+        return [(text, "not measured", None)]
+    figure = ", ".join(f"{ratio:.3f}x as fast as {name}" for name, ratio in compared.items())
+    return [(text, figure, min(compared.values()) >= 1)]
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("plan ") or name == "recompute whole blocks"
+
+
+def beside_plans(variants: Mapping[str, Record]) -> dict[str, float]:
+    """For each other way at whose peak a plan was measured: how much faster the fastest such plan is."""
+    found = {}
+    for name, row in variants.items():
+        beside = [
+            plan["times_as_fast_as_checkpoint"]
+            for own, plan in variants.items()
+            if own.startswith("plan ") and NEAR * row["peak_bytes"] <= plan["peak_bytes"] <= row["peak_bytes"]
+        ]
+        if beside and not is_ours(name):
+            found[name] = max(beside) / row["times_as_fast_as_checkpoint"]
+    return found
+
+
+def small_steps(found: Found) -> list[Verdict]:
+    record = found.get("captured")
+    if record is None:
+        return [("whole blocks recomputed, never slower than PyTorch's checkpoint", "not measured", None)]
+    lines: list[Verdict] = []
+    for way in ("captured, recompute all", "recompute"):
+        own = {
+            case: sides[way]["of_plain"] / sides["torch checkpoint"]["of_plain"]
+            for case, sides in record["cases"].items()
+        }
+        figure = ", ".join(f"{ratio:.2f}x ({case})" for case, ratio in own.items())
+        named = "captured blocks" if way.startswith("captured") else "the recorder"
+        text = f"whole blocks recomputed by {named}: ≤ 1.0x of PyTorch's checkpoint"
+        lines.append((text, figure, max(own.values()) <= 1))
+    kept = record["cases"]["1 x 64"]["captured, keep all"]["of_plain"]
+    lines.append(("captured blocks that keep everything, 1 x 64: ≤ 1.0x of plain", f"{kept:.2f}x", kept <= 1))
+    return lines
+
+
+def step_seconds(found: Found) -> list[Verdict]:
+    record = found.get("step_time")
+    text, worst_text = "step time, median error ≤ 5%", "step time, worst error ≤ 12%"
+    if record is None:
+        return [(text, "not measured", None), (worst_text, "not measured", None)]
+    errors = sorted(abs(row["error"]) for row in record["results"])
+    median, worst = statistics.median(errors), errors[-1]
+    return [
+        (f"{text} ({len(errors)} steps on a CPU)", f"{median:.1%}", median <= 0.05),
+        (worst_text, f"{worst:.1%}", worst <= 0.12),
+    ]
+
+
+def questions(found: Found) -> list[Verdict]:
+    record = found.get("plan_time")
+    if record is None:
+        return [("time of an estimate and of a plan's curve", "not measured", None)]
+    lines: list[Verdict] = []
+    for case, (estimate, curve) in record["targets"]["seconds"].items():
+        taken = {row["question"]: row["answer_processor_seconds"] for row in record["results"] if row["case"] == case}
+        own = taken["estimate"]
+        lines.append((f"estimate of {case} ≤ {estimate:.0f} s", f"{own:.2f} s", own <= estimate))
+        if curve is not None:
+            for kind in ("exact", "rounding"):
+                own = taken[f"curve {kind}"]
+                lines.append((f"plan and curve of {case}, {kind}, ≤ {curve:.0f} s", f"{own:.2f} s", own <= curve))
+    limit, rss = record["targets"]["rss_bytes"], max(row["rss_bytes"] for row in record["results"])
+    lines.append((f"memory ≤ {limit / 1e9:.0f} GB", f"{rss / 1e6:.0f} MB", rss <= limit))
+    return lines
+
+
+def nothing_applied(found: Found) -> list[Verdict]:
+    lines: list[Verdict] = []
+    trainer, monitor = found.get("no_lever"), found.get("monitor_overhead")
+    text = "trainer without a lever ≤ 1.01x of a loop by hand"
+    ratio = trainer["ratio"] if trainer else None
+    lines.append((text, "not measured" if ratio is None else f"{ratio:.3f}x", None if ratio is None else ratio <= 1.01))
+    for name, case in (monitor["cases"] if monitor else {}).items():
+        text = f"sampling monitor ≤ 1.01x ({name}, {' x '.join(map(str, case['batch']))})"
+        low, high = case["ratio_quartiles"]
+        lines.append((text, f"{case['ratio']:.3f}x (quartiles {low:.3f}-{high:.3f})", case["ratio"] <= 1.01))
+    return lines
+
+
+TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]]], ...] = (
+    ("T3", at_checkpoint(("exact", "captured", "rounding"), 1.12, "the fastest plan without the compiler")),
+    ("T3", on_cards("8B width on an H200: ≥ 1.08x", "1B on an H200: ≥ 1.05x", "half the activations for ≤ 2%, H200")),
+    ("T4", never_slower),
+    ("T4", on_cards("the same on an H200")),
+    ("T6", step_seconds),
+    ("T6", on_cards("the same on an H200, and the chosen plan within 2% of the best measured candidate")),
+    ("T7", questions),
+    ("T11", nothing_applied),
+    ("T11", on_cards("the same on an H200")),
+    ("T15", small_steps),
+    ("T15", at_checkpoint(("exact", "captured"), 1.10, "exact levers")),
+    ("T15", at_checkpoint(("rounding",), 1.15, "levers exact to rounding")),
+    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks")),
+)
+
+
+# Time against peak
+
+
+def equal_memory(record: Record) -> str:
+    parts = [
+        f"""\
+## Time against peak
+
+{state(record)}
+
+![Step time against peak](equal_memory.png)
+
+Each way runs the same step of the same model, in turns. Peaks are the CPU allocator's own record. "As fast" is the
+median of the ratios to PyTorch's per-block checkpoint within one round (`benchmarks/equal_memory.py`).
+"""
+    ]
+    for measured in record["results"]:
+        variants = measured["variants"]
+        ordered = sorted(variants.items(), key=lambda each: each[1]["peak_bytes"])
+        parts.append(
+            rows(
+                f"| {measured['case']} | whose | peak | of plain | step | as fast |",
+                [variant_line(name, row, variants["plain"]) for name, row in ordered],
+            )
+        )
+    return "\n".join(parts)
+
+
+def variant_line(name: str, row: Record, plain: Record) -> str:
+    return (
+        f"| {name} | {'ours' if is_ours(name) else 'PyTorch'} | {row['peak_bytes'] / MIB:.1f} MiB "
+        f"| {row['peak_bytes'] / plain['peak_bytes']:.2f}x | {row['median_seconds'] * 1e3:.0f} ms "
+        f"| {row['times_as_fast_as_checkpoint']:.3f}x |"
+    )
+
+
+def draw(record: Record) -> bytes:
+    """Step time against peak: what others have, and the line through our plans."""
+    from tightfit.report.picture import HEIGHT, PALETTE, new_figure, png
+
+    cases = record["results"]
+    figure = new_figure(HEIGHT)
+    for axis, measured in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
+        variants = measured["variants"]
+        plain = variants["plain"]
+        ours = sorted(
+            (row["peak_bytes"] / MIB, row["median_seconds"] / plain["median_seconds"], name)
+            for name, row in variants.items()
+            if name.startswith("plan ") or name == "plain"
+        )
+        axis.plot(*zip(*[each[:2] for each in lower_left(ours)], strict=True), color=PALETTE[0], label="our plans")
+        for name, row in variants.items():
+            x, y = row["peak_bytes"] / MIB, row["median_seconds"] / plain["median_seconds"]
+            axis.plot(x, y, "o" if is_ours(name) else "D", color=PALETTE[0] if is_ours(name) else PALETTE[1])
+            axis.annotate(name, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9)
+        axis.set_xlabel("measured peak of a step (MiB)")
+        axis.set_ylabel("step time, times plain")
+        axis.set_title(f"{measured['case']} ({record['environment']['machine']['cpu']})")
+        axis.margins(x=0.25, y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+        axis.plot([], [], "D", color=PALETTE[1], label="others")
+        axis.legend(frameon=False)
+    return png(figure)
+
+
+def lower_left(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """The points that no other one beats in both, by rising peak."""
+    kept: list[tuple[float, float, str]] = []
+    for point in points:
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept
+
+
+# Estimators
+
+
+def estimators(record: Record) -> str:
+    results = record["results"]
+    on_cpu = [row for row in results if row["card"] is None]
+    cards = [row for row in results if row["card"] is not None]
+    names = ["tightfit", *record["estimators"]]
+    packages = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
+    header = "| estimator | counts | asked | median error | worst error | short | short by 0.1% |"
+    missing = max(row["measured"] - row["answers"]["tightfit"]["bytes"] for row in on_cpu)
+    return (
+        f"""\
+## Estimators of the peak
+
+{state(record)} Packages: {packages}.
+
+The same training steps with AdamW go to each estimator (`benchmarks/estimators.py`). The truth is the CPU allocator's
+own record of the second step, measured in a process of its own: {len(on_cpu)} steps of decoders of 14 to 135 million
+parameters, in fp32, under autocast in bf16, and with weights in bf16; with and without checkpointed blocks. "Short"
+counts the steps that needed more than the estimate: with that budget they would have run out of memory. The last column
+counts those that needed at least 0.1% more. Estimators are asked only for steps that they are made for. Ours is short
+by {missing} bytes at most, numbers that Python wraps; a plan leaves 1 KiB for them.
+
+"""
+        + rows(header, [estimator_line(record, who, on_cpu, "cpu") for who in names])
+        + """
+MemTracker is nearly as near as we are. It executes the step, or the step's operators on fake tensors, and the tensors
+that it sees are not yet an allocator's peak on a card.
+"""
+        + (on_published(record, names, cards, header) if cards else "")
+        + "\nWhere they come from:\n\n"
+        + "\n".join(f"- {who}: {each['source']}." for who, each in record["estimators"].items())
+        + "\n"
+    )
+
+
+def on_published(record: Record, names: Sequence[str], cards: Sequence[Record], header: str) -> str:
+    answered = [who for who in names if record["published"][who]["cells"]]
+    silent: dict[str, list[str]] = {}
+    for who in names:
+        if who not in answered:
+            reasons = dict.fromkeys(reason(row["answers"][who]) for row in cards)
+            silent.setdefault("; ".join(reasons), []).append(who)
+    return (
+        f"""
+{len(cards)} whole trainings on an A100 40GB, measured and published by litgpt ([accuracy.md](accuracy.md)):
+
+"""
+        + rows(header, [estimator_line(record, who, cards, "published") for who in answered])
+        + "\nEmpty:\n\n"
+        + "\n".join(f"- {', '.join(whose)}: {why}." for why, whose in silent.items())
+        + "\n"
+    )
+
+
+def estimator_line(record: Record, who: str, asked: Sequence[Record], group: str) -> str:
+    counts = "everything" if who == "tightfit" else record["estimators"][who]["counts"]
+    figures = record[group][who]
+    if not figures["cells"]:
+        reasons = dict.fromkeys(reason(row["answers"][who]) for row in asked)
+        return f"| {who} | {counts} | 0 | empty: {'; '.join(reasons)} | | | |"
+    failed = sum("failed" in row["answers"][who] or "missing" in row["answers"][who] for row in asked)
+    note = f", {failed} failed" if failed else ""
+    median, worst = percent(figures["median"], ""), percent(figures["worst"], "+")
+    return (
+        f"| {who} | {counts} | {figures['cells']}{note} | {median} | {worst} "
+        f"| {figures['short']} | {figures['notably_short']} |"
+    )
+
+
+def percent(share: float, sign: str) -> str:
+    digits = 6 if abs(share) < 1e-4 else 2 if abs(share) < 0.1 else 1
+    return f"{share:{sign}.{digits}%}"
+
+
+def reason(answer: Record) -> str:
+    return next(str(value) for key, value in answer.items() if key != "bytes")
+
+
+# Ablation
+
+RULES = {
+    "greedy": "greedy: whatever saves the most seconds for each byte, from the least peak up",
+    "one rule": "one rule for all blocks of a kind: the fastest that fits",
+    "whole blocks": "whole blocks recomputed, as many as needed",
+}
+
+
+def ablation(record: Record) -> str:
+    results = record["results"]
+    return f"""\
+## What the exact choice is worth
+
+{where(record)}
+
+The planner's choice inside blocks against simpler ones among the same priced options, at the same budget, each traced
+as applied (`benchmarks/ablation.py`). Seconds are predicted: on cards by their published rates, on the CPU by made-up
+round figures. The budget is a share of the way from the least peak of recompute (0%) to the plain peak. A figure says
+how much longer a step takes than with the exact choice.
+
+{chr(10).join(gain_line(results, rule) for rule in RULES)}
+
+""" + rows(
+        "| model | batch | device | budget | exact, over plain | greedy | one rule | whole blocks |",
+        [ablation_line(row) for row in results],
+    )
+
+
+def longer(row: Record, rule: str) -> float | None:
+    own = row["choices"][rule]
+    return None if own is None else own["seconds"] / row["choices"]["exact"]["seconds"] - 1
+
+
+def gain_line(results: Sequence[Record], rule: str) -> str:
+    gains = [gain for row in results if (gain := longer(row, rule)) is not None]
+    small = sum(gain < NOTABLE for gain in gains)
+    unfit = len(results) - len(gains)
+    return (
+        f"- {RULES[rule]}. Median {statistics.median(gains):+.2%}, worst {max(gains):+.2%} over {len(gains)} budgets. "
+        f"The exact choice wins under 1% in {small} of them"
+        f"{f', and this rule does not fit {unfit} budgets' if unfit else ''}."
+    )
+
+
+def ablation_line(row: Record) -> str:
+    gains = {rule: longer(row, rule) for rule in RULES}
+    cells = " | ".join("does not fit" if gain is None else f"{gain:+.2%}" for gain in gains.values())
+    added = row["choices"]["exact"]["seconds"] / row["plain_seconds"] - 1
+    batch = " x ".join(map(str, row["batch"]))
+    return (
+        f"| {row['case']}, {row['precision']} | {batch} | {row['device']} | {row['share']:.0%} "
+        f"({row['budget_bytes'] / MIB:,.0f} MiB) | {added:+.2%} | {cells} |"
+    )
+
+
+# Single levers
+
+
+def captured(record: Record) -> str:
+    cases = record["cases"]
+    ways = list(next(iter(cases.values())))
+    lines = [
+        f"| {case} | " + " | ".join(f"{sides[way]['of_plain']:.2f}x" for way in ways) + " |"
+        for case, sides in cases.items()
+    ]
+    equal = all(side["bit_equal"] for sides in cases.values() for side in sides.values())
+    return f"""\
+## Small steps: captured blocks, the recorder and PyTorch's checkpoint
+
+{state(record)}
+
+A decoder of width {record["shape"]["hidden_size"]} with {record["shape"]["num_layers"]} blocks, fp32. Processor seconds
+of forward and backward, of plain.{" All gradients are bit-equal to the plain ones." if equal else ""}
+
+""" + rows("| batch | " + " | ".join(ways) + " |", lines)
+
+
+def executor_overhead(record: Record) -> str:
+    lines = [
+        f"| {name} | {row['step_ratio']:.2f}x | {row['added_forward_us_per_operator']:.1f} µs "
+        f"| {row['added_backward_us_per_operator']:.1f} µs |"
+        for name, row in record["cases"].items()
+    ]
+    return f"""\
+## A step that is all launches
+
+{state(record)}
+
+A block of operators too small to take time: what is left is the executor's own cost.
+
+""" + rows("| | step, of plain | added in forward, an operator | added in backward, an operator |", lines)
+
+
+def sides(title: str, what: str, extra: Mapping[str, str]) -> Callable[[Record], str]:
+    """A section of a benchmark of single levers: its sides, their time of plain, and further columns."""
+
+    def section(record: Record) -> str:
+        lines = [
+            f"| {name} | {side['of_plain']:.2f}x | " + " | ".join(shown(side.get(key)) for key in extra) + " |"
+            for name, side in record["sides"].items()
+        ]
+        header = "| | time, of the first | " + " | ".join(extra.values()) + " |"
+        return f"## {title}\n\n{state(record)} {what}\n\n" + rows(header, lines)
+
+    return section
+
+
+def shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2e}" if abs(value) < 1e-3 else f"{value:.2f}"
+
+
+SECTIONS: dict[str, Callable[[Record], str]] = {
+    "equal_memory": equal_memory,
+    "estimators": estimators,
+    "ablation": ablation,
+    "captured": captured,
+    "executor_overhead": executor_overhead,
+    "loss_head": sides(
+        "Loss head",
+        "At small size on a CPU. On a card (vocabulary 128256, 16k tokens): " + NO_CARD + ".",
+        {"extra_bytes": "extra bytes", "gradient_error": "gradient error"},
+    ),
+    "offload_step": sides(
+        "Offload of activations",
+        "At small size on a CPU, where copies take the cores of the step. On a card: " + NO_CARD + ".",
+        {"activations_of_plain": "activations, of plain"},
+    ),
+    "optimizer_step": sides(
+        "Optimizers",
+        "At small size on a CPU. On a card: " + NO_CARD + ".",
+        {"bytes_per_parameter": "bytes a parameter"},
+    ),
+}
+
+
+def records(results: Path = RESULTS) -> dict[str, Record]:
+    """The files of results that are there."""
+    paths = {name: results / f"{name}.json" for name in COMMANDS}
+    return {name: json.loads(path.read_text("utf-8")) for name, path in paths.items() if path.exists()}
+
+
+def page(found: Found) -> str:
+    """The page, of what was measured."""
+    parts = [HEAD, targets(found)]
+    for name, section in SECTIONS.items():
+        if name in found:
+            parts.append(section(found[name]))
+        else:
+            parts.append(f"## {name}\n\nNot measured at this commit: `{COMMANDS[name]}`.\n")
+    commands = "\n".join([*COMMANDS.values(), "make benchmarks"])
+    parts.append(f"## To measure again\n\nOn a machine without other work:\n\n```bash\n{commands}\n```\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    found = records()
+    PAGE.write_text(page(found), encoding="utf-8")
+    if "equal_memory" in found:
+        PICTURE.write_bytes(draw(found["equal_memory"]))
+
+
+if __name__ == "__main__":
+    main()
