@@ -32,7 +32,7 @@ from tightfit.planner.search.search import TIGHTENINGS, Search
 from tightfit.step import Precision
 
 MADE_UP = "made-up CPU"
-SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)  # of the way from the least peak to the plain one
+SHARES = (0.05, 0.15, 0.3, 0.5, 0.75)  # of the way from the least peak to the plain one
 RULES = 4096  # combinations of one option a kind of blocks, at most
 OURS = "exact"
 NOTABLE = 0.01  # of a step

@@ -53,22 +53,16 @@ def state(record: Record) -> str:
 # Targets
 
 Verdict = tuple[str, str, bool | None]  # target, figure, and whether it is met (None: not measured)
-CAUSES = {
-    "T3": "products recomputed in the blocks whose backward is at the peak, and 20-40 µs an operator in the recorder",
-    "T6": "memory that the allocator returns to the system between operators; timed one by one, they take their price",
-    "T7": "0.2-0.4 s for each traced point, at 40 µs a dispatch",
-    "T11": "rounds of these turns are 3% apart, so 1% cannot be told",
-    "T15": "a dispatch mode runs Python for each operator of the recorder",
-}
+AT_PEAK = "products recomputed in the blocks whose backward is at the peak, and 20-40 µs an operator in the recorder"
+RETURNED = "memory that the allocator returns to the system between operators; timed one by one, they take their price"
 
 
 def targets(found: Found) -> str:
     lines = []
-    for name, make in TARGETS:
+    for name, make, cause in TARGETS:
         for target, figure, met in make(found):
             verdict = "not measured" if met is None else "met" if met else "missed"
-            cause = CAUSES.get(name, "") if met is False else ""
-            lines.append(f"| {name} | {target} | {figure} | {verdict} | {cause} |")
+            lines.append(f"| {name} | {target} | {figure} | {verdict} | {cause if met is False else ''} |")
     return "## Targets\n\n" + rows("| | target | figure | verdict | cause |", lines)
 
 
@@ -195,20 +189,20 @@ def nothing_applied(found: Found) -> list[Verdict]:
     return lines
 
 
-TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]]], ...] = (
-    ("T3", at_checkpoint(("exact", "captured", "rounding"), 1.12, "the fastest plan without the compiler")),
-    ("T3", on_cards("8B width on an H200: ≥ 1.08x", "1B on an H200: ≥ 1.05x", "half the activations for ≤ 2%, H200")),
-    ("T4", never_slower),
-    ("T4", on_cards("the same on an H200")),
-    ("T6", step_seconds),
-    ("T6", on_cards("the same on an H200, and the chosen plan within 2% of the best measured candidate")),
-    ("T7", questions),
-    ("T11", nothing_applied),
-    ("T11", on_cards("the same on an H200")),
-    ("T15", small_steps),
-    ("T15", at_checkpoint(("exact", "captured"), 1.10, "exact levers")),
-    ("T15", at_checkpoint(("rounding",), 1.15, "levers exact to rounding")),
-    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks")),
+TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]], str], ...] = (
+    ("T3", at_checkpoint(("exact", "captured", "rounding"), 1.12, "the fastest plan without the compiler"), AT_PEAK),
+    ("T3", on_cards("8B width on an H200: ≥ 1.08x", "1B on an H200: ≥ 1.05x", "half the activations, ≤ 2%, H200"), ""),
+    ("T4", never_slower, AT_PEAK),
+    ("T4", on_cards("the same on an H200"), ""),
+    ("T6", step_seconds, RETURNED),
+    ("T6", on_cards("the same on an H200, and the chosen plan within 2% of the best measured candidate"), ""),
+    ("T7", questions, "0.2-0.4 s for each traced point, at 40 µs a dispatch"),
+    ("T11", nothing_applied, "rounds of these turns are 3% apart, so 1% cannot be told"),
+    ("T11", on_cards("the same on an H200"), ""),
+    ("T15", small_steps, "the recorder runs Python for each operator; captured blocks do not"),
+    ("T15", at_checkpoint(("exact", "captured"), 1.10, "exact levers"), AT_PEAK),
+    ("T15", at_checkpoint(("rounding",), 1.15, "levers exact to rounding"), AT_PEAK),
+    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), "one share for all operators of a block is coarse"),
 )
 
 
@@ -249,38 +243,36 @@ def variant_line(name: str, row: Record, plain: Record) -> str:
 
 
 def draw(record: Record) -> bytes:
-    """Step time against peak: what others have, and the line through our plans."""
+    """Step time against peak: what others have, and the line through our plans. Points are numbered."""
     from tightfit.report.picture import HEIGHT, PALETTE, new_figure, png
 
     cases = record["results"]
-    figure = new_figure(HEIGHT)
-    for axis, measured in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
+    figure = new_figure(HEIGHT * len(cases))
+    for axis, measured in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases, strict=True):
         variants = measured["variants"]
-        plain = variants["plain"]
-        ours = sorted(
-            (row["peak_bytes"] / MIB, row["median_seconds"] / plain["median_seconds"], name)
-            for name, row in variants.items()
-            if name.startswith("plan ") or name == "plain"
-        )
-        axis.plot(*zip(*[each[:2] for each in lower_left(ours)], strict=True), color=PALETTE[0], label="our plans")
-        for name, row in variants.items():
-            x, y = row["peak_bytes"] / MIB, row["median_seconds"] / plain["median_seconds"]
-            axis.plot(x, y, "o" if is_ours(name) else "D", color=PALETTE[0] if is_ours(name) else PALETTE[1])
-            axis.annotate(name, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9)
+        plain = variants["plain"]["median_seconds"]
+        points = {
+            name: (row["peak_bytes"] / MIB, row["median_seconds"] / plain)
+            for name, row in sorted(variants.items(), key=lambda each: each[1]["peak_bytes"])
+        }
+        ours = [point for name, point in points.items() if name.startswith("plan ") or name == "plain"]
+        axis.plot(*zip(*lower_left(ours), strict=True), color=PALETTE[0], linewidth=1.5, label="the line of our plans")
+        for number, (name, (x, y)) in enumerate(points.items(), start=1):
+            mark, colour = ("o", PALETTE[0]) if is_ours(name) else ("D", PALETTE[1])
+            axis.plot(x, y, mark, color=colour, label=f"{number}  {name}", linestyle="none")
+            axis.annotate(str(number), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9)
         axis.set_xlabel("measured peak of a step (MiB)")
         axis.set_ylabel("step time, times plain")
-        axis.set_title(f"{measured['case']} ({record['environment']['machine']['cpu']})")
-        axis.margins(x=0.25, y=0.15)
+        axis.set_title(f"{measured['case']}, {record['environment']['machine']['cpu']}: blue is ours")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
-        axis.plot([], [], "D", color=PALETTE[1], label="others")
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     return png(figure)
 
 
-def lower_left(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """The points that no other one beats in both, by rising peak."""
-    kept: list[tuple[float, float, str]] = []
+def lower_left(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points, by rising peak, that no earlier one beats."""
+    kept: list[tuple[float, float]] = []
     for point in points:
         if not kept or point[1] < kept[-1][1]:
             kept.append(point)
