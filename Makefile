@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # The tests start some hundred processes. Each would compile the package anew where the environment forbids bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check published environment clean
+.PHONY: demo test test-all check published benchmarks environment clean
 
 environment: $(READY)
 
@@ -35,6 +35,10 @@ published: $(READY)
 	$(BIN)/python -m benchmarks.published.peaks
 	$(BIN)/python -m benchmarks.published.seconds
 	$(BIN)/python benchmarks/accuracy_page.py
+
+# Writes the page from benchmarks/results. The page says how each figure is measured again.
+benchmarks: $(READY)
+	$(BIN)/python benchmarks/benchmarks_page.py
 
 clean:
 	rm -rf $(VENV) runs

@@ -37,7 +37,8 @@ RULES = 4096  # combinations of one option a kind of blocks, at most
 OURS = "exact"
 NOTABLE = 0.01  # of a step
 
-Pick = Callable[[Priced, int], tuple[int, ...] | None]  # a choice whose peak by its prices is within a bound
+# A choice whose peak by its prices is within a bound, or, without a bound, the rule's choice of least peak
+Pick = Callable[[Priced, int | None], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,12 @@ def device_of(case: Case) -> Any:
 # Choices
 
 
-def greedy(priced: Priced, bound: int) -> tuple[int, ...] | None:
+def greedy(priced: Priced, bound: int | None) -> tuple[int, ...] | None:
     """From the least peak up: whatever saves the most seconds for each byte that it keeps, as long as it fits."""
     chain = priced.chain
     choice = list(least_peak(chain).choice)
+    if bound is None:
+        return tuple(choice)
     if peak(chain, tuple(choice)) > bound:
         return None
     while True:
@@ -135,19 +138,23 @@ def ranked(chain: Chain, choice: Sequence[int]) -> list[tuple[int, int]]:
     return [(block, index) for _, block, index in sorted(found, key=lambda each: (-each[0], each[1]))]
 
 
-def one_rule(priced: Priced, bound: int) -> tuple[int, ...] | None:
+def one_rule(priced: Priced, bound: int | None) -> tuple[int, ...] | None:
     """The fastest rule that treats all blocks of a kind alike."""
     kinds = [graph.kind for graph in priced.graphs]
     options = {kind: range(len(priced.choices[kinds.index(kind)])) for kind in dict.fromkeys(kinds)}
     rules = itertools.islice(itertools.product(*options.values()), RULES)
     choices = (tuple(dict(zip(options, rule, strict=True))[kind] for kind in kinds) for rule in rules)
+    if bound is None:
+        return min(choices, key=lambda choice: peak(priced.chain, choice))
     fitting = [choice for choice in choices if peak(priced.chain, choice) <= bound]
     return min(fitting, key=lambda choice: added_seconds(priced.chain, choice), default=None)
 
 
-def whole_blocks(priced: Priced, bound: int) -> tuple[int, ...] | None:
+def whole_blocks(priced: Priced, bound: int | None) -> tuple[int, ...] | None:
     """As many blocks recomputed whole as needed, the first ones; the others keep everything."""
     nothing = [min(range(len(o)), key=lambda i, o=o: o[i].kept_bytes) for o in priced.chain.options]
+    if bound is None:
+        return tuple(nothing)
     for count in range(len(nothing) + 1):
         choice = (*nothing[:count], *(0 for _ in nothing[count:]))  # option 0 keeps everything
         if peak(priced.chain, choice) <= bound:
@@ -167,13 +174,21 @@ def traced(search: Search, priced: Priced, pick: Pick) -> Candidate | None:
     for _ in range(TIGHTENINGS):
         choice = pick(priced, bound)
         if choice is None:
-            return None
-        candidate = search.trace_applied(search.request.plain, priced.policies(choice), priced, choice)
+            break
+        candidate = applied(search, priced, choice)
         excess = search.excess(candidate)
         if excess <= 0:
             return candidate
         bound = min(bound, peak(priced.chain, choice)) - excess
-    return None
+    # Prices are those of single blocks, so a choice may fit although its prices do not. The planner tries its least too.
+    least = pick(priced, None)
+    assert least is not None, "without a bound there is a choice"
+    candidate = applied(search, priced, least)
+    return candidate if search.excess(candidate) <= 0 else None
+
+
+def applied(search: Search, priced: Priced, choice: tuple[int, ...]) -> Candidate:
+    return search.trace_applied(search.request.plain, priced.policies(choice), priced, choice)
 
 
 def rows(name: str, shares: Sequence[float] = SHARES) -> Iterator[dict[str, Any]]:
@@ -210,8 +225,7 @@ def rows(name: str, shares: Sequence[float] = SHARES) -> Iterator[dict[str, Any]
 
 def traced_least(search: Search, priced: Priced) -> int:
     """The smallest budget that the least choice fits, as traced."""
-    choice = least_peak(priced.chain).choice
-    return search.trace_applied(search.request.plain, priced.policies(choice), priced, choice).needed_bytes
+    return applied(search, priced, least_peak(priced.chain).choice).needed_bytes
 
 
 def figures(candidate: Candidate | None) -> dict[str, Any] | None:
