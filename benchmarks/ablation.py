@@ -180,7 +180,7 @@ def traced(search: Search, priced: Priced, pick: Pick) -> Candidate | None:
         if excess <= 0:
             return candidate
         bound = min(bound, peak(priced.chain, choice)) - excess
-    # Prices are those of single blocks, so a choice may fit although its prices do not. The planner tries its least too.
+    # Prices are those of single blocks, so a choice may fit although its prices do not, as the planner knows.
     least = pick(priced, None)
     assert least is not None, "without a bound there is a choice"
     candidate = applied(search, priced, least)

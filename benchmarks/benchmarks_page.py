@@ -14,10 +14,12 @@ from pathlib import Path
 from accuracy_page import RESULTS, ROOT, Record, rows, where
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-PICTURE = ROOT / "docs" / "equal_memory.png"
+PICTURE = ROOT / "docs" / "benchmarks.png"
 NO_CARD = "empty: no card at hand"
 MIB = 2**20
 NOTABLE = 0.01  # of a step: a smaller gain is called one
+BY_HAND = ("recompute whole blocks", "recompute, every block", "captured, keep all", "captured, recompute all")
+AGAINST_ACTIVATIONS = ("checkpoint", "save_on_cpu", "activation_memory_budget")  # the peers that T4 names
 NEAR = 0.9  # of a peak: a plan below that was made for another budget
 
 HEAD = """\
@@ -30,6 +32,7 @@ no graphics card: cells that need one are empty and say so. [accuracy.md](accura
 # The files, and how each is made anew
 COMMANDS = {
     "equal_memory": "python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json",
+    "peers": "python benchmarks/peers.py --output benchmarks/results/peers.json",
     "estimators": "python benchmarks/estimators.py --output benchmarks/results/estimators.json",
     "ablation": "python benchmarks/ablation.py --output benchmarks/results/ablation.json",
     "captured": "python benchmarks/captured.py --output benchmarks/results/captured.json",
@@ -100,8 +103,10 @@ def on_cards(*texts: str) -> Callable[[Found], list[Verdict]]:
 
 def never_slower(found: Found) -> list[Verdict]:
     text = "a plan is never slower than another way to run CPU26 at an equal or lower measured peak"
-    measured = case_of(found.get("equal_memory"), "CPU26")
-    compared = beside_plans(measured["variants"]) if measured else {}
+    peers = found.get("peers")
+    measured = case_of(peers if peers and peers["rounds"] else found.get("equal_memory"), "CPU26")
+    timed = {name: row for name, row in (measured or {"variants": {}})["variants"].items() if "median_seconds" in row}
+    compared = {name: r for name, r in beside_plans(timed).items() if any(word in name for word in AGAINST_ACTIVATIONS)}
     if not compared:
         return [(text, "not measured", None)]
     figure = ", ".join(f"{ratio:.3f}x as fast as {name}" for name, ratio in compared.items())
@@ -109,7 +114,7 @@ def never_slower(found: Found) -> list[Verdict]:
 
 
 def is_ours(name: str) -> bool:
-    return name.startswith("plan ") or name == "recompute whole blocks"
+    return name.startswith("plan ") or name in BY_HAND
 
 
 def beside_plans(variants: Mapping[str, Record]) -> dict[str, float]:
@@ -216,8 +221,6 @@ def equal_memory(record: Record) -> str:
 
 {state(record)}
 
-![Step time against peak](equal_memory.png)
-
 Each way runs the same step of the same model, in turns. Peaks are the CPU allocator's own record. "As fast" is the
 median of the ratios to PyTorch's per-block checkpoint within one round (`benchmarks/equal_memory.py`).
 """
@@ -242,6 +245,54 @@ def variant_line(name: str, row: Record, plain: Record) -> str:
     )
 
 
+def every_peer(record: Record) -> str:
+    """The same with every peer, each in a process of its own; peaks only where no steps were timed."""
+    timed = record["rounds"] > 0
+    how = (
+        f'Processes take turns, {record["rounds"]} rounds; "as fast" is the median of the ratios to the checkpoint of '
+        "every block within one round."
+        if timed
+        else f"Only peaks were measured: the machine was busy, so steps were not timed (`{COMMANDS['peers']}` does)."
+    )
+    parts = [
+        f"""\
+## Every peer
+
+{state(record)}
+
+Each way runs the same step of the same model in a process of its own, as its documentation shows (the sources are in
+`benchmarks/peer_trainings.py`). Peaks are the CPU allocator's own record. {how} Plans were made for the peaks of peers.
+"""
+    ]
+    for measured in record["results"]:
+        ran = {name: row for name, row in measured["variants"].items() if "empty" not in row}
+        empty = {name: row["empty"] for name, row in measured["variants"].items() if "empty" in row}
+        plain = ran["plain"]["peak_bytes"]
+        lines = [
+            peer_line(name, row, plain) for name, row in sorted(ran.items(), key=lambda each: each[1]["peak_bytes"])
+        ]
+        parts.append(rows(f"| {measured['case']} | whose | peak | of plain | predicted | step | as fast |", lines))
+        if empty:
+            parts.append("Empty:\n\n" + "\n".join(f"- {name}: {why}." for name, why in empty.items()) + "\n")
+    return "\n".join(parts)
+
+
+def peer_line(name: str, row: Record, plain: int) -> str:
+    predicted = "" if row.get("predicted_bytes") is None else f"{row['predicted_bytes'] / row['peak_bytes'] - 1:+.4%}"
+    step = f"{row['median_seconds'] * 1e3:.0f} ms" if "median_seconds" in row else ""
+    fast = f"{row['times_as_fast_as_checkpoint']:.3f}x" if "times_as_fast_as_checkpoint" in row else ""
+    return (
+        f"| {name} | {'ours' if row['ours'] else 'others'} | {row['peak_bytes'] / MIB:.1f} MiB "
+        f"| {row['peak_bytes'] / plain:.2f}x | {predicted} | {step} | {fast} |"
+    )
+
+
+def drawn(found: Found) -> Record | None:
+    """What the picture shows: every peer if they were timed, or else the plans at the checkpoint's peak."""
+    peers = found.get("peers")
+    return peers if peers and peers["rounds"] else found.get("equal_memory")
+
+
 def draw(record: Record) -> bytes:
     """Step time against peak: what others have, and the line through our plans. Points are numbered."""
     from tightfit.report.picture import HEIGHT, PALETTE, new_figure, png
@@ -249,16 +300,16 @@ def draw(record: Record) -> bytes:
     cases = record["results"]
     figure = new_figure(HEIGHT * len(cases))
     for axis, measured in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases, strict=True):
-        variants = measured["variants"]
-        plain = variants["plain"]["median_seconds"]
+        timed = {name: row for name, row in measured["variants"].items() if "median_seconds" in row}
+        plain = timed["plain"]["median_seconds"]
         points = {
             name: (row["peak_bytes"] / MIB, row["median_seconds"] / plain)
-            for name, row in sorted(variants.items(), key=lambda each: each[1]["peak_bytes"])
+            for name, row in sorted(timed.items(), key=lambda each: each[1]["peak_bytes"])
         }
-        ours = [point for name, point in points.items() if name.startswith("plan ") or name == "plain"]
-        axis.plot(*zip(*lower_left(ours), strict=True), color=PALETTE[0], linewidth=1.5, label="the line of our plans")
+        line = [point for name, point in points.items() if name.startswith("plan ") or name == "plain"]
+        axis.plot(*zip(*lower_left(line), strict=True), color=PALETTE[0], linewidth=1.5, label="the line of our plans")
         for number, (name, (x, y)) in enumerate(points.items(), start=1):
-            mark, colour = ("o", PALETTE[0]) if is_ours(name) else ("D", PALETTE[1])
+            mark, colour = ("o", PALETTE[0]) if timed[name].get("ours", is_ours(name)) else ("D", PALETTE[1])
             axis.plot(x, y, mark, color=colour, label=f"{number}  {name}", linestyle="none")
             axis.annotate(str(number), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9)
         axis.set_xlabel("measured peak of a step (MiB)")
@@ -475,6 +526,7 @@ def shown(value: float | None) -> str:
 
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "equal_memory": equal_memory,
+    "peers": every_peer,
     "estimators": estimators,
     "ablation": ablation,
     "captured": captured,
@@ -505,7 +557,10 @@ def records(results: Path = RESULTS) -> dict[str, Record]:
 
 def page(found: Found) -> str:
     """The page, of what was measured."""
-    parts = [HEAD, targets(found)]
+    parts = [HEAD]
+    if drawn(found) is not None:
+        parts.append("![Step time against the measured peak of a step](benchmarks.png)\n")
+    parts.append(targets(found))
     for name, section in SECTIONS.items():
         if name in found:
             parts.append(section(found[name]))
@@ -519,8 +574,9 @@ def page(found: Found) -> str:
 def main() -> None:
     found = records()
     PAGE.write_text(page(found), encoding="utf-8")
-    if "equal_memory" in found:
-        PICTURE.write_bytes(draw(found["equal_memory"]))
+    shown_in_it = drawn(found)
+    if shown_in_it is not None:
+        PICTURE.write_bytes(draw(shown_in_it))
 
 
 if __name__ == "__main__":
