@@ -16,7 +16,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +38,7 @@ from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss
 from tightfit.training.measure import resident_tensors
 
 SECONDS = 1200  # after which a process is given up
+LEAVING = 10  # seconds that a process has to end by itself
 TOGETHER = 8  # processes at a time, the reference included: each holds a model with its states
 LEVERS: dict[str, str | list[str]] = {
     "exact": "exact",
@@ -205,7 +206,10 @@ def running(case: str, way: Way, device: Any, threads: int) -> Iterator[Running]
             found = {"empty": f"the process ended with exit code {process.exitcode}"}
         yield Running(process, here, found)
     finally:
+        with suppress(OSError):  # it may have ended already
+            here.send(False)
         here.close()
+        process.join(LEAVING)
         process.terminate()
         process.join()
 
