@@ -47,7 +47,11 @@ SHAPES = {
     "GPT-2 124M": Shape(12, 768, 12, 12, 3072, 50257, False),
     "SmolLM2-135M": Shape(30, 576, 9, 3, 1536, 49152, True),
 }
-LARGE = ("GPT-2 124M", "SmolLM2-135M")
+BATCHES = {
+    "MiniMind 26M": ((1, 64), (4, 128), (2, 512)),
+    "GPT-2 124M": ((1, 128),),
+    "SmolLM2-135M": ((1, 128),),
+}
 
 
 def minimind(shape: Shape, checkpointed: bool) -> nn.Module:
@@ -127,12 +131,13 @@ def cells() -> dict[str, Question]:
         found[how] = question(name, size, length, precision, checkpointed)
 
     for name in SHAPES:
-        small, large = ((1, 128), (2, 256)) if name in LARGE else ((1, 64), (2, 512))
-        for size, length in (small, *((4, 128),) * (name == "MiniMind 26M"), large):
+        batches = BATCHES.get(name, ((1, 64), (2, 256)))
+        for size, length in batches:
             add(name, size, length, "fp32")
             add(name, size, length, "bf16")
-        add(name, *large, "bf16 weights")
-        add(name, *large, "bf16", True)
+        if len(batches) > 1:
+            add(name, *batches[-1], "bf16 weights")
+            add(name, *batches[-1], "bf16", True)
     return found
 
 

@@ -52,6 +52,22 @@ def test_a_plan_is_compared_with_other_ways_at_whose_peak_one_was_made(benchmark
     assert page.beside_plans(variants) == pytest.approx({"near": 1.2, "faster": 0.8})
 
 
+def test_peers_without_steps_have_peaks_and_no_times_and_those_that_do_not_run_their_reason(benchmark):
+    page = benchmark("benchmarks_page")
+    where = {"machine": {"cpu": "a"}, "versions": {"torch": "b"}, "commit": "c", "dirty": False, "threads": 1}
+    variants = {
+        "plain": {"ours": False, "peak_bytes": 2**21},
+        "plan exact at 1.0 MiB": {"ours": True, "peak_bytes": 2**20, "predicted_bytes": 2**20},
+        "Liger": {"ours": False, "empty": "needs a card"},
+    }
+    results = [{"case": "CPU26", "variants": variants}]
+    text = page.every_peer({"environment": {**where, "load_average": 0.0}, "rounds": 0, "results": results})
+    assert "| plan exact at 1.0 MiB | ours | 1.0 MiB | 0.50x | +0.0000% |  |  |" in text
+    assert "| plain | others | 2.0 MiB | 1.00x |  |  |  |" in text
+    assert "- Liger: needs a card." in text
+    assert "steps were not timed" in text
+
+
 # Estimators
 
 
