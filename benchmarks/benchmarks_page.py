@@ -20,6 +20,7 @@ MIB = 2**20
 NOTABLE = 0.01  # of a step: a smaller gain is called one
 BY_HAND = ("recompute whole blocks", "recompute, every block", "captured, keep all", "captured, recompute all")
 AGAINST_ACTIVATIONS = ("checkpoint", "save_on_cpu", "activation_memory_budget")  # the peers that T4 names
+FEW = 3  # peers: no verdict on fewer
 NEAR = 0.9  # of a peak: a plan below that was made for another budget
 
 HEAD = """\
@@ -110,6 +111,8 @@ def never_slower(found: Found) -> list[Verdict]:
     if not compared:
         return [(text, "not measured", None)]
     figure = ", ".join(f"{ratio:.3f}x as fast as {name}" for name, ratio in compared.items())
+    if len(compared) < FEW:
+        return [(text, f"{figure}; the other peers were not timed", None)]
     return [(text, figure, min(compared.values()) >= 1)]
 
 
@@ -451,7 +454,7 @@ def gain_line(results: Sequence[Record], rule: str) -> str:
     return (
         f"- {RULES[rule]}. Median {statistics.median(gains):+.2%}, worst {max(gains):+.2%} over {len(gains)} budgets. "
         f"The exact choice wins under 1% in {small} of them"
-        f"{f', and this rule does not fit {unfit} budgets' if unfit else ''}."
+        f"{f'; of {len(results)} budgets {unfit} cannot be met by this rule' if unfit else ''}."
     )
 
 
@@ -565,7 +568,9 @@ def page(found: Found) -> str:
         if name in found:
             parts.append(section(found[name]))
         else:
-            parts.append(f"## {name}\n\nNot measured at this commit: `{COMMANDS[name]}`.\n")
+            parts.append(
+                f"## {name.replace('_', ' ').capitalize()}\n\nNot measured at this commit: `{COMMANDS[name]}`.\n"
+            )
     commands = "\n".join([*COMMANDS.values(), "make benchmarks"])
     parts.append(f"## To measure again\n\nOn a machine without other work:\n\n```bash\n{commands}\n```\n")
     return "\n".join(parts)

@@ -35,12 +35,19 @@ def test_what_was_not_measured_is_said_with_its_command(benchmark):
 def test_a_target_is_met_at_its_figure_and_missed_below_with_the_cause(benchmark):
     page = benchmark("benchmarks_page")
 
+    def timed(ratio):
+        ratios = {"plan exact": ratio, "pytorch checkpoint": 1.0}
+        return {
+            name: {"peak_bytes": 90, "median_seconds": 1 / own, "times_as_fast_as_checkpoint": own}
+            for name, own in ratios.items()
+        }
+
     def verdict(ratio):
-        variants = {"plan exact": {"peak_bytes": 90, "times_as_fast_as_checkpoint": ratio}}
-        variants["pytorch checkpoint"] = {"peak_bytes": 90, "times_as_fast_as_checkpoint": 1.0}
-        text = page.targets({"equal_memory": {"results": [{"case": "CPU26", "variants": variants}]}})
+        text = page.targets({"equal_memory": {"results": [{"case": "CPU26", "variants": timed(ratio)}]}})
         return next(line for line in text.splitlines() if "exact levers" in line)
 
+    few = page.never_slower({"equal_memory": {"results": [{"case": "CPU26", "variants": timed(0.9)}]}})
+    assert few[0][2] is None, "one peer is no verdict"
     assert verdict(1.10).endswith("| 1.100x | met |  |")
     assert verdict(1.09).endswith(f"| 1.090x | missed | {page.AT_PEAK} |")
 
