@@ -47,11 +47,14 @@ SHAPES = {
     "GPT-2 124M": Shape(12, 768, 12, 12, 3072, 50257, False),
     "SmolLM2-135M": Shape(30, 576, 9, 3, 1536, 49152, True),
 }
-BATCHES = {
-    "MiniMind 26M": ((1, 64), (4, 128), (2, 512)),
-    "GPT-2 124M": ((1, 128),),
-    "SmolLM2-135M": ((1, 128),),
+# Batches, and the precisions of each: small enough that a step takes seconds on one core
+SHORT = ((1, 64, "fp32", "bf16", "bf16 weights"), (2, 256, "fp32"))
+BATCHES: dict[str, Sequence[tuple[Any, ...]]] = {
+    "MiniMind 26M": ((1, 64, "fp32", "bf16"), (4, 128, "fp32", "bf16"), (2, 512, "fp32", "bf16", "bf16 weights")),
+    "GPT-2 124M": ((1, 128, "fp32"),),
+    "SmolLM2-135M": ((1, 128, "fp32"),),
 }
+CHECKPOINTED = {"MiniMind 26M": (2, 512), "GPT-2 14M": (1, 64), "Llama 20M": (1, 64)}
 
 
 def minimind(shape: Shape, checkpointed: bool) -> nn.Module:
@@ -131,13 +134,11 @@ def cells() -> dict[str, Question]:
         found[how] = question(name, size, length, precision, checkpointed)
 
     for name in SHAPES:
-        batches = BATCHES.get(name, ((1, 64), (2, 256)))
-        for size, length in batches:
-            add(name, size, length, "fp32")
-            add(name, size, length, "bf16")
-        if len(batches) > 1:
-            add(name, *batches[-1], "bf16 weights")
-            add(name, *batches[-1], "bf16", True)
+        for size, length, *precisions in BATCHES.get(name, SHORT):
+            for precision in precisions:
+                add(name, size, length, precision)
+        if name in CHECKPOINTED:
+            add(name, *CHECKPOINTED[name], "bf16", True)
     return found
 
 
