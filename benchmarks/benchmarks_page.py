@@ -277,6 +277,8 @@ Each way runs the same step of the same model in a process of its own, as its do
         parts.append(rows(f"| {measured['case']} | whose | peak | of plain | predicted | step | as fast |", lines))
         if empty:
             parts.append("Empty:\n\n" + "\n".join(f"- {name}: {why}." for name, why in empty.items()) + "\n")
+    if record["left_out"]:
+        parts.append(f"Not run yet: {', '.join(record['left_out'])}.\n")
     return "\n".join(parts)
 
 

@@ -125,10 +125,10 @@ class Trained:
         if way.levers is not None:
             assert way.budget is not None, "a plan has a budget"
             self.plan = tightfit.plan(self.model, self.batch, way.budget, levers=LEVERS[way.levers], device=device)
-            self.plan.apply(self.model)
+            self.applied = self.plan.apply(self.model)
             self.micro_batches = self.plan.micro_batches
         elif way.name in BY_HAND:
-            BY_HAND[way.name](self.model, case.glob)
+            self.applied = BY_HAND[way.name](self.model, case.glob)
         else:
             peer = PEERS[way.name]
             peer.apply(self.model)
@@ -307,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in options.case or ["CPU26"]:
         results.append(compare(case, options.peers, options.levers, options))
         if options.output:
-            record = {"environment": where, "rounds": options.rounds, "results": results}
+            left_out = [name for name in PEERS if name not in options.peers]
+            record = {"environment": where, "rounds": options.rounds, "left_out": left_out, "results": results}
             options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

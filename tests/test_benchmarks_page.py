@@ -68,10 +68,12 @@ def test_peers_without_steps_have_peaks_and_no_times_and_those_that_do_not_run_t
         "Liger": {"ours": False, "empty": "needs a card"},
     }
     results = [{"case": "CPU26", "variants": variants}]
-    text = page.every_peer({"environment": {**where, "load_average": 0.0}, "rounds": 0, "results": results})
+    environment = {**where, "load_average": 0.0}
+    text = page.every_peer({"environment": environment, "rounds": 0, "left_out": ["slow one"], "results": results})
     assert "| plan exact at 1.0 MiB | ours | 1.0 MiB | 0.50x | +0.0000% |  |  |" in text
     assert "| plain | others | 2.0 MiB | 1.00x |  |  |  |" in text
     assert "- Liger: needs a card." in text
+    assert "Not run yet: slow one." in text
     assert "steps were not timed" in text
 
 
