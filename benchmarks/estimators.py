@@ -182,9 +182,16 @@ WHOLE_WEIGHTS = "prices the training of all weights; these train an adapter"
 REAL_CARD = "runs the step, which needs the card"
 
 
+def predicted_for(row: peaks.Row) -> int:
+    """Our estimate, as `make published` made it: dry runs of models of up to 13B take minutes on a busy machine."""
+    rows = json.loads(peaks.RESULTS.read_text("utf-8"))["results"]
+    (found,) = (each for each in rows if each["work"] == row.work and each["configuration"] == row.configuration)
+    return found["predicted_bytes"]
+
+
 def answer_about_card(each: Published, who: str) -> int:
     if who == OURS:
-        return each.row.predict()
+        return predicted_for(each.row)
     if who == "PyTorch MemTracker":
         raise NotAsked(REAL_CARD)
     if who != "PyTorch MemTracker under FakeTensorMode":
