@@ -357,7 +357,7 @@ own record of the second step, measured in a process of its own: {len(on_cpu)} s
 parameters, in fp32, under autocast in bf16, and with weights in bf16; with and without checkpointed blocks. "Short"
 counts the steps that needed more than the estimate: with that budget they would have run out of memory. The last column
 counts those that needed at least 0.1% more. Estimators are asked only for steps that they are made for. Ours is short
-by {missing} bytes at most, numbers that Python wraps; a plan leaves 1 KiB for them.
+by {missing} bytes at most; a plan leaves 1 KiB of its budget free.
 
 """
         + rows(header, [estimator_line(record, who, on_cpu, "cpu") for who in names])
