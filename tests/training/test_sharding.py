@@ -23,9 +23,9 @@ from tightfit.runtime.internals import forget_process_groups, process_group_exis
 from tightfit.step import StepSettings
 from tightfit.training.loop import Stepper, share_of
 from tightfit.training.objective import CausalLMLoss, counted
-from tightfit.training.sharded_saving import ShardedCheckpoints
-from tightfit.training.sharded_steps import ShardedStepper, lockstep_parts
-from tightfit.training.sharding import WholeModel, demand_shardable, demand_shardable_model
+from tightfit.training.sharded.model import WholeModel, demand_shardable, demand_shardable_model
+from tightfit.training.sharded.saving import ShardedCheckpoints
+from tightfit.training.sharded.steps import ShardedStepper, lockstep_parts
 
 
 class Second(Ranks):

@@ -50,9 +50,9 @@ from tightfit.training.several import (
     shared_fit,
     split_in_words,
 )
-from tightfit.training.sharded_fit import fit_shards
-from tightfit.training.sharded_steps import ShardedStepper, held_out_in_lockstep
-from tightfit.training.sharding import WholeModel, demand_shardable_model, may_be_sharded, shard
+from tightfit.training.sharded.fitting import fit_shards
+from tightfit.training.sharded.model import WholeModel, demand_shardable_model, may_be_sharded, shard
+from tightfit.training.sharded.steps import ShardedStepper, held_out_in_lockstep
 from tightfit.training.state import edges_digest
 from tightfit.training.storage import METRICS, RunFolder
 

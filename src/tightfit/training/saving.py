@@ -11,7 +11,7 @@ from tightfit.config.schema import CheckpointConfig
 from tightfit.errors import OutputError
 from tightfit.training.loop import Record, Stepper
 from tightfit.training.reporter import Reporter
-from tightfit.training.sharded_saving import ShardedCheckpoints
+from tightfit.training.sharded.saving import ShardedCheckpoints
 from tightfit.training.state import State
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.units import format_bytes, format_seconds

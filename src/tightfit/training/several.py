@@ -22,7 +22,7 @@ from tightfit.processes.launch import Launch, launched
 from tightfit.processes.ranks import ALONE, Ranks, SeveralRanks
 from tightfit.training.buckets import Bucket
 from tightfit.training.fitting import Fit
-from tightfit.training.sharding import demand_shardable
+from tightfit.training.sharded.model import demand_shardable
 from tightfit.training.storage import RunFolder
 
 
