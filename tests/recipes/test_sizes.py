@@ -32,11 +32,11 @@ def test_a_flat_start_says_nothing_about_what_comes_after():
 
 
 class Stepped(Sizes):
-    """Bytes that are a straight line, until the allocator cannot use a block of 2,000 from a size of 8,001 on."""
+    """`excess` says by how many bytes a whole step of a size exceeds the budget; tensors alone are a straight line."""
 
-    def __init__(self):
+    def __init__(self, excess):
         super().__init__(search=None)
-        self.ran = []
+        self.excess, self.ran = excess, []
 
     def _points(self, found, dimension):
         return _Points({dimension.now: dimension.now, 2 * dimension.now: 2 * dimension.now})
@@ -53,18 +53,30 @@ class Stepped(Sizes):
     def _peak_and_excess(self, found, shape):
         size = shape[1]
         self.ran.append(size)
-        return size - 40, size + (2000 if size > 8000 else 0) - 8500  # what was run takes a little less than the line
+        return size - 40, self.excess(size)  # what was run takes a little less than the line
+
+    def largest(self, limit):
+        """The largest size where the sums of tensors would have this limit."""
+        recipe = SimpleNamespace(optimizer="adamw")
+        found = SimpleNamespace(recipe=recipe, variant=SimpleNamespace(budget_bytes=limit + UNSEEN_BYTES))
+        largest = self._largest(found, _Dimension("length", 1024, 1, 32768, lambda n: (1, n)), confirm=True)
+        assert largest.confirmed
+        assert len(self.ran) <= CORRECTIONS
+        return largest.value
 
 
 def test_between_a_size_that_fits_and_one_that_does_not_more_are_tried():
-    """After a failure, what the line names lies far below what fits."""
-    recipe = SimpleNamespace(optimizer="adamw")
-    found = SimpleNamespace(recipe=recipe, variant=SimpleNamespace(budget_bytes=8500 + UNSEEN_BYTES))
-    sizes = Stepped()
-
-    largest = sizes._largest(found, _Dimension("length", 1024, 1, 32768, lambda n: (1, n)), confirm=True)
-
-    assert largest.confirmed
-    assert 0.98 * 8000 <= largest.value <= 8000
-    assert len(sizes.ran) <= CORRECTIONS
+    """After a failure, what the line names lies far below what fits: the allocator cannot use one block."""
+    sizes = Stepped(lambda size: size + (2000 if size > 8000 else 0) - 8500)
+    assert 0.97 * 8000 <= sizes.largest(8500) <= 8000
     assert sizes.ran[1] < 0.9 * 8000  # what the line names after the failure
+
+
+def test_where_a_size_that_fits_is_far_from_one_that_does_not_the_middle_is_tried_whatever_the_bytes_say():
+    sizes = Stepped(lambda size: -10 if size <= 7000 else 5000)
+    assert 0.9 * 7000 <= sizes.largest(9000) <= 7000
+
+
+def test_a_size_with_more_room_than_the_sums_say_is_not_the_last():
+    sizes = Stepped(lambda size: size - 8000)
+    assert 0.98 * 8000 <= sizes.largest(5000) <= 8000

@@ -23,6 +23,7 @@ from tightfit.tracing.joined import state_bytes
 MULTIPLE = 64  # of a sequence's tokens, which matrix units like
 CORRECTIONS = 6  # dry runs that confirm one size
 NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
+WIDE = 0.1  # of a size that fits: how far away one that does not is worth another run, whatever the bytes say
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
 NEAR = 0.5  # of a size: how near to a point a size is read off between points
@@ -137,11 +138,15 @@ class Sizes:
                 # What the allocator cannot use is no matter of a line: a size between what fits and what does not.
                 share = 0.5 if room is None else room / (room + lacking)
                 value = (fits + int(share * (fails - fits))) // step * step
+                if value - fits < near and fails - fits > WIDE * fits:
+                    value = (fits + fails) // 2 // step * step
             if value - fits < near:
                 break
             points[value], excess = self._peak_and_excess(found, dimension.shape(value))
             if excess <= 0:
-                fits, room, value = value, -excess, within(points)
+                # A whole step has this much room. Where that is more than the sums say, the line goes on.
+                fits, room, limit = value, -excess, max(limit, points[value] - excess)
+                value = within(points)
             else:
                 fails, lacking, most = value, excess, value - step
                 limit = min(limit, points[value]) - excess
