@@ -51,7 +51,7 @@ def test_shares_are_even_and_together_the_whole(count: int, size: int):
     ("settings", "place", "line"),
     [
         ({"parallel": "ddp"}, {}, "training.parallel is ddp, and this is one process"),
-        ({"parallel": "fsdp2"}, {}, "fsdp2 is not built yet"),
+        ({"parallel": "fsdp2"}, {}, "training.parallel is fsdp2, and this is one process: start it with torchrun"),
         ({"step_in_backward": True, "grad_clip": None}, TORCHRUN, "before the gradients of 4 ranks are added up"),
     ],
 )
