@@ -19,6 +19,9 @@ def benchmark(monkeypatch):
     return importlib.import_module
 
 
+WHERE = {"machine": {"cpu": "a"}, "versions": {"torch": "b"}, "commit": "c", "dirty": False, "threads": 1}
+
+
 def test_the_page_says_what_the_results_files_say(benchmark):
     page = benchmark("benchmarks_page")
     assert page.PAGE.read_text("utf-8") == page.page(page.records()), "run: make benchmarks"
@@ -33,7 +36,7 @@ def test_what_was_not_measured_is_said_with_its_command(benchmark):
 
 
 def test_a_target_is_met_at_its_figure_and_missed_below_with_the_cause(benchmark):
-    page = benchmark("benchmarks_page")
+    targets = benchmark("benchmark_targets")
 
     def timed(ratio):
         ratios = {"plan exact": ratio, "pytorch checkpoint": 1.0}
@@ -42,33 +45,35 @@ def test_a_target_is_met_at_its_figure_and_missed_below_with_the_cause(benchmark
             for name, own in ratios.items()
         }
 
+    def measured(ratio):
+        return {"environment": WHERE, "results": [{"case": "CPU26", "variants": timed(ratio)}]}
+
     def verdict(ratio):
-        text = page.targets({"equal_memory": {"results": [{"case": "CPU26", "variants": timed(ratio)}]}})
+        text = targets.targets({"equal_memory": measured(ratio)})
         return next(line for line in text.splitlines() if "exact levers" in line)
 
-    few = page.never_slower({"equal_memory": {"results": [{"case": "CPU26", "variants": timed(0.9)}]}})
+    few = targets.never_slower({"equal_memory": measured(0.9)})
     assert few[0][2] is None, "one peer is no verdict"
     assert verdict(1.10).endswith("| 1.100x | met |  |")
-    assert verdict(1.09).endswith(f"| 1.090x | missed | {page.AT_PEAK} |")
+    assert verdict(1.09).endswith(f"| 1.090x | missed | {targets.AT_PEAK} |")
 
 
 def test_a_plan_is_compared_with_other_ways_at_whose_peak_one_was_made(benchmark):
-    page = benchmark("benchmarks_page")
+    targets = benchmark("benchmark_targets")
     ways = {"plan exact": (95, 1.2), "near": (100, 1.0), "faster": (100, 1.5), "below": (90, 1.0), "far": (200, 1.0)}
     variants = {name: {"peak_bytes": p, "times_as_fast_as_checkpoint": s} for name, (p, s) in ways.items()}
-    assert page.beside_plans(variants) == pytest.approx({"near": 1.2, "faster": 0.8})
+    assert targets.beside_plans(variants) == pytest.approx({"near": 1.2, "faster": 0.8})
 
 
 def test_peers_without_steps_have_peaks_and_no_times_and_those_that_do_not_run_their_reason(benchmark):
     page = benchmark("benchmarks_page")
-    where = {"machine": {"cpu": "a"}, "versions": {"torch": "b"}, "commit": "c", "dirty": False, "threads": 1}
     variants = {
         "plain": {"ours": False, "peak_bytes": 2**21},
         "plan exact at 1.0 MiB": {"ours": True, "peak_bytes": 2**20, "predicted_bytes": 2**20},
         "Liger": {"ours": False, "empty": "needs a card"},
     }
     results = [{"case": "CPU26", "variants": variants}]
-    environment = {**where, "load_average": 0.0}
+    environment = {**WHERE, "load_average": 0.0}
     text = page.every_peer({"environment": environment, "rounds": 0, "left_out": ["slow one"], "results": results})
     assert "| plan exact at 1.0 MiB | ours | 1.0 MiB | 0.50x | +0.0000% |  |  |" in text
     assert "| plain | others | 2.0 MiB | 1.00x |  |  |  |" in text

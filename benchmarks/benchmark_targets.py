@@ -1,0 +1,173 @@
+"""The project's targets for speed: each with the figure that was measured, and a verdict."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from accuracy_page import Record, rows, where
+
+NO_CARD = "empty: no card at hand"
+BY_HAND = ("recompute whole blocks", "recompute, every block", "captured, keep all", "captured, recompute all")
+AGAINST_ACTIVATIONS = ("checkpoint", "save_on_cpu", "activation_memory_budget")  # the peers that T4 names
+FEW = 3  # peers: no verdict on fewer
+NEAR = 0.9  # of a peak: a plan below that was made for another budget
+# The files of results that verdicts are read from
+SOURCES = ("equal_memory", "peers", "step_time", "plan_time", "no_lever", "monitor_overhead", "captured")
+Found = Mapping[str, Record]
+Verdict = tuple[str, str, bool | None]  # target, figure, and whether it is met (None: not measured)
+AT_PEAK = "products recomputed in the blocks whose backward is at the peak, and 20-40 µs an operator in the recorder"
+RETURNED = "memory that the allocator returns to the system between operators; timed one by one, they take their price"
+
+
+def targets(found: Found) -> str:
+    lines = []
+    for name, make, cause in TARGETS:
+        for target, figure, met in make(found):
+            verdict = "not measured" if met is None else "met" if met else "missed"
+            lines.append(f"| {name} | {target} | {figure} | {verdict} | {cause if met is False else ''} |")
+    sources = "\n".join(f"- {name}: {where(found[name])}" for name in SOURCES if name in found)
+    table = rows("| | target | figure | verdict | cause |", lines)
+    return f"## Targets\n\n{table}\nThe figures are of these machines and commits:\n\n{sources}\n"
+
+
+def case_of(record: Record | None, name: str) -> Record | None:
+    return next((each for each in record["results"] if each["case"] == name), None) if record else None
+
+
+def plan_ratios(found: Found, case: str) -> dict[str, float]:
+    """How much faster than PyTorch's per-block checkpoint each plan was at the checkpoint's measured peak."""
+    measured = case_of(found.get("equal_memory"), case)
+    if measured is None:
+        return {}
+    return {
+        name.removeprefix("plan "): row["times_as_fast_as_checkpoint"]
+        for name, row in measured["variants"].items()
+        if name.startswith("plan ")
+    }
+
+
+def at_checkpoint(levers: Sequence[str], least: float, what: str) -> Callable[[Found], list[Verdict]]:
+    def target(found: Found) -> list[Verdict]:
+        ratios = {name: ratio for name, ratio in plan_ratios(found, "CPU26").items() if name in levers}
+        text = f"CPU26 at the measured peak of PyTorch's per-block checkpoint, {what}: ≥ {least:.2f}x as fast"
+        if not ratios:
+            return [(text, "not measured", None)]
+        best = max(ratios, key=lambda name: ratios[name])
+        return [(text, f"{ratios[best]:.3f}x", ratios[best] >= least)]
+
+    return target
+
+
+def on_cards(*texts: str) -> Callable[[Found], list[Verdict]]:
+    return lambda found: [(text, NO_CARD, None) for text in texts]
+
+
+def never_slower(found: Found) -> list[Verdict]:
+    text = "a plan is never slower than another way to run CPU26 at an equal or lower measured peak"
+    peers = found.get("peers")
+    measured = case_of(peers if peers and peers["rounds"] else found.get("equal_memory"), "CPU26")
+    timed = {name: row for name, row in (measured or {"variants": {}})["variants"].items() if "median_seconds" in row}
+    compared = {name: r for name, r in beside_plans(timed).items() if any(word in name for word in AGAINST_ACTIVATIONS)}
+    if not compared:
+        return [(text, "not measured", None)]
+    figure = ", ".join(f"{ratio:.3f}x as fast as {name}" for name, ratio in compared.items())
+    if len(compared) < FEW:
+        return [(text, f"{figure}; the other peers were not timed", None)]
+    return [(text, figure, min(compared.values()) >= 1)]
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("plan ") or name in BY_HAND
+
+
+def beside_plans(variants: Mapping[str, Record]) -> dict[str, float]:
+    """For each other way at whose peak a plan was measured: how much faster the fastest such plan is."""
+    found = {}
+    for name, row in variants.items():
+        beside = [
+            plan["times_as_fast_as_checkpoint"]
+            for own, plan in variants.items()
+            if own.startswith("plan ") and NEAR * row["peak_bytes"] <= plan["peak_bytes"] <= row["peak_bytes"]
+        ]
+        if beside and not is_ours(name):
+            found[name] = max(beside) / row["times_as_fast_as_checkpoint"]
+    return found
+
+
+def small_steps(found: Found) -> list[Verdict]:
+    record = found.get("captured")
+    if record is None:
+        return [("whole blocks recomputed, never slower than PyTorch's checkpoint", "not measured", None)]
+    lines: list[Verdict] = []
+    for way in ("captured, recompute all", "recompute"):
+        own = {
+            case: sides[way]["of_plain"] / sides["torch checkpoint"]["of_plain"]
+            for case, sides in record["cases"].items()
+        }
+        figure = ", ".join(f"{ratio:.2f}x ({case})" for case, ratio in own.items())
+        named = "captured blocks" if way.startswith("captured") else "the recorder"
+        text = f"whole blocks recomputed by {named}: ≤ 1.0x of PyTorch's checkpoint"
+        lines.append((text, figure, max(own.values()) <= 1))
+    kept = record["cases"]["1 x 64"]["captured, keep all"]["of_plain"]
+    lines.append(("captured blocks that keep everything, 1 x 64: ≤ 1.0x of plain", f"{kept:.2f}x", kept <= 1))
+    return lines
+
+
+def step_seconds(found: Found) -> list[Verdict]:
+    record = found.get("step_time")
+    text, worst_text = "step time, median error ≤ 5%", "step time, worst error ≤ 12%"
+    if record is None:
+        return [(text, "not measured", None), (worst_text, "not measured", None)]
+    errors = sorted(abs(row["error"]) for row in record["results"])
+    median, worst = statistics.median(errors), errors[-1]
+    return [
+        (f"{text} ({len(errors)} steps on a CPU)", f"{median:.1%}", median <= 0.05),
+        (worst_text, f"{worst:.1%}", worst <= 0.12),
+    ]
+
+
+def questions(found: Found) -> list[Verdict]:
+    record = found.get("plan_time")
+    if record is None:
+        return [("time of an estimate and of a plan's curve", "not measured", None)]
+    lines: list[Verdict] = []
+    for case, (estimate, curve) in record["targets"]["seconds"].items():
+        taken = {row["question"]: row["answer_processor_seconds"] for row in record["results"] if row["case"] == case}
+        own = taken["estimate"]
+        lines.append((f"estimate of {case} ≤ {estimate:.0f} s", f"{own:.2f} s", own <= estimate))
+        if curve is not None:
+            for kind in ("exact", "rounding"):
+                own = taken[f"curve {kind}"]
+                lines.append((f"plan and curve of {case}, {kind}, ≤ {curve:.0f} s", f"{own:.2f} s", own <= curve))
+    limit, rss = record["targets"]["rss_bytes"], max(row["rss_bytes"] for row in record["results"])
+    lines.append((f"memory ≤ {limit / 1e9:.0f} GB", f"{rss / 1e6:.0f} MB", rss <= limit))
+    return lines
+
+
+def nothing_applied(found: Found) -> list[Verdict]:
+    lines: list[Verdict] = []
+    trainer, monitor = found.get("no_lever"), found.get("monitor_overhead")
+    text = "trainer without a lever ≤ 1.01x of a loop by hand"
+    ratio = trainer["ratio"] if trainer else None
+    lines.append((text, "not measured" if ratio is None else f"{ratio:.3f}x", None if ratio is None else ratio <= 1.01))
+    for name, case in (monitor["cases"] if monitor else {}).items():
+        text = f"sampling monitor ≤ 1.01x ({name}, {' x '.join(map(str, case['batch']))})"
+        low, high = case["ratio_quartiles"]
+        lines.append((text, f"{case['ratio']:.3f}x (quartiles {low:.3f}-{high:.3f})", case["ratio"] <= 1.01))
+    return lines
+
+
+TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]], str], ...] = (
+    ("T3", at_checkpoint(("exact", "captured", "rounding"), 1.12, "the fastest plan without the compiler"), AT_PEAK),
+    ("T3", on_cards("8B width on an H200: ≥ 1.08x", "1B on an H200: ≥ 1.05x", "half the activations, ≤ 2%, H200"), ""),
+    ("T4", never_slower, AT_PEAK),
+    ("T4", on_cards("the same on an H200"), ""),
+    ("T6", step_seconds, RETURNED),
+    ("T6", on_cards("the same on an H200, and the chosen plan within 2% of the best measured candidate"), ""),
+    ("T7", questions, "0.2-0.4 s for each traced point, at 40 µs a dispatch"),
+    ("T11", nothing_applied, "rounds of these turns are 3% apart, so 1% cannot be told"),
+    ("T11", on_cards("the same on an H200"), ""),
+    ("T15", small_steps, "the recorder runs Python for each operator; captured blocks do not"),
+    ("T15", at_checkpoint(("exact", "captured"), 1.10, "exact levers"), AT_PEAK),
+    ("T15", at_checkpoint(("rounding",), 1.15, "levers exact to rounding"), AT_PEAK),
+    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), "one share for all operators of a block is coarse"),
+)
