@@ -104,8 +104,6 @@ class Run:
             self.reporter.on_note(rounding)
         if config.data.packing != "none":
             demand_boundaries(model, vocabulary=data.tokenizer.vocab_size, longest=config.data.sequence_length)
-        if isinstance(ranks, SeveralRanks):
-            self.reporter.on_note(split_in_words(config, ranks, data.training.rows))
         own = self.own(data)
         longest, *shorter = [counted(batch) for batch in data.for_dry_runs(own.training.batch_size)]
         stored = context.fitted(checkpoint, model) if ranks.is_first else None
@@ -113,10 +111,11 @@ class Run:
             stored = None
         fitted = stored or (self._fit(model, longest, data, own, device, shorter) if ranks.is_first else None)
         blocks: list[str] = []
-        if ranks.is_several:
+        if isinstance(ranks, SeveralRanks):
             fitted, is_stored = shared_fit(ranks, fitted, config, is_stored=stored is not None)
             stored = fitted if is_stored else None
             self.is_sharded = fitted.is_sharded
+            self.reporter.on_note(split_in_words(config, ranks, data.training.rows, is_sharded=self.is_sharded))
             blocks = find_blocks(model) if self.is_sharded else []
             self._demand_same(model, data, fitted, blocks)
         assert fitted is not None, "rank 0 plans for all"

@@ -89,14 +89,14 @@ def config_of_a_rank(config: Config, ranks: Ranks, together: int) -> Config:
     return config.model_copy(update={"training": training.model_copy(update=update)})
 
 
-def split_in_words(config: Config, ranks: SeveralRanks, together: int) -> str:
+def split_in_words(config: Config, ranks: SeveralRanks, together: int, *, is_sharded: bool) -> str:
     """How the ranks share the work, and what of it is not predicted."""
     count, launch = config.training.batch_size // together, ranks.launch
     shares = [(r + 1) * count // launch.size - r * count // launch.size for r in range(launch.size)]
     most = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else str(shares[0])
     sums = (
         "weights, gradients and states are sharded, and every micro-batch exchanges them"
-        if config.training.parallel == "fsdp2"
+        if is_sharded
         else "gradients are added up where they lie, after the last micro-batch"
     )
     return (
