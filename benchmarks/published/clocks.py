@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.environment import environment
 from benchmarks.published import halves
-from benchmarks.published.fit_seconds import KINDS, Fit, Parameters, kernels, remembered_work
+from benchmarks.published.fit_seconds import KINDS, NAMES, Fit, Parameters, kernels, remembered_work
 from benchmarks.published.predicted_seconds import clock_seconds, predicted, roofline_of
 from benchmarks.published.seconds import summary
 
@@ -64,7 +64,7 @@ def main() -> None:
         print(name, json.dumps(found["as fitted for the sum of operators"][name]), flush=True)
     for name, two_clocks in WAYS.items() if given.rounds else ():
         parameters = Fit(seen, work, two_clocks=two_clocks).search(given.rounds)
-        launch = parameters["launch_seconds"]
+        launch = {kind: parameters[f"{kind}:launch_seconds"] for kind in NAMES}
         found["fitted anew"][name] = {**judged(work, two_clocks, parameters), "launch_seconds": launch}
         print(name, json.dumps(found["fitted anew"][name]), flush=True)
     record = {"environment": where, "rounds": given.rounds, **found}

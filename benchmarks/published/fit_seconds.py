@@ -57,19 +57,21 @@ GUESSED_ALIKE = {
     "product/tf32": 0.7,
     "product/unaligned": 0.5,
     "backward_of_attention": 0.86,  # of the forward's share: 63% and 73% at best (arXiv:2307.08691, section 4.1)
-    "launch_seconds": 10e-6,
+    "product_calls": 2.0,
     "tile_depth": 60.0,
     "ramp_depth": 250.0,
     "attention_ramp": 300.0,
     "exponential_width": 16.0,
     "pick_seconds": 25e-9,
     "scatter_seconds": 100e-6,
+    "block_row_seconds": 0.5e-6,
 }
 GUESSED_OF_A_KIND = {
     "product/half": 0.75,
     "attention": 0.6,  # forward
     "memory": 1.0,
     "kernel_seconds": 3e-6,
+    "launch_seconds": 20e-6,
 }
 HELD = 0.0005
 # These trade with one another and with the shares: rows of whole steps hardly distinguish them.
@@ -95,7 +97,8 @@ def kernels(parameters: Parameters, kind: str) -> Kernels:
     shares["attention/forward"] = own["attention"]
     shares["attention/backward"] = own["attention"] * parameters["backward_of_attention"]
     alike = {name: parameters[name] for name in GUESSED_ALIKE if "/" not in name and name != "backward_of_attention"}
-    return Kernels(shares=shares, kernel_seconds=own["kernel_seconds"], long_row_bytes=LONG_ROW_BYTES, **alike)
+    alike |= {name: own[name] for name in ("kernel_seconds", "launch_seconds")}
+    return Kernels(shares=shares, long_row_bytes=LONG_ROW_BYTES, **alike)
 
 
 class Fit:

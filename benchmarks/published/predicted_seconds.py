@@ -56,6 +56,6 @@ def predicted(row: dict[str, Any], work: Counter[Work], roofline: Roofline, *, t
     if row["kind"] == "step":
         return sum(count * law.seconds(kind) for kind, count in work.items())
     device = sum(count * law.kernel_seconds(kind) for kind, count in work.items())
-    operators = sum(count for kind, count in work.items() if law.kernel_seconds(kind))
+    host = sum(count * law.host_seconds(kind) for kind, count in work.items() if law.kernel_seconds(kind))
     ahead = FLUSHED_BYTES / (roofline.memory_bytes_per_second * roofline.kernels.shares[ZEROS])
-    return max(device, operators * roofline.kernels.launch_seconds - ahead)
+    return max(device, host - ahead)

@@ -10,7 +10,7 @@ from tightfit.devices.known import known_devices
 from tightfit.devices.present import lookup
 from tightfit.devices.roofline import RooflineLaw, stream_of
 from tightfit.devices.spec import DeviceSpec, Kernels, Roofline
-from tightfit.devices.work import AttentionShape, ProductShape, Work
+from tightfit.devices.work import AttentionShape, ProductShape, Work, work_of
 from tightfit.tracing.shapes import TensorShape
 
 TERA, GIGA = 1e12, 1e9
@@ -32,12 +32,14 @@ ROUND = DeviceSpec(
             shares={**dict.fromkeys(STREAMS, 0.5), "attention/backward": 0.25, "elementwise/uneven/half": 0.25},
             kernel_seconds=0.0,
             launch_seconds=1e-5,
+            product_calls=2.0,
             tile_depth=0.0,
             ramp_depth=0.0,
             attention_ramp=0.0,
             exponential_width=0.0,
             pick_seconds=1e-8,
             scatter_seconds=1e-4,
+            block_row_seconds=1e-6,
             long_row_bytes=2**16,
         ),
     ),
@@ -85,6 +87,34 @@ def test_nothing_is_faster_than_its_launch_and_views_are_free():
     x = shape(8)
     assert CostModel(ROUND).operator_seconds("aten.mul.Tensor", [x, x], [x]) == 1e-5
     assert CostModel(ROUND).operator_seconds("aten.view.default", [x], [x]) == 0.0
+
+
+def test_the_host_calls_longer_for_a_product_and_for_operators_that_call_others():
+    seconds, x, sliced = CostModel(ROUND).operator_seconds, shape(8, 8), shape(4, 8)
+    assert seconds("aten.mm.default", [x, x], [x]) == pytest.approx(2e-5)
+    assert seconds("aten.slice_backward.default", [sliced], [x]) == pytest.approx(3e-5)
+    assert seconds("aten.masked_fill.Scalar", [x, x], [x]) == pytest.approx(2e-5)
+    assert seconds("aten.masked_fill_.Scalar", [x, x], [x]) == pytest.approx(1e-5)
+
+
+def test_a_softmax_gives_long_rows_to_blocks_of_threads():
+    def seconds(rows, length):
+        x = shape(rows, length, dtype=torch.float32)
+        return CostModel(ROUND).operator_seconds("aten._softmax.default", [x], [x])
+
+    moving = 2 * 4 * 2**24 / (500 * GIGA)
+    assert seconds(2**14, 2**10) == pytest.approx(moving)
+    assert seconds(2**13, 2**11) == pytest.approx(moving + 2**13 * 1e-6 / 100)
+
+
+def test_a_table_of_few_rows_takes_fewer_sums_of_gradients():
+    """4 x 4096 gradients for 2 rows: two results, and a partial sum of each ten gradients written and read."""
+    gradients, indices, table = shape(4, 4096, 512, dtype=torch.float32), shape(4, 4096, dtype=torch.int64), 2
+    few, many = (shape(rows, 512, dtype=torch.float32) for rows in (table, 2**20))
+    work = [work_of("aten.embedding_dense_backward.default", [gradients, indices], [found]) for found in (few, many)]
+    assert work[0].sorted_elements == pytest.approx(512 * (2 + 2 * (2 + 4 * 4096 / 10)), rel=1e-6)
+    assert work[1].sorted_elements == pytest.approx(512 * (3 + 0.2) * 4 * 4096, rel=0.01)
+    assert work_of("aten.index_add.default", [many, indices, gradients], [many]).sorted_elements == 0
 
 
 def test_attention_costs_two_products_forward_five_backward_and_half_where_causal():
@@ -157,3 +187,21 @@ def test_more_of_the_same_never_takes_less_time(card):
         rows = draw.choice((2**10, 2**20))
         little, much = (Work(family, dtype, s, s, row_bytes=rows * n) for n, s in ((1, size[0]), (2, 2 * size[0])))
         assert law.seconds(little) <= law.seconds(much)
+
+
+@pytest.mark.parametrize("card", LAWS)
+def test_a_larger_table_more_tokens_and_longer_rows_never_take_less_time(card):
+    def summed(rows, tokens):
+        values, indices = shape(tokens, 64, dtype=torch.float32), shape(tokens, dtype=torch.int64)
+        return work_of("aten.embedding_dense_backward.default", [values, indices], [shape(rows, 64)])
+
+    def softmax(rows, length):
+        return work_of("aten._softmax.default", [shape(rows, length)], [shape(rows, length)])
+
+    draw, law = random.Random(card), LAWS[card]
+    for _ in range(20):
+        first, second = sizes(draw, 2)
+        for make in (summed, softmax):
+            least = law.seconds(make(first, second))
+            assert least <= law.seconds(make(2 * first, second))
+            assert least <= law.seconds(make(first, 2 * second))

@@ -38,14 +38,20 @@ class RooflineLaw:
         """Predicted seconds of this work: the longer of kernel and launch."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
-        return Seconds.of(host=self.kernels.launch_seconds, device=self.kernel_seconds(work))
+        return Seconds.of(host=self.host_seconds(work), device=self.kernel_seconds(work))
+
+    def host_seconds(self, work: Work) -> float:
+        """Predicted seconds in which the host calls this work."""
+        calls = self.kernels.product_calls if work.products else work.calls
+        return calls * self.kernels.launch_seconds
 
     def kernel_seconds(self, work: Work) -> float:
         """Predicted seconds of the device alone, without the launch."""
         if work.family is Family.FREE or work.elements == 0:
             return 0.0
         picking = work.picked_rows * self.kernels.pick_seconds
-        return self.kernels.kernel_seconds + max(self._computing(work), self._moving(work)) + picking
+        blocks = work.block_rows * self.kernels.block_row_seconds / self.roofline.sm_count
+        return self.kernels.kernel_seconds + max(self._computing(work), self._moving(work)) + picking + blocks
 
     def _moving(self, work: Work) -> float:
         if work.family is Family.SCATTER:
@@ -55,9 +61,9 @@ class RooflineLaw:
     def _scattering(self, work: Work) -> float:
         """Seconds to write zeros, to read sources in the order of their indices, and to write scattered rows."""
         written = sum(work.fresh_bytes)
-        rows = work.elements * (2 if work.dtype in HALVES else 4)
+        rows = (work.sorted_elements or work.elements) * (2 if work.dtype in HALVES else 4)
         moving = self._stream(work.bytes - written, "scatter/read") + self._stream(rows, "scatter/write")
-        return self._stream(written, ZEROS) + moving + (self.kernels.scatter_seconds if work.sorts else 0.0)
+        return self._stream(written, ZEROS) + moving + (self.kernels.scatter_seconds if work.sorted_elements else 0.0)
 
     def _stream(self, size: int, kind: str) -> float:
         return size / (self.roofline.memory_bytes_per_second * self.kernels.shares[kind])

@@ -29,24 +29,28 @@ class Kernels:
     - `shares`: the share of a card's rate that each kind of kernel reaches. `"product/half"` (`"/tf32"`, `"/float32"`)
       and `"attention/forward"` (`"/backward"`) are shares of arithmetic, `"product/unaligned"` is a share of a
       product's own share, and all others are shares of the memory's rate.
-    - `kernel_seconds`: the fixed time of each kernel. `launch_seconds`: the host's time for an operator.
+    - `kernel_seconds`: the fixed time of each kernel. `launch_seconds`: the host's time for an operator,
+      and `product_calls` that for a product, as a number of operators.
     - `tile_depth`: the fixed cost of a product's tile, and `ramp_depth` that of a tile on every multiprocessor at the
       beginning and the end, both as a depth.
     - `attention_ramp`: the fixed cost of each query, as a number of keys. `exponential_width`: the cost of a score
       besides its products, as a width of heads.
     - `pick_seconds`: for each number that a loss picks. `scatter_seconds`: for sorting the indices of a scatter.
+    - `block_row_seconds`: for a row that a softmax gives to a block of threads, on one multiprocessor.
     - `long_row_bytes`: the size from which on a softmax reads a row more than once.
     """
 
     shares: Mapping[str, float]
     kernel_seconds: float
     launch_seconds: float
+    product_calls: float
     tile_depth: float
     ramp_depth: float
     attention_ramp: float
     exponential_width: float
     pick_seconds: float
     scatter_seconds: float
+    block_row_seconds: float
     long_row_bytes: float
 
 

@@ -9,6 +9,11 @@ import torch
 
 from tightfit.devices.families import Family, base_name, family_of, is_in_place
 
+# Operators that call others (TensorShape.cpp and TensorAdvancedIndexing.cpp of ATen): zeros, a view of them
+# and a copy; a copy, which is then filled.
+CALLS_WITHIN = {"slice_backward": 3, "select_backward": 3, "masked_fill": 2}
+ROWS_OF_A_PARTIAL_SUM = 10  # NROWS_PER_THREAD in PyTorch's EmbeddingBackwardKernel.cu
+
 
 class TensorShape(Protocol):
     """The properties of a tensor on which the cost of an operator depends."""
@@ -56,7 +61,9 @@ class Work:
 
     `even` says that all large tensors have the same memory layout, so a kernel can process them as one line.
     `row_bytes` is the size of a normalised row. `picked_rows` is the number of rows from which a loss picks a number.
-    `sorts` says that indices are sorted first, so that rows with the same index are summed in a fixed order.
+    `block_rows` is the number of rows for each of which a softmax on CUDA takes a block of threads. `sorted_elements`
+    is how many numbers are written where indices are sorted first, so that rows with the same index are summed in a
+    fixed order (0: they are not). `calls` is the number of operators that the host calls for it.
     """
 
     family: Family
@@ -69,7 +76,9 @@ class Work:
     even: bool = True
     row_bytes: int = 0
     picked_rows: int = 0
-    sorts: bool = False
+    block_rows: int = 0
+    sorted_elements: int = 0
+    calls: int = 1
 
 
 def work_of(
@@ -93,7 +102,9 @@ def work_of(
         _lie_alike((*inputs, *outputs)) if not _takes_lists(name) else True,
         _row_bytes(inputs) if family in (Family.SOFTMAX, Family.SOFTMAX_BACKWARD) else 0,
         _numel(inputs[1]) if base_name(name) == "nll_loss_forward" and len(inputs) > 1 else 0,
-        family is Family.SCATTER and _sums_sorted(name, arguments),
+        _block_rows(inputs) if family in (Family.SOFTMAX, Family.SOFTMAX_BACKWARD) else 0,
+        _sorted_elements(inputs, outputs) if family is Family.SCATTER and _sums_sorted(name, arguments) else 0,
+        1 if is_in_place(name) else CALLS_WITHIN.get(base_name(name), 1),
     )
 
 
@@ -180,6 +191,14 @@ def _row_bytes(inputs: Sequence[TensorShape]) -> int:
     return inputs[0].shape[-1] * inputs[0].dtype.itemsize if inputs and inputs[0].shape else 0
 
 
+def _block_rows(inputs: Sequence[TensorShape]) -> int:
+    """Rows too long for one warp: of more than 1,024 numbers or 4 KiB (aten/src/ATen/native/cuda/SoftMax.cu)."""
+    if not inputs or not inputs[0].shape:
+        return 0
+    length = inputs[0].shape[-1]
+    return _numel(inputs[0]) // length if length > 1024 or _row_bytes(inputs) > 4096 else 0
+
+
 def _rows_are_contiguous(tensor: TensorShape) -> bool:
     return tensor.stride[-1] <= 1 or tensor.shape[-1] == 1
 
@@ -245,6 +264,20 @@ def _scattered(inputs: Sequence[TensorShape]) -> int:
     """The number of elements written by index: those of the smaller of table and source."""
     values = [_numel(t) for t in inputs if t.dtype.is_floating_point] or [_numel(t) for t in inputs]
     return min(values, default=0)
+
+
+def _sorted_elements(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
+    """The numbers that CUDA writes and reads again where it sums rows in the order of their indices.
+
+    Ten rows of one index make a partial sum, which is written, read again and added up to a row of the table
+    (aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu). Indices are assumed to be drawn evenly from the table.
+    """
+    table = outputs[0] if outputs else inputs[0]
+    width = math.prod(table.shape[1:])
+    rows, added = table.shape[0], _scattered(inputs) // max(1, width)
+    distinct = rows * -math.expm1(-added / max(1, rows))
+    partial = distinct + added / ROWS_OF_A_PARTIAL_SUM
+    return round((distinct + 2 * partial) * width)
 
 
 # Products
