@@ -11,10 +11,11 @@ from made_up_devices import even
 from tightfit import TokenBatch
 from tightfit.errors import ModelError
 from tightfit.planner.asked import Asked
-from tightfit.recipes import api
-from tightfit.recipes.choices import Wanted
+from tightfit.recipes import api, shares
+from tightfit.recipes.choices import Wanted, recipes_for
+from tightfit.recipes.search import RecipeSearch
 from tightfit.runtime import forked
-from tightfit.runtime.forked import processes_for, shared_out
+from tightfit.runtime.forked import Crew, processes_for, shared_out
 from tiny import decoder
 
 # The runner's own threads do not matter to these forks, which touch none of their locks.
@@ -103,12 +104,60 @@ def test_a_process_with_threads_is_not_forked(monkeypatch):
     assert processes_for(3) == 1
 
 
+def test_a_process_keeps_what_it_has_made_from_one_question_to_the_next():
+    kept = []
+
+    def work(part, notice):
+        kept.append(part)
+        if len(kept) == 1:
+            time.sleep(0.3)  # so that each process takes a part
+        notice(f"{part} of {len(kept)}")
+        return os.getpid(), list(kept)
+
+    lines = []
+    with Crew(work, 2, lines.append) as crew:
+        shared = crew.share(["a", "b"])
+        assert sorted(process for process, _ in shared) == [0, 1]
+        answers = crew.ask({0: "c", 1: "d"})
+        assert {number: found[0] for number, found in answers.items()} == {p: r[0] for p, r in shared}
+        assert [len(found[1]) for found in answers.values()] == [2, 2]
+        assert [number for number, _ in crew.share(["e"])] in ([0], [1])
+    assert sorted(lines)[:4] == ["a of 1", "b of 1", "c of 2", "d of 2"]
+
+
+def test_what_a_killed_fork_was_asked_is_done_here_and_so_is_all_that_follows():
+    here = os.getpid()
+
+    def work(part, notice):
+        if part == "end" and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return part, os.getpid() == here
+
+    with Crew(work, 2, print) as crew:
+        assert crew.ask({1: "all well"}) == {1: ("all well", False)}
+        assert crew.ask({0: "end", 1: "end"}) == {0: ("end", True), 1: ("end", True)}
+        assert crew.ask({1: "again"}) == {1: ("again", True)}
+        assert crew.share(["a", "b", "c"]) == [(0, (part, True)) for part in "abc"]
+
+
+def test_recipes_of_a_process_that_was_ended_are_searched_anew(monkeypatch):
+    asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
+    search = RecipeSearch(asked, "1000KiB")
+    recipes = recipes_for(even(), Wanted(optimizer="adamw_fused"), may_adapt=False, clips=False)
+    with shares.Shares(search, recipes, 1) as here:
+        rows = [row for row in here.rows() if row.outcome.fits]
+        known = {row.recipe: row.outcome.peak_bytes for row in rows}
+        here.crew.work.__self__.found.clear()  # as if another process had found them
+        confirmed = here.confirmed(rows)
+    assert known == {recipe: row.outcome.peak_bytes for recipe, row in confirmed.items()}
+
+
 @pytest.mark.slow  # two searches
-def test_forks_find_the_sizes_that_one_process_finds(monkeypatch):
+def test_forks_find_what_one_process_finds(monkeypatch):
     def sizes(processes):
         asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
-        monkeypatch.setattr(api, "processes_for", lambda parts: processes)
+        monkeypatch.setattr(shares, "processes_for", lambda parts: processes)
         found = api.recipes_of(asked, "1000KiB", Wanted(optimizer="adamw_fused"), processes=processes)
-        return [(outcome.name, outcome.longest_sequence, outcome.largest_batch) for outcome in found]
+        return [(o.name, o.peak_bytes, o.step_seconds, o.longest_sequence, o.largest_batch) for o in found]
 
     assert sizes(2) == sizes(1)

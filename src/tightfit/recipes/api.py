@@ -21,17 +21,17 @@ from tightfit.recipes.choices import Wanted, recipes_for
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.of_ranks import RanksSearch, recipes_of_ranks
 from tightfit.recipes.ranking import ranked
-from tightfit.recipes.records import Autocast, Dtype, Largest, Outcome
-from tightfit.recipes.search import Found, RecipeSearch, is_small
-from tightfit.recipes.sizes import Sizes
-from tightfit.recipes.variants import OptimizerOf, Variant, optimizer_of
+from tightfit.recipes.records import Autocast, Dtype, Outcome, Recipe
+from tightfit.recipes.search import RecipeSearch
+from tightfit.recipes.shares import Row, Shares
+from tightfit.recipes.variants import OptimizerOf, optimizer_of
 from tightfit.runtime.activity import aside
-from tightfit.runtime.forked import processes_for, shared_out
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors, twin_of
 
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
+RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
 FASTER = 0.98  # of another recipe's time: a gain worth a row
 LENGTH = 1024  # tokens of the one sequence that is meant where no batch is given
 Notice = Callable[[str], None]
@@ -119,7 +119,7 @@ def recipes_of(
     processes: int = 1,
 ) -> Recipes:
     """`tightfit.fit`, with its arguments as records. The recipe of the number `pick` (from 1) is planned in full. Up to
-    so many processes find the sizes, where this one can be forked.
+    so many processes share the recipes, where this one can be forked.
     """
     device = lookup(asked.device)
     asked = replace(asked, device=device, model=twin_of(asked.model))
@@ -143,94 +143,84 @@ def recipes_of(
     )
     if not recipes:
         raise InputError("no recipe is left to try: adapters are for models of `transformers`, and need peft")
-    found = search.run(recipes)
-    if not found:
-        raise InputError(f"no recipe could be tried: {'; '.join(search.notes)}")
-    found = _worth_a_row(_confirmed(search, found))
-    by_outcome = {id(each.outcome): each for each in found}
-    order = [by_outcome[id(outcome)] for outcome in ranked([each.outcome for each in found])]
-    if pick is not None:
-        order = _picked(search, order, pick)
+    with Shares(search, recipes, processes) as shares:
+        rows = shares.rows()
+        if not rows:
+            raise InputError(f"no recipe could be tried: {'; '.join(search.notes)}")
+        if not any(row.outcome.fits for row in rows):
+            rows = _with_last_resorts(shares, rows)
+        rows = _worth_a_row(_confirmed(shares, rows))
+        by_outcome = {id(row.outcome): row for row in rows}
+        rows = [by_outcome[id(outcome)] for outcome in ranked([row.outcome for row in rows])]
+        if pick is not None:
+            rows = _picked(search, rows, pick)
+        outcomes = _with_sizes(shares, rows, pick)
     return Recipes(
-        outcomes=tuple(_with_sizes(search, order, pick, processes)),
+        outcomes=tuple(outcomes),
         device=device.name,
-        budget_bytes=next(iter(search.searches.values())).budget_bytes,
+        budget_bytes=search.budget_bytes,
         batch=describe_batch(asked.batch),
         model=name or type(asked.model).__name__,
         notes=tuple(search.notes),
     )
 
 
-def _confirmed(search: RecipeSearch, found: list[Found]) -> list[Found]:
+def _with_last_resorts(shares: Shares, rows: list[Row]) -> list[Row]:
+    """The recipes that need least, with the levers of least memory."""
+    better = shares.at_last(sorted(rows, key=lambda row: row.outcome.needed_bytes)[:RESORTS])
+    return [better.get(row.recipe, row) for row in rows]
+
+
+def _confirmed(shares: Shares, rows: list[Row]) -> list[Row]:
     """The recipes that fit, the first ones with the whole step traced as applied; of small models, all of them."""
-    left = list(found)
-    done: set[int] = set()
+    left = {row.recipe: row for row in rows}
+    done: set[Recipe] = set()
     while True:
         # A recipe that turns out not to fit makes room for another one among the first.
-        order = ranked([each.outcome for each in left])
-        place = {id(each.outcome): index for index, each in enumerate(left)}
-        first = [place[id(outcome)] for outcome in order if outcome.fits]
-        small = [index for index in first if (variant := left[index].variant) is not None and is_small(variant)]
-        todo = [index for index in dict.fromkeys([*first[:CONFIRMED], *small]) if index not in done]
+        first = [outcome.recipe for outcome in ranked([row.outcome for row in left.values()]) if outcome.fits]
+        small = [recipe for recipe in first if left[recipe].is_small]
+        todo = [recipe for recipe in dict.fromkeys([*first[:CONFIRMED], *small]) if recipe not in done]
         if not todo:
-            return left
-        left[todo[0]] = search.confirmed(left[todo[0]])
-        done.add(todo[0])
+            return list(left.values())
+        left |= shares.confirmed([left[recipe] for recipe in todo])
+        done |= set(todo)
 
 
-def _worth_a_row(found: list[Found]) -> list[Found]:
+def _worth_a_row(rows: list[Row]) -> list[Row]:
     """The recipes without steps in backward that change neither whether a recipe fits nor its speed."""
-    plain = {each.recipe: each.outcome for each in found if not each.recipe.step_in_backward}
+    plain = {row.recipe: row.outcome for row in rows if not row.recipe.step_in_backward}
 
-    def adds(each: Found) -> bool:
+    def adds(each: Row) -> bool:
         other = plain.get(replace(each.recipe, step_in_backward=False))
         if not each.recipe.step_in_backward or other is None or not other.fits:
             return True
         seconds, other_seconds = each.outcome.step_seconds, other.step_seconds
         return bool(seconds and other_seconds and seconds < FASTER * other_seconds)
 
-    return [each for each in found if adds(each)]
+    return [row for row in rows if adds(row)]
 
 
-def _with_sizes(search: RecipeSearch, order: list[Found], pick: int | None, processes: int) -> list[Outcome]:
+def _with_sizes(shares: Shares, rows: list[Row], pick: int | None) -> list[Outcome]:
     """The outcomes in their order. Those that fit have their longest sequence and largest batch."""
-    outcomes = [each.outcome for each in order]
-    confirmed = {*range(CONFIRMED), *([] if pick is None else [pick - 1])}
-    variants: dict[Variant, list[int]] = {}
-    for number, each in enumerate(order):
-        if each.outcome.fits:
-            variants.setdefault(Variant.of(each.recipe), []).append(number)
-    # Recipes of one variant share dry runs, so they stay together. Those that take longest come first.
-    parts = sorted(variants.values(), key=lambda numbers: _dry_runs(numbers, confirmed), reverse=True)
-    sizes = Sizes(search)
-
-    def sized(numbers: list[int], notice: Notice) -> dict[int, tuple[Largest | None, Largest | None]]:
-        done = {}
-        for number in numbers:
-            outcome = sizes.of(order[number], confirm=number in confirmed).outcome
-            notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
-            done[number] = (outcome.longest_sequence, outcome.largest_batch)
-        return done
-
-    for part in shared_out(sized, parts, search.notice, min(processes, processes_for(len(parts)))):
-        for number, (longest, largest) in part.items():
-            outcomes[number] = replace(outcomes[number], longest_sequence=longest, largest_batch=largest)
-    return outcomes
+    confirmed = {row.recipe for row in rows[:CONFIRMED]} | ({rows[pick - 1].recipe} if pick is not None else set())
+    sizes = shares.sizes([row for row in rows if row.outcome.fits], lambda row: row.recipe in confirmed)
+    unknown = (None, None)
+    return [
+        replace(row.outcome, longest_sequence=longest, largest_batch=largest)
+        for row in rows
+        for longest, largest in (sizes.get(row.recipe, unknown),)
+    ]
 
 
-def _dry_runs(numbers: list[int], confirmed: set[int]) -> int:
-    """About how many dry runs find the sizes of recipes of one variant."""
-    return 4 + 4 * len(confirmed.intersection(numbers))
-
-
-def _picked(search: RecipeSearch, order: list[Found], pick: int) -> list[Found]:
+def _picked(search: RecipeSearch, rows: list[Row], pick: int) -> list[Row]:
     """The recipes with the one of this number planned as `tightfit plan` does. Raises `InputError`."""
-    if not 1 <= pick <= len(order) or not order[pick - 1].outcome.fits:
-        count = sum(each.outcome.fits for each in order)
+    if not 1 <= pick <= len(rows) or not rows[pick - 1].outcome.fits:
+        count = sum(row.outcome.fits for row in rows)
         raise InputError(f"--pick {pick}: there are {count} recipes that fit: give a number from 1 to {count}")
-    chosen = order[pick - 1]
+    chosen = rows[pick - 1]
     search.notice(f"{chosen.outcome.name}: planned in full")
-    return [*order[: pick - 1], search.planned(chosen.recipe, chosen.variant), *order[pick:]]
+    planned = chosen._replace(outcome=search.planned(chosen.recipe).outcome)
+    return [*rows[: pick - 1], planned, *rows[pick:]]
 
 
 def _built(name: str) -> nn.Module:

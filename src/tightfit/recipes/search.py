@@ -8,6 +8,7 @@ for the memory that its states leave.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
 from tightfit.names.optimizers import OFFLOADED, parse_optimizer
 from tightfit.planner.api import as_plan, levers_of
@@ -32,11 +33,10 @@ from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import joined
 from tightfit.tracing.record import StepTrace
-from tightfit.units import is_share_of
+from tightfit.units import is_share_of, parse_budget
 
 Notice = Callable[[str], None]
 OFFLOADED_AGAIN = 3  # how often the levers of such a step are chosen again, each time with a whole trace
-RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
 BITS = {"nf4": 4, "int8": 8, "bf16": 16, "fp32": 32}  # of a weight, by the names of dtypes and of adapters' bases
 SMALL = 1500  # operators of a step whose plan is traced whole for every recipe, and not only for the first
 
@@ -75,17 +75,29 @@ class RecipeSearch:
         """The arguments of a plan for a recipe."""
         return with_recipe(self.asked, recipe, self.models.of(recipe), self.optimizer)
 
-    def run(self, recipes: Sequence[Recipe]) -> list[Found]:
-        """What becomes of each recipe. Those of the same variant come together, in the order of `recipes`."""
-        found: list[Found] = []
-        done: set[Recipe] = set()
-        last = [r for r in recipes if parse_optimizer(r.optimizer).kind == OFFLOADED]  # each is traced whole
-        groups: dict[tuple[Variant, bool], list[Recipe]] = {}
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_budget(self.budget, device_bytes=lookup(self.asked.device).memory_bytes)
+
+    def parts(self, recipes: Sequence[Recipe]) -> list[list[Recipe]]:
+        """The recipes in parts that share no trace. Those of the smallest weights come first: where anything fits, they
+        do, and a person waits for the first row.
+        """
+        found: dict[Variant, list[Recipe]] = {}
         for recipe in recipes:
-            groups.setdefault((Variant.of(recipe), recipe in last), []).append(recipe)
-        # Those of the smallest weights come first: where anything fits, they do, and a person waits for the first row.
-        order = sorted(groups, key=lambda group: (group[1], group[0].step_in_backward, _weight_bits(group[0])))
-        for variant, alike in ((group[0], groups[group]) for group in order):
+            found.setdefault(Variant.of(recipe)._replace(step_in_backward=False), []).append(recipe)
+        return [found[plain] for plain in sorted(found, key=_weight_bits)]
+
+    def run(self, part: Sequence[Recipe]) -> Iterator[Found]:
+        """What becomes of the recipes of a part."""
+        done: set[Recipe] = set()
+        last = [r for r in part if parse_optimizer(r.optimizer).kind == OFFLOADED]  # each is traced whole
+        groups: dict[tuple[bool, Variant], list[Recipe]] = {}
+        for recipe in part:
+            groups.setdefault((recipe in last, Variant.of(recipe)), []).append(recipe)
+        for group in sorted(groups, key=lambda group: (group[0], group[1].step_in_backward)):
+            variant, alike = group[1], groups[group]
             if variant.step_in_backward:
                 # The step in backward frees gradients and changes nothing else, so it is for what does not fit plainly.
                 alike = [r for r in alike if replace(r, step_in_backward=False) not in done]
@@ -93,13 +105,12 @@ class RecipeSearch:
                 continue
             try:
                 for each in self.of_variant(variant, alike):
-                    found.append(each)
                     if each.outcome.fits and not each.outcome.levers:
                         done.add(each.recipe)
                     self.notice(_line(each.outcome))
+                    yield each
             except ModelError as error:
                 self.notes.append(f"{alike[0].weights} was left out: {error}")
-        return found if any(each.outcome.fits for each in found) else self.last_resorts(found)
 
     def of_variant(self, variant: Variant, recipes: Sequence[Recipe]) -> Iterator[Found]:
         """What becomes of the recipes of one variant."""
@@ -186,22 +197,19 @@ class RecipeSearch:
             self.searches[variant] = VariantSearch(asked.request(may_choose=True), self.budget, frees=True)
         return self.searches[variant]
 
-    def last_resorts(self, found: Sequence[Found]) -> list[Found]:
-        """The recipes that need least, with the levers of least memory, which take many traces to find."""
-        better = list(found)
-        order = sorted(range(len(found)), key=lambda i: found[i].outcome.needed_bytes)
-        for index in order[:RESORTS]:
-            recipe, search = found[index].recipe, found[index].variant
-            if search is None or parse_optimizer(recipe.optimizer).kind == OFFLOADED:
-                continue
-            last = search.last_resort(search.update(recipe.optimizer))
-            if last is not None and search.excess(last) <= 0:
-                better[index] = self.found(search, recipe, last)
-            elif last is not None:
-                needed = max(last.needed_bytes, search.budget_bytes + 1)
-                better[index] = replace(found[index], outcome=replace(found[index].outcome, needed_bytes=needed))
-            self.notice(_line(better[index].outcome))
-        return better
+    def last_resort(self, found: Found) -> Found:
+        """A recipe that does not fit, with the levers of least memory, which take many traces to find."""
+        recipe, search = found.recipe, found.variant
+        if search is None or parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+            return found
+        last = search.last_resort(search.update(recipe.optimizer))
+        if last is not None and search.excess(last) <= 0:
+            found = self.found(search, recipe, last)
+        elif last is not None:
+            needed = max(last.needed_bytes, search.budget_bytes + 1)
+            found = replace(found, outcome=replace(found.outcome, needed_bytes=needed))
+        self.notice(_line(found.outcome))
+        return found
 
     def found(self, search: VariantSearch, recipe: Recipe, candidate: Candidate) -> Found:
         """A candidate that fits, as an outcome."""

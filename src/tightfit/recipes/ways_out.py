@@ -16,7 +16,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import batch_size
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.asked import Asked
-from tightfit.planner.levers import Exactness, allowed_levers, lever_types
+from tightfit.planner.levers import Exactness, Role, allowed_levers, lever_types
 from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import optimizer_peak
 from tightfit.planner.search.bisection import rough_bound
@@ -226,8 +226,11 @@ class Finder:
     # What there is to try
 
     def exact_levers(self) -> frozenset[str]:
-        """The exact levers that the device takes, also those that a plan uses only if they are named."""
-        exact = [kind for kind in lever_types() if kind.exactness is Exactness.EXACT]
+        """The exact levers that the device takes and that save memory, also those that a plan uses only if they are
+        named.
+        """
+        frees = [kind for kind in lever_types() if kind.role is not Role.EXECUTION]
+        exact = [kind for kind in frees if kind.exactness is Exactness.EXACT]
         return frozenset(kind.name for kind in exact if kind.refusal(self.device) is None)
 
     def exact_recipes(self) -> Iterator[Recipe]:

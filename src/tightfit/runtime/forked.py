@@ -1,4 +1,4 @@
-"""Work that forked copies of this process share, such as dry runs that do not depend on each other.
+"""Work in forked copies of this process, such as dry runs that do not depend on each other.
 
 A fork starts with all that this process has built and traced, at no cost, and sends back only what it was asked for.
 """
@@ -6,11 +6,13 @@ A fork starts with all that this process has built and traced, at no cost, and s
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 Notice = Callable[[str], None]
 MOST = 8  # processes: each one holds its own traces
-_LARGEST_QUEUE = 256
+_NO_PART = 255  # in the pipe of parts: the end of the work
 
 
 def processes_for(parts: int) -> int:
@@ -37,32 +39,93 @@ def shared_out(
 ) -> list[Result]:
     """The result of `work` for each part, done by so many processes: this one, and forks of it.
 
-    Each process takes the next part when it has done one. `work` gets a part and a function that shows a line. Results
-    and exceptions must be picklable. What a fork could not finish, because the system ended it, is done here. The first
-    exception of a fork is raised here.
+    What `Crew.share` says holds here too.
     """
-    assert len(parts) <= _LARGEST_QUEUE, "a part is one byte in a pipe"
-    waiting, filled = os.pipe()
-    os.write(filled, bytes(range(len(parts))))
-    os.close(filled)  # so that reading the empty pipe ends
-    forks = []
-    try:
-        forks += [_Fork(work, parts, waiting) for _ in range(min(processes, len(parts)) - 1)]
+    with Crew(work, min(processes, len(parts)), notice) as crew:
+        return [result for _, result in crew.share(parts)]
 
-        def notice_all(line: str) -> None:
-            _receive(forks, notice, patient=False)
-            notice(line)
 
-        results = {number: work(parts[number], notice_all) for number in _taken(waiting)}
-        while any(not fork.has_ended for fork in forks):
-            _receive(forks, notice, patient=True)
-    finally:
-        os.close(waiting)
-        for fork in forks:
+class Crew:
+    """This process and forks of it. Each keeps what it has made, such as traces, from one part of the work to the next.
+
+    `work` gets a part and a function that shows a line. Parts, results and exceptions must be picklable. The first
+    exception of a fork is raised here. Use it in a `with` statement, whose end ends the forks. Mutable: its forks.
+    """
+
+    def __init__(self, work: Callable[[Any, Notice], Any], processes: int, notice: Notice):
+        self.work, self.notice = work, notice
+        self.waiting, self.filled = os.pipe()
+        self.forks: list[_Fork] = []
+        try:
+            for _ in range(processes - 1):
+                self.forks.append(_Fork(work, self.waiting))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fork in self.forks:
             fork.end()  # after an error or Ctrl-C it is still at work
-    for fork in forks:
-        results |= fork.results
-    return [results[number] if number in results else work(part, notice) for number, part in enumerate(parts)]
+        os.close(self.waiting)
+        os.close(self.filled)
+
+    def share(self, parts: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Which process did each part (0: this one), and its result. Each takes the next part when it has done one.
+
+        What a fork could not finish, because the system ended it, is done here.
+        """
+        assert len(parts) < _NO_PART, "a part is one byte in a pipe"
+        at_work = [fork for fork in self.forks if fork.send("share", parts)]
+        os.write(self.filled, bytes(range(len(parts))) + bytes([_NO_PART]) * (1 + len(at_work)))
+        done = {number: (0, self.work(parts[number], self._shown)) for number in _taken(self.waiting)}
+        for fork, results in self._answers(at_work):
+            done |= {number: (1 + self.forks.index(fork), result) for number, result in results.items()}
+        self._empty()
+        lost = [number for number in range(len(parts)) if number not in done]
+        done |= {number: (0, self.work(parts[number], self.notice)) for number in lost}
+        return [done[number] for number in range(len(parts))]
+
+    def ask(self, parts: Mapping[int, Any]) -> dict[int, Any]:
+        """The result of a part that each of these processes does, by the number of the process.
+
+        The part of a fork that the system ended is done here, without what the fork had kept.
+        """
+        asked = [f for number, f in enumerate(self.forks, 1) if number in parts and f.send("ask", parts[number])]
+        done = {0: self.work(parts[0], self._shown)} if 0 in parts else {}
+        for fork, results in self._answers(asked):
+            done |= {1 + self.forks.index(fork): result for result in results.values()}
+        return {
+            number: done[number] if number in done else self.work(part, self.notice) for number, part in parts.items()
+        }
+
+    def _shown(self, line: str) -> None:
+        """Show a line of this process, after those that forks have sent."""
+        self._receive(patient=False)
+        self.notice(line)
+
+    def _answers(self, forks: Sequence["_Fork"]) -> list[tuple["_Fork", dict[int, Any]]]:
+        """The results of forks that were sent something, once all of it is done."""
+        while any(fork.is_at_work for fork in forks):
+            self._receive(patient=True)
+        return [(fork, fork.taken()) for fork in forks]
+
+    def _receive(self, *, patient: bool) -> None:
+        """Take what the forks have sent; if patient, wait for something."""
+        at_work = [fork for fork in self.forks if fork.is_at_work]
+        ready = wait([fork.connection for fork in at_work], None if patient else 0)
+        for fork in at_work:
+            if fork.connection in ready:
+                fork.receive(self.notice)
+
+    def _empty(self) -> None:
+        """Take what forks that were ended have left in the pipe."""
+        os.set_blocking(self.waiting, False)
+        with suppress(BlockingIOError):
+            os.read(self.waiting, select.PIPE_BUF)
+        os.set_blocking(self.waiting, True)
 
 
 def in_a_fork(work: Callable[[], Result]) -> Result:
@@ -115,59 +178,78 @@ def _end_with_parent() -> None:
 
 def _taken(waiting: int) -> Iterator[int]:
     """The numbers of parts that this process takes, one when the one before is done."""
-    while taken := os.read(waiting, 1):
-        yield taken[0]
+    while (taken := os.read(waiting, 1)[0]) != _NO_PART:
+        yield taken
 
 
 class _Fork:
     """A process that does parts. Mutable: the results that have come, and whether anything may still come."""
 
-    def __init__(self, work: Callable[..., Any], parts: Sequence[Any], waiting: int):
+    def __init__(self, work: Callable[..., Any], waiting: int):
         context = multiprocessing.get_context("fork")
         self.results: dict[int, Any] = {}
-        self.has_ended = False
-        self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run, args=(work, parts, waiting, self.receiver, sender), daemon=True)
+        self.is_at_work, self.has_ended = False, False
+        self.connection, other = context.Pipe()
+        # No daemon: its work may have forks of its own.
+        self.process = context.Process(target=_run, args=(work, waiting, other, self.connection))
         self.process.start()
-        sender.close()  # so that the end of the fork is seen here
+        other.close()  # so that the end of the fork is seen here
+
+    def send(self, kind: str, parts: Any) -> bool:
+        """Give it something to do. False if the system has ended it."""
+        if not self.has_ended:
+            try:
+                self.connection.send((kind, parts))
+                self.is_at_work = True
+            except OSError:
+                self.has_ended = True
+        return not self.has_ended
 
     def receive(self, notice: Notice) -> None:
         try:
-            kind, value = self.receiver.recv()
-        except EOFError:
-            self.has_ended = True
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            self.has_ended, self.is_at_work = True, False
             return
         if kind == "line":
             notice(value)
         elif kind == "result":
             self.results.update(value)
+        elif kind == "done":
+            self.is_at_work = False
         else:
             raise value
+
+    def taken(self) -> dict[int, Any]:
+        results, self.results = self.results, {}
+        return results
 
     def end(self) -> None:
         self.process.kill()
         self.process.join()
-        self.receiver.close()
+        self.connection.close()
 
 
-def _receive(forks: Sequence[_Fork], notice: Notice, *, patient: bool) -> None:
-    """Take what the forks have sent; if patient, wait for something."""
-    at_work = [fork for fork in forks if not fork.has_ended]
-    ready = wait([fork.receiver for fork in at_work], None if patient else 0)
-    for fork in at_work:
-        if fork.receiver in ready:
-            fork.receive(notice)
-
-
-def _run(
-    work: Callable[..., Any], parts: Sequence[Any], waiting: int, receiver: Connection, sender: Connection
-) -> None:
+def _run(work: Callable[..., Any], waiting: int, connection: Connection, other: Connection) -> None:
     """What a fork does."""
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its forks
-    receiver.close()
+    other.close()
     torch.set_num_threads(1)  # the threads of the first process are not in a fork, and OpenMP would wait for them
+
+    def notice(line: str) -> None:
+        connection.send(("line", line))
+
     try:
-        for number in _taken(waiting):
-            sender.send(("result", {number: work(parts[number], lambda line: sender.send(("line", line)))}))
+        while True:
+            kind, parts = connection.recv()
+            if kind == "share":
+                for number in _taken(waiting):
+                    connection.send(("result", {number: work(parts[number], notice)}))
+            else:
+                connection.send(("result", {0: work(parts, notice)}))
+            connection.send(("done", None))
+    except EOFError:
+        return  # the first process is gone
     except Exception as error:
-        sender.send(("error", error))
+        connection.send(("error", error))

@@ -1,0 +1,172 @@
+"""The recipes of a question shared among processes, each of which keeps the traces of its own.
+
+Recipes of different weights share no trace. So a process that has found what becomes of some also confirms them and
+finds their sizes. What goes between processes are recipes and outcomes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tightfit.recipes.records import Largest, Outcome, Recipe
+from tightfit.recipes.search import Found, RecipeSearch, is_small
+from tightfit.recipes.sizes import Sizes
+from tightfit.recipes.variants import Variant
+from tightfit.runtime.forked import Crew, Notice, processes_for, shared_out
+
+
+class Row(NamedTuple):
+    """An outcome, the number of the process that has its traces, and whether a whole trace of it is cheap."""
+
+    outcome: Outcome
+    process: int
+    is_small: bool
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.outcome.recipe
+
+
+class _Answer(NamedTuple):
+    """What became of some recipes, and notes about those that were left out."""
+
+    rows: list[tuple[Outcome, bool]]
+    notes: list[str]
+
+
+class _Size(NamedTuple):
+    """A recipe whose largest sizes are asked for, and whether dry runs confirm them."""
+
+    recipe: Recipe
+    confirm: bool
+
+
+@dataclass
+class _Share:
+    """What one process has found. Mutable."""
+
+    search: RecipeSearch
+    processes: int
+    found: dict[Recipe, Found] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes = Sizes(self.search)
+
+    def do(self, asked: tuple[str, Sequence[Any]], notice: Notice) -> Any:
+        """One of the methods below, by its name."""
+        method, arguments = asked
+        self.search.notice = notice
+        return getattr(self, method)(arguments)
+
+    def searched(self, part: Sequence[Recipe]) -> _Answer:
+        noted = len(self.search.notes)
+        found = {each.recipe: each for each in self.search.run(part)}
+        self.found |= found
+        return _Answer([self._row(each) for each in found.values()], self.search.notes[noted:])
+
+    def confirmed(self, recipes: Sequence[Recipe]) -> list[tuple[Outcome, bool]]:
+        return self._changed(recipes, self.search.confirmed)
+
+    def at_last(self, recipes: Sequence[Recipe]) -> list[tuple[Outcome, bool]]:
+        return self._changed(recipes, self.search.last_resort)
+
+    def sized(self, wanted: Sequence[_Size]) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
+        # Recipes of one variant share dry runs, so they stay together. Those that take longest come first.
+        parts: dict[Variant, list[_Size]] = {}
+        for each in wanted:
+            parts.setdefault(Variant.of(each.recipe), []).append(each)
+        ordered = sorted(parts.values(), key=_dry_runs, reverse=True)
+        found: dict[Recipe, tuple[Largest | None, Largest | None]] = {}
+        # Another process may have less to do: a fork of this one then takes what is left here.
+        processes = min(self.processes, processes_for(len(ordered)))
+        for part in shared_out(self._sized_alike, ordered, self.search.notice, processes):
+            found |= part
+        return found
+
+    def _sized_alike(
+        self, part: Sequence[_Size], notice: Notice
+    ) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
+        done = {}
+        for recipe, confirm in part:
+            outcome = self.sizes.of(self._known(recipe), confirm=confirm).outcome
+            notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
+            done[recipe] = (outcome.longest_sequence, outcome.largest_batch)
+        return done
+
+    def _changed(self, recipes: Sequence[Recipe], change: Callable[[Found], Found]) -> list[tuple[Outcome, bool]]:
+        for recipe in recipes:
+            self.found[recipe] = change(self._known(recipe))
+        return [self._row(self.found[recipe]) for recipe in recipes]
+
+    def _known(self, recipe: Recipe) -> Found:
+        """What was found of a recipe, if need be anew: the process that had found it may have been ended."""
+        if recipe not in self.found:
+            self.found |= {each.recipe: each for each in self.search.of_variant(Variant.of(recipe), [recipe])}
+        return self.found[recipe]
+
+    def _row(self, found: Found) -> tuple[Outcome, bool]:
+        # A plan holds its model, which stays where it is.
+        outcome = found.outcome if self.processes == 1 else replace(found.outcome, plan=None)
+        return outcome, found.variant is not None and is_small(found.variant)
+
+
+class Shares:
+    """All processes of a question. Use it in a `with` statement."""
+
+    def __init__(self, search: RecipeSearch, recipes: Sequence[Recipe], processes: int):
+        self.search, self.parts = search, search.parts(recipes)
+        processes = min(processes, processes_for(len(self.parts)))
+        self.crew = Crew(_Share(search, processes).do, processes, search.notice)
+
+    def __enter__(self) -> "Shares":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.crew.__exit__(*error)
+
+    def rows(self) -> list[Row]:
+        """What becomes of each recipe."""
+        found: list[Row] = []
+        for process, (rows, notes) in self.crew.share([("searched", part) for part in self.parts]):
+            found += [Row(outcome, process, small) for outcome, small in rows]
+            self.search.notes += [note for note in notes if note not in self.search.notes]
+        return found
+
+    def confirmed(self, rows: Iterable[Row]) -> dict[Recipe, Row]:
+        """Rows that fit, with the whole step traced as applied."""
+        return self._changed("confirmed", rows)
+
+    def at_last(self, rows: Iterable[Row]) -> dict[Recipe, Row]:
+        """Rows that do not fit, with the levers of least memory."""
+        return self._changed("at_last", rows)
+
+    def sizes(
+        self, rows: Iterable[Row], is_confirmed: Callable[[Row], bool]
+    ) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
+        """The longest sequence and the largest batch of each row."""
+        wanted = _by_process(rows, lambda row: _Size(row.recipe, is_confirmed(row)))
+        found: dict[Recipe, tuple[Largest | None, Largest | None]] = {}
+        for answer in self.crew.ask({process: ("sized", each) for process, each in wanted.items()}).values():
+            found |= answer
+        return found
+
+    def _changed(self, method: str, rows: Iterable[Row]) -> dict[Recipe, Row]:
+        wanted = _by_process(rows, lambda row: row.recipe)
+        answers = self.crew.ask({process: (method, recipes) for process, recipes in wanted.items()})
+        return {
+            outcome.recipe: Row(outcome, process, small)
+            for process, answer in answers.items()
+            for outcome, small in answer
+        }
+
+
+def _by_process(rows: Iterable[Row], what: Callable[[Row], Any]) -> Mapping[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for row in rows:
+        found.setdefault(row.process, []).append(what(row))
+    return found
+
+
+def _dry_runs(part: Sequence[_Size]) -> int:
+    """About how many dry runs find the sizes of recipes of one variant."""
+    return 4 + 4 * sum(each.confirm for each in part)
