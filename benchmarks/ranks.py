@@ -39,7 +39,7 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.playing import PlayedRank, own_copy
-from tightfit.ranks.world import Parallel, World
+from tightfit.ranks.world import DDPSettings, Parallel, World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.step import Precision, StepSettings, TokenBatch, forward_backward, model_loss, update
 from tightfit.tracing.step import trace_step
@@ -62,6 +62,7 @@ class Case:
     shape: tuple[int, int, int] = EVEN
     recompute: bool = False  # every block, by PyTorch's own checkpoint
     budget: str | None = None  # of a plan for all ranks, which is applied before the model is wrapped
+    ddp: tuple[tuple[str, Any], ...] = ()  # arguments of DistributedDataParallel, and the loop's no_sync
 
     def model(self) -> Decoder:
         hidden, heads, vocabulary = self.shape
@@ -100,9 +101,11 @@ def planned(case: Case) -> Plan | None:
         grad_clip=case.grad_clip,
         world_size=case.world_size,
         parallel=case.parallel,
+        ddp=dict(case.ddp) if case.ddp else None,
     )
 
 
+VIEWS = ("gradient_as_bucket_view", True)
 CASES = [
     Case(2, "fsdp2", recompute=True, shape=UNEVEN),
     Case(2, "fsdp2", "bf16", recompute=True, shape=UNEVEN),
@@ -112,6 +115,26 @@ CASES = [
     *(Case(2, "fsdp2", shape=UNEVEN, budget=budget) for budget in ("0.85x", "0.7x")),
     Case(2, "fsdp2", "bf16", shape=UNEVEN, budget="0.85x"),
     Case(2, "ddp", shape=UNEVEN, budget="0.85x"),
+    *(
+        Case(2, "ddp", grad_clip=1.0, micro_batches=count, shape=UNEVEN, budget=budget, ddp=settings)
+        for settings, count, budget in [
+            ((VIEWS,), 1, None),
+            ((VIEWS,), 3, None),
+            ((), 3, None),
+            ((("no_sync", False),), 3, None),
+            ((VIEWS, ("no_sync", False)), 3, None),
+            ((("bucket_cap_mb", 0.1),), 1, None),
+            ((("broadcast_buffers", False),), 1, None),
+            ((("find_unused_parameters", True),), 1, None),
+            ((("static_graph", True),), 1, None),
+            ((VIEWS, ("static_graph", True)), 1, None),
+            ((VIEWS,), 1, "0.85x"),
+            ((), 1, "0.6x"),
+            ((VIEWS,), 1, "0.6x"),
+            ((("find_unused_parameters", True),), 1, "0.7x"),
+            ((("static_graph", True),), 1, "0.7x"),
+        ]
+    ),
 ] + [
     Case(size, parallel, precision, reshard, shape=shape)
     for size in (2, 4)
@@ -128,7 +151,7 @@ def predicted(case: Case, rank: int) -> dict[str, Any]:
     if plan is not None:
         return {"predicted_bytes": plan.rank_peak_bytes[rank], "planned_levers": [str(lever) for lever in plan.levers]}
     model = case.model()
-    world = World(case.world_size, case.parallel, 1, case.reshard)
+    world = World(case.world_size, case.parallel, 1, case.reshard, DDPSettings.of(dict(case.ddp)))
     played = PlayedRank(world, rank, find_blocks(model), case.precision)
     trace = trace_step(own_copy(model), case.parts(), model_loss, settings=case.settings, rank=played)
     without = (
@@ -169,7 +192,7 @@ def work(case: Case, rank: int, folder: str) -> None:
         plan.apply(model)
         reshard = None if plan.reshard_after_forward in (True, None) else False
     if case.parallel == "ddp":
-        held = in_ddp(model)
+        held = in_ddp(model, DDPSettings.of(dict(case.ddp)))
     else:
         mesh = dist.init_device_mesh("cpu", (case.world_size,))
         held = in_fsdp2(model, find_blocks(model), mesh, precision=case.precision, reshard_after_forward=reshard)
@@ -238,7 +261,7 @@ def compare(case: Case, library: Path) -> list[dict[str, Any]]:
         print(
             f"{case.parallel} x{case.world_size} {case.precision} reshard={case.reshard} {case.shape} rank {rank}, "
             f"recompute={case.recompute}, budget {case.budget}, {case.micro_batches} micro-batches, "
-            f"clip {case.grad_clip}: predicted {made['predicted_bytes']:,}, "
+            f"clip {case.grad_clip}, {dict(case.ddp)}: predicted {made['predicted_bytes']:,}, "
             f"measured {least:,} ({rows[-1]['difference']:+,}; up to {most:,})",
             flush=True,
         )
@@ -258,17 +281,21 @@ def built(folder: str) -> Path:
 def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["--worker"]:
         described = json.loads(arguments[1])
-        work(Case(**{**described, "shape": tuple(described["shape"])}), int(arguments[2]), arguments[3])
+        settings = tuple((name, value) for name, value in described["ddp"])
+        case = Case(**{**described, "shape": tuple(described["shape"]), "ddp": settings})
+        work(case, int(arguments[2]), arguments[3])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", choices=["ddp", "fsdp2"])
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--planned", action="store_true", help="only the cases with a plan")
+    parser.add_argument("--settings", action="store_true", help="only the cases with settings of DDP")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if options.only in (None, case.parallel)]
     cases = [case for case in cases if options.world_size in (None, case.world_size)]
     cases = [case for case in cases if case.budget is not None or not options.planned]
+    cases = [case for case in cases if case.ddp or not options.settings]
     here = environment()
     with tempfile.TemporaryDirectory() as folder:
         library = built(folder)

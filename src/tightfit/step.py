@@ -107,6 +107,12 @@ def autocast(precision: Precision, device_type: str) -> Iterator[None]:
         yield
 
 
+def adding_up(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """A context for forward and backward of a micro-batch: DDP around the model adds up gradients in the last one."""
+    is_joined = isinstance(model, nn.parallel.DistributedDataParallel)
+    return model.no_sync() if is_joined and not last else nullcontext()
+
+
 def forward_backward(
     model: nn.Module,
     parts: list[Part],
@@ -121,15 +127,16 @@ def forward_backward(
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     total: torch.Tensor | None = None
     for number, part in enumerate(parts, start=1):
-        with observer.phase("forward"), autocast(precision, device_type):
-            value = _checked(loss(model, part.batch))
-            # Weighted before backward. A mean of the micro-batches' means is another loss if they have different
-            # numbers of valid tokens (14.5% gradient error on one batch: transformers#34191).
-            if part.weight != 1.0:
-                value = value * part.weight
         more_follow = number < len(parts)
-        with observer.phase("backward"), accumulation() if more_follow else nullcontext():
-            (value if scaler is None else scaler.scale(value)).backward()
+        with adding_up(model, last=not more_follow):
+            with observer.phase("forward"), autocast(precision, device_type):
+                value = _checked(loss(model, part.batch))
+                # Weighted before backward. A mean of the micro-batches' means is another loss if they have different
+                # numbers of valid tokens (14.5% gradient error on one batch: transformers#34191).
+                if part.weight != 1.0:
+                    value = value * part.weight
+            with observer.phase("backward"), accumulation() if more_follow else nullcontext():
+                (value if scaler is None else scaler.scale(value)).backward()
         total = value.detach() if total is None else total + value.detach()
         del value  # its graph must not live during the next micro-batch's forward
     assert total is not None, "a step has at least one micro-batch"

@@ -66,9 +66,9 @@ class FrugalOptimizer(StrictStateOptimizer):
         if self._is_built:
             self.adopt(self.param_groups[-1]["params"])
 
-    def twin(self) -> "FrugalOptimizer":
-        """An optimizer over the same parameters and settings, without states."""
-        groups = [dict(group) for group in self.param_groups]
+    def twin(self, groups: list[dict[str, Any]] | None = None) -> "FrugalOptimizer":
+        """An optimizer with the same settings, without states, over the same parameters or those of `groups`."""
+        groups = [dict(group) for group in self.param_groups] if groups is None else groups
         shared = {name: self.defaults[name] for name in SETTINGS}
         return type(self)(groups, **shared, **self.own_settings())
 

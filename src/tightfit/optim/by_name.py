@@ -57,7 +57,7 @@ def build_optimizer(
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(kind, torch.optim.Optimizer):
         # The user's own optimizer must not be stepped: its states are part of the training.
-        return _twin(kind)
+        return optimizer_over(kind)
     if callable(kind):
         return kind(trained)
     return optimizer_by_name(kind, trained, options)
@@ -97,14 +97,17 @@ def _parsed(name: str) -> OptimizerName:
         raise InputError(str(error)) from None
 
 
-def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A new optimizer of the same class over the same parameters, with the same settings and without states."""
+def optimizer_over(
+    optimizer: torch.optim.Optimizer, copies: Mapping[torch.Tensor, torch.Tensor] | None = None
+) -> torch.optim.Optimizer:
+    """A new optimizer of the same class and settings, without states, over the same parameters or their `copies`."""
+    copies = copies or {}
+    groups = [{**group, "params": [copies.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
     if isinstance(optimizer, FrugalOptimizer):
-        twin: torch.optim.Optimizer = optimizer.twin()
+        twin: torch.optim.Optimizer = optimizer.twin(groups)
     else:
         accepted = inspect.signature(type(optimizer)).parameters  # `defaults` holds more than the constructor takes
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        groups = [dict(group) for group in optimizer.param_groups]
         twin = without_its_step(type(optimizer))(groups, **settings)
     if steps_in_backward(optimizer):
         step_in_backward(twin, [p for group in twin.param_groups for p in group["params"]])

@@ -1,6 +1,6 @@
 """The public functions `estimate`, `plan` and `curve`: how much memory a step needs, and how it can fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
+from tightfit.planner.shared import plan_of_one_rank
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
 from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, Precision
@@ -49,6 +50,7 @@ def estimate(
     world_size: int | None = None,
     nodes: int | None = None,
     parallel: Literal["ddp", "fsdp2"] | None = None,
+    ddp: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict the peak memory and the time of one training step, without computing it and without changing the model.
 
@@ -63,7 +65,9 @@ def estimate(
     `world_size` is the number of ranks that train together, each with `device`, on `nodes` machines (1). `batch` is
     then that of one rank. `parallel` is `"fsdp2"` (the default: each repeated block is sharded by `fully_shard`, then
     the rest, in the mixed precision that `precision` names) or `"ddp"`. The estimate is that of the rank with the
-    highest peak, and has the peaks of all ranks (`rank_peak_bytes`).
+    highest peak, and has the peaks of all ranks (`rank_peak_bytes`). `ddp` are the arguments that your loop gives to
+    `DistributedDataParallel` beside the model, such as `{"gradient_as_bucket_view": True}`. `"no_sync": False` among
+    them says that every micro-batch adds up its gradients, and not only the last one.
 
     Raises `InputError` for a wrong argument and `TraceError` for an operator that cannot run dry.
 
@@ -79,7 +83,7 @@ def estimate(
     """
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward,
-        world_size=world_size, nodes=nodes, parallel=parallel,
+        world_size=world_size, nodes=nodes, parallel=parallel, ddp=ddp,
     )  # fmt: skip
     return estimate_asked(asked)
 
@@ -106,6 +110,7 @@ def plan(
     nodes: int | None = None,
     parallel: Literal["ddp", "fsdp2"] | None = None,
     steps: int | None = None,
+    ddp: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Find the fastest combination of levers whose predicted peak is within the budget.
 
@@ -127,6 +132,10 @@ def plan(
     With `world_size` the plan is one for all ranks, and the budget is the peak of each of them. For FSDP2 the plan also
     says whether blocks free their gathered weights after forward (`plan.reshard_after_forward`). Apply it to the model
     before or after `fully_shard` or `DistributedDataParallel`.
+
+    In a process that torchrun has started, and that has called `init_process_group`, `parallel="ddp"` is enough: all
+    ranks call `plan` alike, rank 0 makes the plan, and all get it. `batch` is then one of the rank's own batches, of
+    the same shape on each rank.
 
     `steps` is how often the step will run. Where that is known and repays the seconds of recording, a plan on a CPU
     also uses the exact lever `"capture"`, wherever `"recompute"` is allowed.
@@ -152,8 +161,9 @@ def plan(
     asked = Asked(
         model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
         step_in_backward, levers, blocks, offload_folder, offload_budget, world_size, nodes, parallel, steps,
+        ddp,
     )  # fmt: skip
-    return plan_asked(asked, budget, curve=curve)
+    return plan_of_one_rank(asked, budget, lambda: plan_asked(asked, budget, curve=curve))
 
 
 @aside()
@@ -271,6 +281,7 @@ def plan_of_ranks(found: RanksFound) -> Plan:
         world_size=world.size,
         nodes=world.nodes,
         parallel=world.parallel,
+        ddp=tuple(world.ddp.own.items()),
         reshard_after_forward=None if world.parallel == "ddp" else world.reshard_after_forward is not False,
         rank_peak_bytes=found.peaks,
         communicator_bytes=request.communicator_bytes,

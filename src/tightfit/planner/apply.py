@@ -43,14 +43,15 @@ class AppliedPlan(Applied):
         """The batch in the plan's micro-batches, each with its weight in the loss of the whole batch."""
         return as_parts(split_batch(batch, self.plan.micro_batches), loss or model_loss)
 
-    def backward(self, batch: Batch, loss: Loss | None = None) -> torch.Tensor:
+    def backward(self, batch: Batch, loss: Loss | None = None, *, model: nn.Module | None = None) -> torch.Tensor:
         """Run forward and backward over all micro-batches of the plan, in its precision. Return the batch's loss,
         detached.
 
-        If the plan has one micro-batch, the usual `model(**batch).loss.backward()` does the same.
+        If the plan has one micro-batch, the usual `model(**batch).loss.backward()` does the same. `model` is the
+        `DistributedDataParallel` around the planned model, whose gradients are added up in the last micro-batch.
         """
-        loss = loss or model_loss
-        return forward_backward(self.model, self.parts(batch, loss), loss, self.plan.precision)
+        loss, model = loss or model_loss, self.model if model is None else model
+        return forward_backward(model, self.parts(batch, loss), loss, self.plan.precision)
 
 
 def policy_of(choice: BlockChoice) -> Policy:

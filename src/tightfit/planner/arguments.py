@@ -9,7 +9,8 @@ from torch import nn
 
 from tightfit.errors import InputError
 from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
-from tightfit.planner.levers import lever_types
+from tightfit.optim.in_backward import steps_in_backward
+from tightfit.planner.levers import ChunkedLoss, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
@@ -86,19 +87,21 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool) -> None:
     """Raise `InputError` for a step that no rank of a world can be played with."""
     if world is None:
         return
-    if isinstance(optimizer, torch.optim.Optimizer):
+    of_several = world.parallel != "ddp"  # FSDP2 replaces the parameters, DDP keeps them
+    if isinstance(optimizer, torch.optim.Optimizer) and of_several:
         raise InputError(
             f"optimizer: this {type(optimizer).__name__} holds the parameters of one process, and each rank makes its "
             "own: give its name, or a callable that takes parameters"
         )
-    if in_backward:
+    if in_backward or (isinstance(optimizer, torch.optim.Optimizer) and steps_in_backward(optimizer)):
         raise InputError(
             "step_in_backward and world_size are both given, and gradients of several ranks are averaged before the "
             "step: leave one out"
         )
-    if process_group_exists():
+    if process_group_exists() and of_several:
         raise InputError(
-            "this process is a rank of a distributed run already: ask about world_size in a process of its own"
+            "this process is a rank of a distributed run already: ask about world_size in a process of its own, or "
+            "give parallel='ddp'"
         )
 
 
@@ -108,14 +111,28 @@ def check_steps(steps: Any) -> None:
         raise InputError(f"steps is {steps!r}, wanted None or the number of steps that the plan is for, at least 1")
 
 
-def check_levers_of_ranks(world: World | None, levers: frozenset[str]) -> None:
-    """Raise `InputError` for a lever that no rank is played with."""
-    named = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]
-    if world is not None and named:
+def levers_of_ranks(world: World | None, named: Any) -> frozenset[str]:
+    """The levers that a plan may use, on the ranks of a world. Raises `InputError` for one that no rank is played with,
+    and for an unknown one.
+    """
+    levers = allowed_levers(named)
+    if world is None:
+        return levers
+    if world.ddp.reads_outputs and ChunkedLoss.name in levers:
+        # DDP copies what a model returns to find what was used, so logits would be materialised all the same.
+        if not isinstance(named, str | None) and ChunkedLoss.name in named:
+            raise InputError(
+                f"lever {ChunkedLoss.name} and DDP's find_unused_parameters or static_graph are both given, and DDP "
+                "copies the logits then: leave one out"
+            )
+        levers -= {ChunkedLoss.name}
+    requested = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]
+    if requested:
         raise InputError(
-            f"lever {named[0]} and world_size are both given, and a plan for several ranks does not use that lever: "
-            "leave one out"
+            f"lever {requested[0]} and world_size are both given, and a plan for several ranks does not use that "
+            "lever: leave one out"
         )
+    return levers
 
 
 def check_levers(levers: Any) -> None:

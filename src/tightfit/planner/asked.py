@@ -1,6 +1,6 @@
 """The arguments of `tightfit.plan` as one record, and the planner's request that they lead to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -8,21 +8,24 @@ import torch
 from torch import nn
 
 from tightfit.devices.present import lookup
+from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import InputError
 from tightfit.levers.offload import OffloadSettings, positive_bytes
 from tightfit.planner.arguments import (
     check_levers,
-    check_levers_of_ranks,
     check_settings,
     check_step,
     check_step_in_backward,
     check_steps,
     check_world,
+    levers_of_ranks,
 )
-from tightfit.planner.levers import MicroBatches, allowed_levers
+from tightfit.planner.levers import MicroBatches
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.wrapped import refuse_distributed
+from tightfit.processes.launch import launched
 from tightfit.ranks.world import world_of
+from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.tracing.twin import has_no_memory, twin_of, with_memory
 
@@ -49,6 +52,7 @@ class Asked:
     nodes: int | None = None
     parallel: str | None = None
     steps: int | None = None
+    ddp: Mapping[str, Any] | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -60,6 +64,19 @@ class Asked:
     def count(self) -> int:
         """The micro-batches of the plain step: one if the plan chooses their number."""
         return 1 if self.micro_batches == "auto" else self.micro_batches
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks: that of the run that this process is part of, for DDP without a number."""
+        group = default_group() if self.parallel == "ddp" and self.world_size is None else None
+        return self.world_size if group is None else group.size()
+
+    def _device_of_a_rank(self) -> DeviceSpec:
+        """The device as one rank has it: the ranks that torchrun started on a machine share its memory."""
+        device, launch = lookup(self.device), launched() if process_group_exists() else None
+        if launch is None or device.kind != "cpu":
+            return device
+        return replace(device, memory_bytes=device.memory_bytes // launch.local_size)
 
     def without_levers(self) -> "Asked":
         """The step without arguments of levers. An estimate must not fail for a lever that the device refuses."""
@@ -77,12 +94,11 @@ class Asked:
         check_step_in_backward(self.step_in_backward, self.grad_clip, self.precision)
         check_levers(self.levers)
         refuse_distributed(self.model, "a plan or an estimate")
-        world = world_of(self.world_size, self.nodes, self.parallel)
+        world = world_of(self.ranks, self.nodes, self.parallel, self.ddp)
         check_world(world, self.optimizer, self.step_in_backward)
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
         model, batch = as_twins(self.model, self.batch, self.optimizer)
-        levers = allowed_levers(self.levers)
-        check_levers_of_ranks(world, levers)
+        levers = levers_of_ranks(world, self.levers)
         check_steps(self.steps)
         return Request(
             model=model,
@@ -90,7 +106,7 @@ class Asked:
             loss=self.loss or model_loss,
             optimizer=self.optimizer,
             settings=StepSettings(self.precision, self.grad_clip, keeps, self.step_in_backward),
-            device=lookup(self.device),
+            device=self._device_of_a_rank() if world is not None else lookup(self.device),
             levers=levers | {MicroBatches.name} if chooses else levers,
             blocks=self.blocks,
             micro_batches=count,

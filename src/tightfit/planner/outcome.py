@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tightfit.planner.levers import Combination, Lever, find
 from tightfit.planner.levers.base import L
@@ -111,6 +111,7 @@ class PlanRecord:
     reshard_after_forward: bool | None = None  # of FSDP2's blocks: whether gathered weights are freed after forward
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank under the plan, in their order; empty for one process
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
+    ddp: tuple[tuple[str, Any], ...] = ()  # settings of DDP that are not PyTorch's defaults
 
     @property
     def peak_bytes(self) -> int:
@@ -135,7 +136,7 @@ class PlanRecord:
     def hash(self) -> str:
         """A checksum of what a plan makes of a step, without its figures: ranks that share it do the same."""
         done = [
-            self.fingerprint, self.precision, self.world_size, self.parallel, self.reshard_after_forward,
+            self.fingerprint, self.precision, self.world_size, self.parallel, self.reshard_after_forward, self.ddp,
             [lever.to_dict() for lever in self.levers],
             [replace(choice, kept_bytes=0, recompute_seconds=0.0) for choice in self.choices],
         ]  # fmt: skip

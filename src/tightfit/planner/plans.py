@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 FORMAT = 6
 EARLIER_FORMATS = (4, 5)  # of version 0.1.0
 # Fields that plans of one process had not, before there were plans of several ranks.
-OF_RANKS = ("world_size", "nodes", "parallel", "reshard_after_forward", "rank_peak_bytes", "communicator_bytes")
+OF_RANKS = (
+    "world_size", "nodes", "parallel", "reshard_after_forward", "rank_peak_bytes", "communicator_bytes", "ddp",
+)  # fmt: skip
 
 
 class Plan(PlanRecord):
@@ -47,7 +49,7 @@ class Plan(PlanRecord):
             "plain_peak_bytes": self.plain_peak_bytes,
         }
         levers = [lever.to_dict() for lever in self.levers]
-        own = {"levers": levers, "micro_batches": self.micro_batches, "hash": self.hash}
+        own = {"levers": levers, "micro_batches": self.micro_batches, "hash": self.hash, "ddp": dict(self.ddp)}
         return {"format": FORMAT, **figures, **asdict(self), **own}
 
     def to_json(self, path: str | Path) -> None:
@@ -116,6 +118,7 @@ class Plan(PlanRecord):
             "rejected": tuple(Rejected(**r) for r in raw["rejected"]),
             "assumptions": tuple(raw["assumptions"]),
             "rank_peak_bytes": tuple(raw.get("rank_peak_bytes", ())),
+            "ddp": tuple(raw.get("ddp", {}).items()),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
         }
         return cls(**fields)

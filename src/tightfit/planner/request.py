@@ -1,9 +1,9 @@
 """The planner's request, with all defaults filled in, and the dry runs of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from tightfit.levers.offload import HostStore, OffloadSettings
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
 from tightfit.names.optimizers import optimizer_in_words
-from tightfit.optim.by_name import OptimizerFactory
+from tightfit.optim.by_name import OptimizerFactory, optimizer_over
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Lever, lever_types
@@ -138,6 +138,13 @@ class Request:
         return optimizer_in_words(name, self.settings.step_in_backward)
 
 
+def _of_copies(
+    optimizer: torch.optim.Optimizer, copies: Mapping[torch.Tensor, torch.Tensor], _: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The user's optimizer over a rank's copies of the parameters."""
+    return optimizer_over(optimizer, copies)
+
+
 def role_of(device: DeviceSpec) -> CudaRole | None:
     """The CUDA device that dry runs for a device simulate; None for a CPU."""
     if device.kind == "cpu":
@@ -177,12 +184,16 @@ class Tracer:
         self, model: nn.Module, combination: Combination, routing: Routing, rank: PlayedRank | None = None
     ) -> StepTrace:
         """A step of a model that has its levers on."""
-        request = self.request
+        request, optimizer = self.request, self.request.optimizer
+        if rank is not None and isinstance(optimizer, torch.optim.Optimizer):
+            copies: dict[torch.Tensor, torch.Tensor] = {}
+            copies.update(zip(request.model.parameters(), model.parameters(), strict=True))
+            optimizer = partial(_of_copies, optimizer, copies)
         return trace_step(
             model,
             request.parts(combination.micro_batches),
             request.loss,
-            optimizer=request.optimizer,
+            optimizer=optimizer,
             settings=request.settings if rank is None else self.settings_of_rank,
             cost=request.cost,
             executor=request.executor,

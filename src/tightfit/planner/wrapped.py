@@ -21,9 +21,11 @@ def refuse_wrapped(model: nn.Module, what: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, _WRAPPERS) or _is(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             inner = f"{path}.module".lstrip(".")
+            is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+            how = "with parallel='ddp'" if is_ddp else "for one process"
             raise ModelError(
-                f"{what} does not support {type(module).__name__} yet: plan the module inside (model.{inner}) for one "
-                "process, and apply the plan to it before you wrap it"
+                f"{what} does not support {type(module).__name__} yet: plan the module inside (model.{inner}) {how}, "
+                "and apply the plan to it before you wrap it"
             )
 
 

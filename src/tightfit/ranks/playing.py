@@ -31,6 +31,11 @@ class PlayedRank:
         # DDP makes its buckets anew when the second step begins, in the order in which gradients were ready.
         return 3 if self.world.parallel == "ddp" else 2
 
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are added up in the last micro-batch only."""
+        return self.world.parallel == "ddp" and self.world.ddp.no_sync
+
     @contextmanager
     def playing(self) -> Iterator[None]:
         with fake_process_group(self.number, self.world.size):
@@ -39,7 +44,7 @@ class PlayedRank:
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Raises `ModelError` for a model that PyTorch's engine refuses."""
         try:
-            return in_ddp(model) if self.world.parallel == "ddp" else self._sharded(model)
+            return in_ddp(model, self.world.ddp) if self.world.parallel == "ddp" else self._sharded(model)
         except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ModelError(f"{type(model).__name__} does not run in {self.world.parallel}: {reason}") from error

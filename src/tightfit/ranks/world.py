@@ -1,7 +1,8 @@
 """How a training is spread over processes. No torch here."""
 
-from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args
 
 from tightfit.errors import InputError
 
@@ -9,14 +10,70 @@ Parallel = Literal["ddp", "fsdp2"]
 LARGEST = 1 << 14  # ranks of one process group; the list of their peaks is as long
 
 
-def world_of(size: int | None, nodes: int | None, parallel: str | None) -> "World | None":
+# Arguments of DistributedDataParallel that change no byte of a step, and may stand beside those that do.
+_BYTELESS = ("device_ids", "output_device", "dim", "init_sync", "check_reduction")
+_RENAMED = {"forward_sync_buffers": "broadcast_buffers"}  # in torch 2.13; the old name still works, with a warning
+
+
+@dataclass(frozen=True)
+class DDPSettings:
+    """The arguments of `DistributedDataParallel` that change what a step allocates, with PyTorch's defaults.
+
+    `no_sync` is the loop's: whether it adds up gradients in the last of several micro-batches only.
+    """
+
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    no_sync: bool = True
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "DDPSettings":
+        """The settings among a user's arguments. Raises `InputError` for an argument that no rank is played with."""
+        if not isinstance(given, Mapping):
+            raise InputError(f"ddp is a {type(given).__name__}, wanted a dict of arguments of DistributedDataParallel")
+        known = {each.name for each in fields(cls)}
+        given = {_RENAMED.get(name, name): value for name, value in given.items() if value is not None}
+        unknown = [name for name in given if name not in known and name not in _BYTELESS]
+        if unknown:
+            raise InputError(
+                f"ddp has {unknown[0]!r}, with which no rank is predicted: leave it out, or train without a plan; "
+                f"known are {', '.join(sorted(known))}"
+            )
+        cap = given.get("bucket_cap_mb", 1)
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap > 0:
+            raise InputError(f"ddp has bucket_cap_mb {cap!r}, wanted a number above zero, or None")
+        for name in known - {"bucket_cap_mb"}:
+            if not isinstance(given.get(name, False), bool):
+                raise InputError(f"ddp has {name} {given[name]!r}, wanted True or False")
+        return cls(**{name: value for name, value in given.items() if name in known})
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The settings that are not the defaults."""
+        return {each.name: v for each in fields(self) if (v := getattr(self, each.name)) != each.default}
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether DDP copies what the model returns, in the first step at least."""
+        return self.find_unused_parameters or self.static_graph
+
+
+def world_of(
+    size: int | None, nodes: int | None, parallel: str | None, ddp: Mapping[str, Any] | None = None
+) -> "World | None":
     """The world that these arguments name; None for one process. Raises `InputError`."""
+    if ddp is not None and parallel != "ddp":
+        raise InputError("ddp has the arguments of DistributedDataParallel: give parallel='ddp' too, or leave it out")
     if size is None:
         given = [name for name, value in (("nodes", nodes), ("parallel", parallel)) if value is not None]
         if given:
             raise InputError(f"{given[0]} is given without world_size: say how many ranks there are")
         return None
-    return World(size, cast(Parallel, parallel or "fsdp2"), 1 if nodes is None else nodes)
+    settings = DDPSettings() if ddp is None else DDPSettings.of(ddp)
+    return World(size, cast(Parallel, parallel or "fsdp2"), 1 if nodes is None else nodes, ddp=settings)
 
 
 @dataclass(frozen=True)
@@ -27,6 +84,7 @@ class World:
     parallel: Parallel = "fsdp2"
     nodes: int = 1
     reshard_after_forward: bool | None = None  # of FSDP2: whether gathered weights are freed; None: its own default
+    ddp: DDPSettings = field(default_factory=DDPSettings)
 
     def __post_init__(self) -> None:
         """Raise `InputError` for what no training can have."""

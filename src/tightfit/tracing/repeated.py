@@ -12,7 +12,7 @@ from tightfit.memory.allocator import memory_of
 from tightfit.optim.by_name import host_states, named_states
 from tightfit.optim.gradients import gradient_memory
 from tightfit.runtime.activity import accumulation
-from tightfit.step import Loss, Part, StepSettings, forward_backward, update
+from tightfit.step import Loss, Part, StepSettings, adding_up, forward_backward, update
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.record import Category, Phase
 from tightfit.tracing.shapes import TensorShape
@@ -126,7 +126,8 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
     """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end."""
     boundaries = [len(dry.operators)]
     for number, part in enumerate(parts, start=1):
-        with accumulation() if number < len(parts) else nullcontext():
+        more_follow = number < len(parts)
+        with accumulation() if more_follow else nullcontext(), adding_up(model, last=not more_follow):
             forward_backward(model, [part], loss, settings.precision, observer=Phases(dry))
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)

@@ -13,7 +13,7 @@ from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.runtime.activity import aside, now
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Loss, Part, StepSettings, let_go, modules_beside, update
+from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
@@ -48,6 +48,11 @@ class Rank(Protocol):
     @property
     def steps(self) -> int:
         """The number of the step whose memory is that of every later one."""
+        ...
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are added up in the last micro-batch only."""
         ...
 
     def playing(self) -> AbstractContextManager[Any]:
@@ -87,7 +92,8 @@ def trace_step(
         twin = _built(optimizer, model, settings)
         # Gradients that the optimizer does not own are never cleared, so they are there in every step.
         stand_in(dry, model, [name for name in held if not _steps(twin, model.get_parameter(name))])
-        traced, repeated = representatives(parts, steps_in_backward(twin))
+        is_last_alone = steps_in_backward(twin) or (rank is not None and rank.reduces_once)
+        traced, repeated = representatives(parts, is_last_alone)
         step = DryStep(
             dry, model, traced, loss, settings, on_cuda=role is not None,
             optimizer=twin, built=lambda: _built(optimizer, model, settings),
@@ -128,15 +134,15 @@ def stand_in(dry: DryRun, model: nn.Module, names: Iterable[str]) -> None:
         dry.ledger.announce(parameter.grad, Category.GRADIENT, known=False, name=name)
 
 
-def representatives(parts: Sequence[Part], in_backward: bool) -> tuple[list[Part], int]:
+def representatives(parts: Sequence[Part], is_last_alone: bool) -> tuple[list[Part], int]:
     """The micro-batches to trace, and the index of the one that represents several.
 
     The first micro-batch finds no gradients. Every later one finds those of the earlier ones, so one of them represents
     all.
     """
-    if in_backward and len(parts) > 2:
-        # An optimizer that steps in backward does so in the last micro-batch only. That one frees gradients which the
-        # earlier ones keep, so it represents none of them.
+    if is_last_alone and len(parts) > 2:
+        # An optimizer that steps in backward does so in the last micro-batch only, which frees gradients that the
+        # earlier ones keep. DDP adds up gradients in the last one only. So it represents none of them.
         return [parts[-2], parts[-1], parts[-1]], 1
     traced = list(parts[-2:])
     return traced, len(traced) - 1
@@ -171,7 +177,8 @@ def trace_part(
             model = _joined(dry, model, rank)
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
             if len(parts) > 1:  # an earlier one makes the gradients that the last one finds, as the engine makes them
-                run_parts(dry, model, [parts[-1]], loss, settings)
+                with adding_up(model, last=False):
+                    run_parts(dry, model, [parts[-1]], loss, settings)
                 dry.begin_again()
             return record(dry, run_parts(dry, model, [parts[-1]], loss, settings), repeats=len(parts))
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.

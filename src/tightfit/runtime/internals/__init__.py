@@ -54,12 +54,14 @@ from tightfit.runtime.internals.dispatcher import (
     runs_with,
 )
 from tightfit.runtime.internals.distributed import (
+    default_group,
     fake_process_group,
     finished_work,
     forget_process_groups,
     process_group_exists,
     run_kernel,
     sizes_of_storages_by,
+    store_of_default_group,
 )
 from tightfit.runtime.internals.graphs import (
     RecordedCall,
@@ -108,6 +110,7 @@ __all__ = [
     "counting_alias",
     "cudnn_attention_is_preferred",
     "current_node",
+    "default_group",
     "dispatch_is_watched",
     "divide_joint_graph",
     "drop_logs_of_limits",
@@ -155,6 +158,7 @@ __all__ = [
     "set_version_counters",
     "sizes_are_static",
     "sizes_of_storages_by",
+    "store_of_default_group",
     "tensor_without_memory",
     "text_of_tensors_by",
     "transforms_are_active",

@@ -24,17 +24,72 @@ def run_kernel(operator: Any, key: str, args: tuple, kwargs: dict) -> Any:
 
 @contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
-    """A context in which this process is one rank of a default process group of `size` that sends nothing."""
+    """A context in which this process is one rank of a default process group of `size` that sends nothing.
+
+    A default process group that is there already is put aside meanwhile.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     shown = sys.excepthook  # which is replaced by one that names the rank before each line, and never put back
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    with _groups_aside():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            sys.excepthook = shown
+
+
+@contextmanager
+def _groups_aside() -> Iterator[None]:
+    """A context in which PyTorch knows no process group. Those that it knew keep their connections, and are known again
+    afterwards.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    world: Any = c10d._world
+    default, count, comms = world.default_pg, world.group_count, list(getattr(world, "comms", ()))
+    if default is None:
+        yield
+        return
+    library: Any = torch._C
+    known = _tables_of(world)
+    held = [dict(table) for table in known]
+    names = dict(world.pg_names)
+    _forget(world)
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        sys.excepthook = shown
+        _forget(world)
+        for table, content in zip(known, held, strict=True):
+            table.update(content)
+        for group, name in names.items():
+            library._distributed_c10d._register_process_group(name, group)
+        c10d._update_default_pg(default)
+        world.group_count = count
+        if comms:
+            world.comms.extend(comms)
+
+
+def _tables_of(world: Any) -> tuple[Any, ...]:
+    return (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+        world.tags_to_pg, world.pg_coalesce_state,
+    )  # fmt: skip
+
+
+def _forget(world: Any) -> None:
+    """Have PyTorch know no process group, and close none."""
+    import torch.distributed.distributed_c10d as c10d
+
+    c10d._update_default_pg(None)
+    for table in _tables_of(world):
+        table.clear()
+    getattr(world, "comms", []).clear()
+    library: Any = torch._C
+    library._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
 
 
 _forgotten: list[Any] = []
@@ -48,15 +103,21 @@ def forget_process_groups() -> None:
 
     world: Any = c10d._world
     _forgotten.extend([*world.pg_map, c10d.GroupMember.WORLD])
-    c10d._update_default_pg(None)
-    for known in (
-        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
-        world.tags_to_pg, world.pg_coalesce_state,
-    ):  # fmt: skip
-        known.clear()
-    library: Any = torch._C
-    library._distributed_c10d._unregister_all_process_groups()
-    world.group_count = 0
+    _forget(world)
+
+
+def default_group() -> Any:
+    """The default process group of this process; None where there is none."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD if process_group_exists() else None
+
+
+def store_of_default_group() -> Any:
+    """The key-value store over which the ranks of the default process group have met."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_default_store()
 
 
 def process_group_exists() -> bool:
