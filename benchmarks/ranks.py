@@ -129,10 +129,10 @@ CASES = [
             ((("static_graph", True),), 1, None),
             ((VIEWS, ("static_graph", True)), 1, None),
             ((VIEWS,), 1, "0.85x"),
-            ((), 1, "0.6x"),
-            ((VIEWS,), 1, "0.6x"),
-            ((("find_unused_parameters", True),), 1, "0.7x"),
-            ((("static_graph", True),), 1, "0.7x"),
+            ((), 1, "0.75x"),
+            ((VIEWS,), 1, "0.75x"),
+            ((("find_unused_parameters", True),), 1, "0.8x"),
+            ((("static_graph", True),), 1, "0.8x"),
         ]
     ),
 ] + [

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
+from tightfit.integrations.checkpointing import take_over, what_is_taken_over
 from tightfit.integrations.in_force import note, take_off_earlier
+from tightfit.integrations.joined import joined_by
 from tightfit.integrations.planning import GuestStep, PlanSettings, own_peak, plan_for_all
 from tightfit.planner.apply import AppliedPlan
+from tightfit.processes.once import is_first
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 
 __all__ = ["apply_budget"]
@@ -36,10 +38,14 @@ def apply_budget(
     The plan does not split the batch, because the loop does not change. Gradient checkpointing of `transformers` is
     switched off until `undo()`, with a warning, because the plan decides what is recomputed.
 
+    Where `prepare` has put the model into DDP, every rank calls this with a batch of the same shape, and rank 0 plans.
+
     Returns a handle with `plan` and `undo()`. A later call replaces the plan that is in force. Raises `CannotFit`, and
-    `LeverError` for a model that is distributed or compiled.
+    `LeverError` for a model that is sharded or compiled.
     """
-    refuse_wrapped(model, "apply_budget")
+    every_batch: Any = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    joined = joined_by(model, "apply_budget", no_sync=not every_batch)
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     take_off_earlier(model)
     mixed: Any = accelerator.mixed_precision
     step = GuestStep(
@@ -50,6 +56,7 @@ def apply_budget(
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
         accumulated=accelerator.gradient_accumulation_steps,
         grad_clip=grad_clip,
+        joined=joined,
     )
     plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
     # The user's checkpointing inside planned blocks would recompute twice, so the plan is made with it switched off.
@@ -62,8 +69,9 @@ def apply_budget(
         if taken is not None:
             taken.remove()
         raise
-    if taken is not None:
+    if taken is not None and is_first():
         logger.warning(what_is_taken_over(own, plan.peak_bytes))
+    if taken is not None:
         applied = AppliedPlan(plan, model, [taken, applied])
     note(applied, model)
     return applied

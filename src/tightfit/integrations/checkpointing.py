@@ -53,7 +53,7 @@ def take_over(model: nn.Module) -> TakenOver | None:
 
 
 def refuse_wrapped(model: Any, who: str) -> None:
-    """Raise `LeverError` for a model that is distributed or compiled."""
+    """Raise `LeverError` for a model that is sharded, in `DataParallel` or compiled, or in DDP inside of a part."""
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise LeverError(

@@ -24,6 +24,7 @@ from tightfit.integrations.batches import checked_length, first_samples
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.guests import missing
 from tightfit.integrations.in_force import PlanInForce, note, take_off_earlier
+from tightfit.integrations.joined import ALONE, joined_by
 from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
@@ -34,7 +35,8 @@ from tightfit.memory.counters import read_counters
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.step import Batch
+from tightfit.processes.once import is_first
+from tightfit.step import Batch, adding_up
 from tightfit.verification import verify
 
 try:
@@ -56,7 +58,9 @@ class MemoryBudget(TrainerCallback):
     With `recover=True` a step that runs out of memory is undone and runs again with a tighter plan: the same batches,
     random numbers and schedule. Not with `fp16` inside the optimizer's step, which accelerate's scaler wraps.
 
-    When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is distributed or
+    In DistributedDataParallel (torchrun) rank 0 makes the plan for all ranks, without `recover`.
+
+    When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is sharded or
     compiled, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in force,
     `own_peak_bytes` the predicted peak under the gradient checkpointing that it takes over. A `budget` that is none
     raises `BudgetError` at once.
@@ -81,6 +85,7 @@ class MemoryBudget(TrainerCallback):
         self.weighing: Weighing | None = None  # of micro-batches, once it was measured
         self.trainer: Trainer | None = None
         self._applied = Applied([])
+        self._joined = ALONE  # the ranks of the training
         self._plan_within: Callable[[int], Plan] | None = None  # so many bytes, for the batches of this training
         self.recovery: GuestRecovery | None = None  # with `recover`, while a training runs
         allowed_levers(levers)
@@ -89,8 +94,12 @@ class MemoryBudget(TrainerCallback):
         self.undo()
         trainer = self.trainer or running_trainer()
         model = kwargs["model"]
-        for wrapped in (trainer.model_wrapped, model):
-            refuse_wrapped(wrapped, type(self).__name__)
+        who = type(self).__name__
+        refuse_wrapped(model, who)
+        every_batch: Any = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        self._joined = joined_by(trainer.model_wrapped, who, no_sync=not every_batch)
+        if self.recovers:
+            self._joined.refuse_recovery(who)
         self._alone_and_first_among(trainer.callback_handler.callbacks)
         take_off_earlier(model)
         model.train()
@@ -108,7 +117,7 @@ class MemoryBudget(TrainerCallback):
         note(self._applied, model)
         if self.recovers:
             self.recovery = self._recovery(trainer, model, in_force)
-        if taken is not None:
+        if taken is not None and is_first():
             logger.warning(what_is_taken_over(self.own_peak_bytes, self.plan.peak_bytes))
         logger.info("%s", self.plan)
         trainer.log(figures(self.plan, self.own_peak_bytes))
@@ -149,7 +158,7 @@ class MemoryBudget(TrainerCallback):
 
     def _planned(self, trainer: Trainer, model: Any, loader: Any, taken: TakenOver | None) -> Plan:
         batches = trainer_batches(trainer, loader, self.max_length)
-        step = trainer_step(trainer, model, batches[-1])
+        step = trainer_step(trainer, model, batches[-1], self._joined)
         self.own_peak_bytes = own_peak(step, batches, taken)
         splits = MicroBatches.name in allowed_levers(self.plan_settings.levers)
         try:
@@ -236,9 +245,9 @@ class FrugalTrainer(Trainer):
         batch = dict(inputs)
         count = min(self._micro_batches(), batch_size(batch))
         loss = TrainerLoss(self, num_items_in_batch, self._memory.weighing)
-        losses = []
-        for part in as_parts(split_batch(batch, count), loss):
-            with self._counting(part.weight):
+        losses, parts = [], as_parts(split_batch(batch, count), loss)
+        for number, part in enumerate(parts, start=1):
+            with self._counting(part.weight), adding_up(model, last=number == count):
                 losses.append(super().training_step(model, part.batch, num_items_in_batch, **kwargs))
         return torch.stack(losses).sum()
 

@@ -4,17 +4,18 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, TraceError
 from tightfit.integrations.batches import all_labels_counted, repeated
 from tightfit.integrations.checkpointing import TakenOver
+from tightfit.integrations.joined import ALONE, Joined
 from tightfit.levers.micro_batch import batch_size
 from tightfit.planner.api import estimate_asked, plan_asked
-from tightfit.planner.asked import Asked
+from tightfit.planner.asked import Asked, device_of_a_rank
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
@@ -59,6 +60,7 @@ class GuestStep:
     precision: Precision = "fp32"
     accumulated: int = 1
     grad_clip: float | None = None
+    joined: Joined = ALONE
 
     def asked(self, batch: Batch, micro_batches: int) -> Asked:
         """The planner's arguments for the step, with all its batches like this one in the worst case."""
@@ -71,6 +73,7 @@ class GuestStep:
             device=self.device,
             micro_batches=micro_batches,
             grad_clip=self.grad_clip,
+            **self.joined.arguments,
         )
 
     def whole(self, batch: Batch) -> Batch:
@@ -87,15 +90,20 @@ class GuestStep:
 
     def budget_bytes(self, budget: int | str, plain: StepFigures) -> int:
         """The budget in bytes. Raises `BudgetError` for an invalid one."""
-        device_bytes = lookup(self.device).memory_bytes
+        device_bytes = device_of_a_rank(self.device, in_ranks=self.joined is not ALONE).memory_bytes
         return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
 
 
 def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
     """The plan for the batch that needs the most memory, which also fits every other batch. Raises `CannotFit`.
 
-    The plan's figures are those of the batch that needs the most memory under it.
+    The plan's figures are those of the batch that needs the most memory under it. Of several ranks, rank 0 makes it.
     """
+    make = partial(_plan_for_all, step, batches, plan_settings)
+    return step.joined.plan(step.model, batches, plan_settings, make)
+
+
+def _plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
     # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
     # batch fits all, plans for the others are tried.
     plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]

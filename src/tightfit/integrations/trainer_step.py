@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.integrations.batches import worst_batches
+from tightfit.integrations.joined import ALONE, Joined
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.step import AUTOCAST_DTYPES, Batch
@@ -59,8 +60,8 @@ def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> 
         return worst_batches(loader.dataset, size, collate, max_length)
 
 
-def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any]) -> GuestStep:
-    """The next step of the trainer, with its accumulation, precision, optimizer and clipping."""
+def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any], joined: Joined = ALONE) -> GuestStep:
+    """The next step of the trainer, with its accumulation, precision, optimizer, clipping and ranks."""
     args = trainer.args
     accumulated = args.gradient_accumulation_steps
     _, items = trainer.get_batch_samples(iter([dict(batch)] * accumulated), accumulated, torch.device("cpu"))
@@ -74,6 +75,7 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any])
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
         accumulated=accumulated,
         grad_clip=args.max_grad_norm or None,
+        joined=joined,
     )
 
 

@@ -71,13 +71,6 @@ class Asked:
         group = default_group() if self.parallel == "ddp" and self.world_size is None else None
         return self.world_size if group is None else group.size()
 
-    def _device_of_a_rank(self) -> DeviceSpec:
-        """The device as one rank has it: the ranks that torchrun started on a machine share its memory."""
-        device, launch = lookup(self.device), launched() if process_group_exists() else None
-        if launch is None or device.kind != "cpu":
-            return device
-        return replace(device, memory_bytes=device.memory_bytes // launch.local_size)
-
     def without_levers(self) -> "Asked":
         """The step without arguments of levers. An estimate must not fail for a lever that the device refuses."""
         return replace(self, levers=None, blocks=None, offload_folder=None, offload_budget=None)
@@ -106,7 +99,7 @@ class Asked:
             loss=self.loss or model_loss,
             optimizer=self.optimizer,
             settings=StepSettings(self.precision, self.grad_clip, keeps, self.step_in_backward),
-            device=self._device_of_a_rank() if world is not None else lookup(self.device),
+            device=device_of_a_rank(self.device, in_ranks=world is not None),
             levers=levers | {MicroBatches.name} if chooses else levers,
             blocks=self.blocks,
             micro_batches=count,
@@ -115,6 +108,14 @@ class Asked:
             world=world,
             steps=self.steps,
         )
+
+
+def device_of_a_rank(named: Any, *, in_ranks: bool) -> DeviceSpec:
+    """The device as one rank has it: the ranks that torchrun started on a machine share its memory."""
+    device, launch = lookup(named), launched() if in_ranks and process_group_exists() else None
+    if launch is None or device.kind != "cpu":
+        return device
+    return replace(device, memory_bytes=device.memory_bytes // launch.local_size)
 
 
 def gradients_are_zero(model: nn.Module) -> bool:
