@@ -103,6 +103,20 @@ def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     assert plan.peak_bytes == of_wide > of_long
 
 
+def test_the_steps_to_come_count_for_batches_of_one_shape(step, monkeypatch):
+    counted = []
+
+    def refused(asked, budget):
+        counted.append(asked.steps)
+        raise CannotFit("nothing fits", 2)
+
+    monkeypatch.setattr("tightfit.integrations.planning.plan_asked", refused)
+    for batches in ([LONG], [LONG, copy.deepcopy(LONG)], [LONG, wide(16)]):
+        with pytest.raises(CannotFit):
+            plan_for_all(replace(step, steps=70), batches, PlanSettings(1))
+    assert counted == [70, 70, None]
+
+
 @pytest.mark.slow  # a plan for each batch
 def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step):
     other, plan_settings = wide(56_000), PlanSettings("0.7x")

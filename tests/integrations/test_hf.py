@@ -9,7 +9,7 @@ from tiny_trainings import PeakOfSteps, arguments, llama, losses, norms, padded,
 
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.integrations.hf import FrugalTrainer, MemoryBudget
-from tightfit.planner.levers import ChunkedLoss
+from tightfit.planner.levers import CapturedBlocks, ChunkedLoss
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.units import format_bytes
 
@@ -57,6 +57,25 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert peak.bytes <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(peak.bytes, rel=0.02)
     assert plan.budget_bytes < plain_peak.bytes <= plan.plain_peak_bytes
+
+
+class StopAfter(transformers.TrainerCallback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.steps
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # within PyTorch's compiler
+def test_blocks_are_captured_where_the_steps_to_come_repay_it(tmp_path):
+    alike = {"data": [row for row in samples() if len(row["input_ids"]) == 40] * 8, "max_steps": 10_000_000}
+    plain = train(tmp_path, callbacks=[StopAfter(2)], **alike)
+    budget = MemoryBudget("0.7x", levers="exact")
+    within = train(tmp_path, callbacks=[budget, StopAfter(2)], **alike)
+    assert budget.plan.lever(CapturedBlocks) is not None
+    assert losses(within) == losses(plain)
+    assert norms(within) == norms(plain)
 
 
 @pytest.mark.slow  # a large vocabulary, so that the logits weigh

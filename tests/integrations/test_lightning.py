@@ -10,6 +10,7 @@ from torch import nn
 
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError
 from tightfit.integrations.lightning import FrugalModule, MemoryBudget, checkpoint_blocks
+from tightfit.integrations.lightning_step import steps_to_come
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -107,6 +108,29 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert peak.bytes <= budget.plan.budget_bytes
     assert budget.plan.peak_bytes == pytest.approx(peak.bytes, rel=0.05)
     assert not any("forward" in module.__dict__ for module in within.modules())
+
+
+def test_the_updates_to_come_are_counted():
+    class Counted(pl.Callback):
+        def __init__(self):
+            self.steps = []
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.steps.append(steps_to_come(trainer))
+            trainer.should_stop = len(self.steps) == 6
+
+    counted = {}
+    for name, settings in {
+        "epochs": {"max_epochs": 2, "limit_train_batches": 3, "accumulate_grad_batches": 2},
+        "steps": {"max_epochs": -1, "max_steps": 3},
+        "neither": {"max_epochs": -1},
+    }.items():
+        callback = Counted()
+        fit(pl, module_class(pl)(), callback, **settings)
+        counted[name] = callback.steps
+    assert counted["epochs"] == [4, 4, 3, 2, 2, 1]
+    assert counted["steps"] == [3, 2, 1]
+    assert counted["neither"] == [None] * 6
 
 
 @pytest.mark.slow  # four trainings

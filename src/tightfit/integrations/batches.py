@@ -124,6 +124,12 @@ def distinct(batches: Iterable[Batch]) -> list[Batch]:
     return list(seen.values())
 
 
+def have_one_shape(batches: Iterable[Batch]) -> bool:
+    """Whether the tensors of all batches have the same shapes."""
+    shapes = {tuple(shape for _, shape, *_ in _likeness(batch)) for batch in batches}
+    return len(shapes) == 1
+
+
 def is_table(value: Any) -> bool:
     """Whether a value of a batch has an integer or a boolean for each token: (B, L)."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()

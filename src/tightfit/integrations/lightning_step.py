@@ -1,6 +1,7 @@
 """The training step of a `LightningModule` under its `Trainer`, for the planner."""
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -73,7 +74,14 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         precision=_PRECISIONS.get(str(trainer.precision), "fp32"),
         accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
+        steps=steps_to_come(trainer),
     )
+
+
+def steps_to_come(trainer: Any) -> int | None:
+    """The updates that the trainer will still run. None if neither its limits nor the data say how many."""
+    left = trainer.estimated_stepping_batches - trainer.global_step
+    return int(left) if 1 <= left < math.inf else None
 
 
 def step_traits(trainer: Any, module: Any) -> Hashable:

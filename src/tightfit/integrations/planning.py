@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import CannotFit, TraceError
-from tightfit.integrations.batches import all_labels_counted, repeated
+from tightfit.integrations.batches import all_labels_counted, have_one_shape, repeated
 from tightfit.integrations.checkpointing import TakenOver
 from tightfit.integrations.joined import ALONE, Joined
 from tightfit.levers.micro_batch import batch_size
@@ -61,6 +61,7 @@ class GuestStep:
     accumulated: int = 1
     grad_clip: float | None = None
     joined: Joined = ALONE
+    steps: int | None = None  # updates to come, where the guest knows
 
     def asked(self, batch: Batch, micro_batches: int) -> Asked:
         """The planner's arguments for the step, with all its batches like this one in the worst case."""
@@ -74,6 +75,7 @@ class GuestStep:
             micro_batches=micro_batches,
             grad_clip=self.grad_clip,
             **self.joined.arguments,
+            steps=self.steps,
         )
 
     def whole(self, batch: Batch) -> Batch:
@@ -99,6 +101,8 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanS
 
     The plan's figures are those of the batch that needs the most memory under it. Of several ranks, rank 0 makes it.
     """
+    if not have_one_shape(batches):
+        step = replace(step, steps=None)  # each shape would be recorded anew, and the ninth not at all
     make = partial(_plan_for_all, step, batches, plan_settings)
     return step.joined.plan(step.model, batches, plan_settings, make)
 

@@ -76,6 +76,7 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any],
         accumulated=accumulated,
         grad_clip=args.max_grad_norm or None,
         joined=joined,
+        steps=max(1, trainer.state.max_steps - trainer.state.global_step),
     )
 
 
