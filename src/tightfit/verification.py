@@ -179,7 +179,7 @@ def without_lever(plan: Plan, lever: Lever) -> Plan:
 
 def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
     """The block whose choice alone makes a difference; several blocks if only their combination does."""
-    choices = tuple(c for c in plan.choices if c.action != "keep" or c.captured)
+    choices = tuple(c for c in plan.choices if c.action != "keep" or c.captured or c.compiled)
 
     def differs(some: tuple[BlockChoice, ...]) -> bool:
         return plain.worst_difference(run(model, batch, loss, replace(plan, choices=some))) is not None

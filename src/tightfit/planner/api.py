@@ -304,8 +304,9 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         options = {path: chain.options[i][candidate.choice[i]] for i, path in enumerate(candidate.priced.paths)}
         modules = {graph.path: dict(zip(graph.keys, graph.modules, strict=True)) for graph in candidate.priced.graphs}
     choices = []
-    # Compiled blocks have no policy inside: the compiler decides what they save, by their share.
+    # Blocks compiled with a share have no policy inside: the compiler decides what they save.
     compiled, captured = candidate.combination.get(CompiledBlocks), candidate.combination.get(CapturedBlocks)
+    shares, fused = ({}, ()) if compiled is None else (dict(compiled.shares), compiled.paths)
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
         option = options.get(path)
@@ -313,8 +314,8 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         choices.append(
             BlockChoice(
                 path=path,
-                action=action_of(policy) if compiled is None else "compile",
-                share=None if compiled is None else compiled.share_of(path),
+                action=action_of(policy) if (share := shares.get(path)) is None else "compile",
+                share=share,
                 kept=tuple((key.name, key.occurrence) for key in kept),
                 kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,
@@ -324,6 +325,7 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
                 offloaded_modules=tuple(modules[path][key] for key in offloaded),
                 offloads_inputs=policy.offloads_inputs,
                 captured=captured is not None and path in captured.paths,
+                compiled=path in fused,
             )
         )
     assert all(policy_of(c) == candidate.policies.get(c.path, KEEP_ALL) for c in choices), "a choice says its policy"

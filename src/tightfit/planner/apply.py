@@ -12,7 +12,7 @@ from tightfit.levers.offload import HostStore
 from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.planner.levers import CapturedBlocks, Lever, Offload, find
+from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, find
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.step_figures import fingerprint
@@ -81,7 +81,9 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
     offload = plan.lever(Offload)
     offload_store = None if offload is None else offload.offload_store()
     levers = [
-        lever.within([choice.path for choice in plan.choices]) if isinstance(lever, CapturedBlocks) else lever
+        lever.within([choice.path for choice in plan.choices])
+        if isinstance(lever, CapturedBlocks | CompiledBlocks)
+        else lever
         for lever in plan.levers
     ]
     return AppliedPlan(plan, model, apply_levers(model, policies, levers, joined_paths(plan), offload_store))
@@ -102,12 +104,16 @@ def apply_levers(
 
     If one lever raises, the others are removed again.
     """
-    captured = find(levers, CapturedBlocks)
-    recorded = {path: p for path, p in policies.items() if captured is None or path not in captured.paths}
+    captured, compiled = find(levers, CapturedBlocks), find(levers, CompiledBlocks)
+    fused = () if compiled is None else compiled.paths
+    programs = (*(() if captured is None else captured.paths), *fused)
+    recorded = {path: policy for path, policy in policies.items() if path not in programs}
     handles: list[Removable] = [apply_policies(model, recorded, joined=joined, offload_store=offload_store)]
     try:
-        if captured is not None:
-            handles.append(captured.install(model, policies))
+        if programs:
+            from tightfit.levers.captured import capture_paths
+
+            handles.append(capture_paths(model, {p: policies.get(p, KEEP_ALL) for p in programs}, fused=fused))
         for lever in levers:
             handle = lever.apply(model)
             if handle is not None:

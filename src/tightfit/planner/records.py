@@ -15,8 +15,8 @@ class BlockChoice:
     block. `kept_modules` gives the module inside the block that each call runs in, empty for the block itself.
     `offloaded` and `offloaded_modules` name the offloaded outputs in the same way. With `offloads_inputs` the block's
     inputs are offloaded too. `joined` means that the block's output is recomputed as well, because it is in one segment
-    with the next block. `share` is the `activation_memory_budget` of a compiled block. A `captured` block does
-    this in programs that were recorded once.
+    with the next block. `share` is the `activation_memory_budget` of a block whose action is `compile`. A `captured`
+    block does this in programs that were recorded once, a `compiled` one in code of PyTorch's compiler.
     """
 
     path: str
@@ -31,6 +31,7 @@ class BlockChoice:
     offloads_inputs: bool = False
     share: float | None = None
     captured: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def keeps(choice: BlockChoice) -> str:
     }
     kept = words[choice.action]
     kept = f"{kept}, not even its output" if choice.joined else kept
-    return f"{kept} (captured)" if choice.captured else kept
+    runs = "captured" if choice.captured else "compiled" if choice.compiled else ""
+    return f"{kept} ({runs})" if runs else kept
 
 
 def kept_bytes(choices: Sequence[BlockChoice]) -> str:
@@ -49,7 +50,7 @@ def alike(choices: Sequence[BlockChoice]) -> list[tuple[str, list[BlockChoice]]]
 
 def _what_it_does(choice: BlockChoice) -> Hashable:
     kept = (choice.kept, choice.kept_modules, choice.joined, choice.offloaded)
-    return (choice.action, choice.share, choice.captured, *kept)
+    return (choice.action, choice.share, choice.captured, choice.compiled, *kept)
 
 
 def _name_of_runs(runs: Sequence[Sequence[BlockChoice]]) -> str:

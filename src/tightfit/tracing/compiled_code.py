@@ -66,6 +66,10 @@ class Played:
         with self.dry.modules.paused(), compiled_code_on(), no_modes():
             yield
 
+    def build(self, source: str) -> types.ModuleType:
+        """The module that inductor generated, without kernels."""
+        return without_kernels(source)
+
     def run(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the generated code of forward or backward under the dry run."""
         if is_active(self.dry):

@@ -1,5 +1,6 @@
 """Makes captured graphs: the functions that stand for a block's forward from then on, one for each policy."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import CompileError
+from tightfit.levers.captured.fused import fused_backward, fused_forward
+from tightfit.levers.captured.in_place import is_opaque
 from tightfit.levers.captured.partition import base_of, demand_single_casts, divide, is_view
 from tightfit.levers.captured.program import write_backward, write_forward
 from tightfit.levers.captured.straight import Parts, Program, straight
@@ -36,21 +39,26 @@ class CapturedGraph:
         self.joint = parts.joint
         self.call = recorded_call(inputs)
         own = self.as_one_node(parts)
-        self.functions = {policy: own or general}
+        self.functions: dict[tuple[Policy, bool], Callable[..., Any]] = {(policy, False): own or general}
         self.is_shared = own is not None and self.joint is not None
 
-    def function(self, policy: Policy) -> Callable[..., Any] | None:
-        """The graph's function under a policy; None if this graph serves others only. Raises `CompileError`."""
-        found = self.functions.get(policy)
+    def function(self, policy: Policy, *, fused: bool = False) -> Callable[..., Any] | None:
+        """The graph's function under a policy; None if this graph serves others only. Raises `CompileError`.
+
+        `fused` programs are PyTorch's compiler's.
+        """
+        fused = fused and self.joint is not None  # a block without gradients, whose graph was not divided
+        found = self.functions.get((policy, fused))
+        if found is None and fused and not self.is_shared:
+            raise CompileError("their inputs and results are not plain tensors that share no memory")
         if found is None and self.is_shared:
             assert self.joint is not None, "shared graphs have a joint graph"
-            parts = Assembly(policy, self.cast)
+            parts = Assembly(policy, self.cast, fused=fused)
             forward, backward = parts.divided(copied_graph(self.joint.module), None, self.joint.returns, {})
-            parts.backward = write_backward(backward, ())
-            parts.write_forward(forward, ())
+            parts.write(forward, backward)
             found = self.as_one_node(parts)
             if found is not None:
-                self.functions[policy] = found
+                self.functions[policy, fused] = found
         return found
 
     def as_one_node(self, parts: "Assembly") -> Callable[..., Any] | None:
@@ -82,8 +90,10 @@ def demand_no_settings(graph: Any) -> None:
 class Assembly:
     """Collects the parts of one graph while PyTorch records it."""
 
-    def __init__(self, policy: Policy, cast: Sequence[int]):
+    def __init__(self, policy: Policy, cast: Sequence[int], *, fused: bool = False):
         self.policy = policy
+        self.fused = fused
+        self.used_up: tuple[int, ...] = ()  # places of saved tensors into which backward may write
         self.cast = cast  # places of weights that autocast may cast
         self.backward: Program | None = None
         self.found: Parts | None = None
@@ -105,14 +115,31 @@ class Assembly:
         (output,) = joint.graph.find_nodes(op="output")
         results = tree_leaves(output.args)
         join_views(joint.graph, {node for node in results[:returns] if isinstance(node, torch.fx.Node)})
-        forward, backward = divide(self.policy, joint, inputs, num_fwd_outputs=returns, **options)
+        forward, backward = divide(
+            self.policy, joint, inputs, num_fwd_outputs=returns, keeps_draws=self.fused, **options
+        )
         self.returns = returns
         given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
         self.tangents = tuple(node.meta["val"].stride() for node in given)
         return forward, backward
 
+    def write(self, forward: Any, backward: Any) -> None:
+        """Write the programs of graphs that were divided here."""
+        if not self.fused:
+            self.backward = write_backward(backward, ())
+            self.write_forward(forward, ())
+            return
+        self.used_up = used_up(forward, backward, self.returns)
+        self.backward = fused_backward(backward, self.used_up)
+        self.take(fused_forward(forward), forward)
+
     def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
         program = write_forward(module, inputs, returns=None if self.backward is None else self.returns)
+        self.take(program, module)
+        return program
+
+    def take(self, program: Program, module: Any) -> None:
+        """Note the program of the graph of forward, if there is one of backward."""
         if self.backward is not None:
             (output,) = module.graph.find_nodes(op="output")
             results = list(output.args[0])
@@ -120,5 +147,26 @@ class Assembly:
             saved = results[self.returns :]
             cycles = tuple(place for place, node in enumerate(saved) if is_view(node) and base_of(node) in returned)
             count = len(module.graph.find_nodes(op="placeholder"))
-            self.found = Parts(program, self.backward, count, cycles, self.tangents)
-        return program
+            self.found = Parts(program, self.backward, count, cycles, self.tangents, self.used_up)
+
+
+def source_of(node: Any) -> Any:
+    """The node that makes a value, which may be one of several."""
+    return node.args[0] if node.target is operator.getitem else node
+
+
+def used_up(forward: Any, backward: Any, returns: int) -> tuple[int, ...]:
+    """The places of backward's inputs that nobody else holds: values inside of the block, each alone in its memory."""
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    bases = [base_of(node) for node in results if isinstance(node, torch.fx.Node)]
+    saved = {
+        node.name
+        for node in results[returns:]
+        if node.op == "call_function"
+        and base_of(node) is node
+        and bases.count(node) == 1
+        and not is_opaque(source_of(node))
+    }
+    given = backward.graph.find_nodes(op="placeholder")
+    return tuple(place for place, node in enumerate(given) if node.name in saved)

@@ -5,7 +5,7 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.policy import KEEP_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward
 from tightfit.runtime.activity import now
+from tightfit.runtime.cpp_compiler import demand_compiler
 from tightfit.runtime.internals import (
     autocast_is_active,
     compiler_is_disabled,
@@ -39,7 +40,7 @@ MOST_SHAPES = 8  # shapes of inputs for which blocks of one kind are captured, a
 MOST_CAPTURES = 3 * MOST_SHAPES  # of one block: in training and not, with gradients of its input and without
 
 
-def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL) -> Applied:
+def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL, compiled: bool = False) -> Applied:
     """Record every module whose path matches a glob (`"layers.*"`) once, and run it as two straight programs.
 
     A program calls the same ATen operators as eager code, without autograd's node for each, so results are bit-equal
@@ -48,8 +49,12 @@ def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL) -> App
     eager code keeps. A block that cannot be captured whole runs as without this lever, and a warning says so once.
     Gradients of gradients are not supported.
 
+    With `compiled`, PyTorch's compiler writes the programs: what is recomputed is fused with what reads it. Results are
+    then exact to rounding, and each shape takes the compiler some ten seconds. What is drawn at random is kept.
+
     Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if the policy
-    offloads, or if another lever or package has replaced a block's forward.
+    offloads, or if another lever or package has replaced a block's forward; `DeviceError` if `compiled` blocks find no
+    C++ compiler.
 
     Example:
         >>> import tightfit, torch
@@ -62,11 +67,15 @@ def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL) -> App
         >>> torch.equal(plain, captured)
         True
     """
-    return capture_paths(model, dict.fromkeys(matching_modules(model, pattern), policy))
+    paths = matching_modules(model, pattern)
+    return capture_paths(model, dict.fromkeys(paths, policy), fused=paths if compiled else ())
 
 
-def capture_paths(model: nn.Module, policies: Mapping[str, Policy]) -> Applied:
-    """Capture the modules at these paths, each with its policy."""
+def capture_paths(model: nn.Module, policies: Mapping[str, Policy], *, fused: Collection[str] = ()) -> Applied:
+    """Capture the modules at these paths, each with its policy. Programs of `fused` ones are PyTorch's compiler's."""
+    first = next(model.parameters(), None)
+    if fused and (first is None or first.device.type == "cpu"):
+        demand_compiler("compile compiles blocks")
     shared = shared_parameters(model, [module_at(model, path) for path in policies])
     ignore_hooks_around_selective_checkpoints()
     ignore_questions_for_gradients()
@@ -80,7 +89,8 @@ def capture_paths(model: nn.Module, policies: Mapping[str, Policy]) -> Applied:
     forwards = []
     for path, policy in policies.items():
         block = module_at(model, path)
-        forwards.append(CapturedForward(block, path, policy, group, shares=not shared.isdisjoint(block.parameters())))
+        shares = not shared.isdisjoint(block.parameters())
+        forwards.append(CapturedForward(block, path, policy, group, shares=shares, fused=path in fused))
     return install(forwards)
 
 
@@ -153,8 +163,18 @@ class CapturedForward(FrugalForward):
 
     does = "captured"
 
-    def __init__(self, module: nn.Module, path: str, policy: Policy, group: Group, *, shares: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        policy: Policy,
+        group: Group,
+        *,
+        shares: bool = False,
+        fused: bool = False,
+    ):
         super().__init__(module, path)
+        self.fused = fused
         self.policy = policy
         self.group = group
         self.shares = shares
@@ -184,8 +204,8 @@ class CapturedForward(FrugalForward):
         player = now.dry_captured
         if player is None and dispatch_is_watched():
             player = observers()
-            if player is None:
-                # Dynamo leaves code alone under a dispatch mode.
+            if player is None or self.fused:
+                # Dynamo leaves code alone under a dispatch mode, and no mode sees what compiled code allocates.
                 return self.stand_in(args, kwargs)
         kind = type(self.module)
         if self.group.is_full(kind) and shapes_of((args, kwargs)) not in _captured_shapes.get(kind, ()):
@@ -293,9 +313,9 @@ def captured_forward(kind: type[nn.Module], policy: Policy | None) -> Callable[.
         def run(*arguments: Any) -> Any:
             forward = _recording.forward
             assert forward is not None, "captured blocks run by their forwards"
-            function = found.functions.get(forward.policy)
+            function = found.functions.get((forward.policy, forward.fused))
             if function is None:
-                function = found.function(forward.policy)
+                function = found.function(forward.policy, fused=forward.fused)
                 if function is None:
                     raise ServesOthers
             _recording.recorded = True  # what fails from here on is the program

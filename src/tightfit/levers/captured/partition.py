@@ -25,12 +25,17 @@ from tightfit.runtime.operators import is_index, traits_of
 FORWARD = "tightfit_forward"  # the mark of forward's nodes, which their copies in the graph of backward keep
 
 
-def divide(policy: Policy, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
-    """Make the graphs of forward and backward. Raises `CompileError` for a graph that cannot be captured."""
+def divide(
+    policy: Policy, joint: Any, inputs: Any, *, num_fwd_outputs: int, keeps_draws: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """Make the graphs of forward and backward. Raises `CompileError` for a graph that cannot be captured.
+
+    With `keeps_draws`, what random operators drew is held, whatever the policy says.
+    """
     demand_plain(joint)
     mark_forward(joint)
     demand_separate(joint)
-    found = Values(joint, policy)
+    found = Values(joint, policy, keeps_draws=keeps_draws)
     saved = found.held_for_backward()
     forward, backward = divide_joint_graph(joint, saved, num_fwd_outputs, options)
     save_generators(forward, backward)
@@ -78,9 +83,10 @@ def demand_plain(graph: Any) -> None:
 class Values:
     """The values of a joint graph, and the policy's decision about each."""
 
-    def __init__(self, joint: Any, policy: Policy):
+    def __init__(self, joint: Any, policy: Policy, *, keeps_draws: bool = False):
         self.joint = joint
         self.policy = policy
+        self.keeps_draws = keeps_draws
         self.keys: dict[Any, OperatorKey] = {}
         self.written = set(inputs_written_later(joint))
         backward = [node for node in joint.graph.nodes if node.op == "call_function" and FORWARD not in node.meta]
@@ -130,6 +136,8 @@ class Values:
         traits = traits_of(node.target)
         if traits.is_foreign or traits.written:
             return True  # nobody knows whether such an operator gives the same result again
+        if self.keeps_draws and is_random(node):
+            return True
         if any(is_index(value) for value in values_of(node)):
             return True  # a recomputed router may choose other experts than forward did
         if node in self.returned and node not in self.read:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import LeverError
-from tightfit.runtime.internals import NoAutocast, RecordedCall
+from tightfit.runtime.internals import NoAutocast, RecordedCall, graph_is_kept
 
 Program = Callable[[list[Any]], Any]
 
@@ -26,6 +26,7 @@ class Parts:
     count: int  # of the inputs
     detached: tuple[int, ...]  # places of saved views of results: autograd would make a cycle of them
     tangents: tuple[tuple[int, ...], ...]  # strides of the gradients that backward was recorded with
+    used_up: tuple[int, ...] = ()  # places of saved tensors into which backward writes
 
 
 def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Callable[..., Any]:
@@ -63,6 +64,8 @@ def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Calla
                     "a captured block gives no gradients of gradients: leave it out, or use tightfit.recompute"
                 )
             arguments = [*ctx.saved_tensors]
+            if parts.used_up and graph_is_kept():
+                arguments = [a.clone() if place in parts.used_up else a for place, a in enumerate(arguments)]
             ctx.maybe_clear_saved_tensors()
             for place, strides in as_recorded:
                 gradient = gradients[place]

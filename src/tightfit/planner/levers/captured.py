@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tightfit.devices.spec import DeviceSpec
-    from tightfit.levers.handle import Applied
-    from tightfit.levers.recompute import Policy
     from tightfit.planner.records import BlockChoice
 
 
@@ -58,20 +56,8 @@ class CapturedBlocks(Lever):
         known = set(paths)
         return CapturedBlocks(tuple(path for path in self.paths if path in known))
 
-    def policies(self, policies: "Mapping[str, Policy]") -> "dict[str, Policy]":
-        """The policy of each captured block: its own among `policies`, else to keep everything."""
-        from tightfit.levers.recompute import KEEP_ALL
-
-        return {path: policies.get(path, KEEP_ALL) for path in self.paths}
-
     def apply(self, model: "nn.Module") -> None:
         """Changes nothing: `apply_levers` applies all choices inside blocks together."""
-
-    def install(self, model: "nn.Module", policies: "Mapping[str, Policy]") -> "Applied":
-        """Capture the blocks, each with its policy."""
-        from tightfit.levers.captured import capture_paths
-
-        return capture_paths(model, self.policies(policies))
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return f"{len(self.paths)} of {len(choices)} blocks run as captured programs."

@@ -21,9 +21,13 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # PyTorch's `activation_memory_budget` of 
 @register
 @dataclass(frozen=True)
 class CompiledBlocks(Lever):
-    """Each block's path with its share: the `activation_memory_budget` with which it is compiled."""
+    """Each block's path with its share: the `activation_memory_budget` with which it is compiled.
+
+    The blocks at `paths` have no share: the plan's `choices` say what each of them keeps and recomputes.
+    """
 
     shares: tuple[tuple[str, float], ...]
+    paths: tuple[str, ...] = ()
 
     name = "compile"
     title = "compile"
@@ -58,16 +62,22 @@ class CompiledBlocks(Lever):
         first = len(self.shares) - last
         return CompiledBlocks((*self.shares[:first], *higher.shares[first:]))
 
-    def share_of(self, path: str) -> float:
-        return dict(self.shares)[path]
+    def share_of(self, path: str) -> float | None:
+        return dict(self.shares).get(path)
 
-    def apply(self, model: "nn.Module") -> "Applied":
+    def within(self, paths: Sequence[str]) -> "CompiledBlocks":
+        """This setting, with those of its blocks without a share that are among `paths`."""
+        known = set(paths)
+        return CompiledBlocks(self.shares, tuple(path for path in self.paths if path in known))
+
+    def apply(self, model: "nn.Module") -> "Applied | None":
+        """Compile the blocks that have a share. `apply_levers` applies all choices inside blocks together."""
         from tightfit.levers.compiled import compile_paths
 
-        return compile_paths(model, dict(self.shares))
+        return compile_paths(model, dict(self.shares)) if self.shares else None
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
-        return f"{len(self.shares)} of {len(choices)} blocks run as compiled code."
+        return f"{len(self.shares) + len(self.paths)} of {len(choices)} blocks run as compiled code."
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
@@ -80,9 +90,11 @@ class CompiledBlocks(Lever):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        return cls(tuple((path, share) for path, share in raw["shares"]))
+        return cls(tuple((path, share) for path, share in raw["shares"]), tuple(raw.get("paths", ())))
 
     def __str__(self) -> str:
+        if not self.shares:
+            return f"{len(self.paths)} blocks compiled" if len(self.paths) != 1 else "1 block compiled"
         counts = Counter(share for _, share in self.shares)
         if len(counts) > 1:
             return "blocks compiled: " + ", ".join(f"{n} keeping {share:.0%}" for share, n in counts.items())

@@ -8,7 +8,7 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tightfit.errors import CompileError, LeverError
@@ -27,6 +27,7 @@ from tightfit.planner.search.candidates import (
     loop_seconds,
 )
 from tightfit.planner.search.capturing import capture_blocks
+from tightfit.planner.search.fusing import fuse_blocks
 from tightfit.planner.search.selection import Selection
 from tightfit.tracing.record import Phase, StepTrace
 
@@ -75,14 +76,29 @@ class Search(Selection):
 
     def solve_combinations(self) -> None:
         """Solve every combination. With `fewest_micro_batches`, stop at the first number of micro-batches that fits."""
+        waiting: list[Combination] = []  # solved, but not yet tried with compiled blocks
         for _, alike in itertools.groupby(self.combinations(), key=lambda combination: combination.micro_batches):
             for combination in alike:
                 self.solve_blocks(combination)
-                for kind in self.of_role(Role.WHOLE_BLOCKS):
-                    self.try_whole_blocks(combination, kind)
+                waiting.append(combination)
             # `micro_batches="auto"` promises the largest micro-batch that fits, even if smaller ones run faster.
-            if self.request.fewest_micro_batches and self.best is not None:
-                return
+            if self.request.fewest_micro_batches:
+                self.compile_blocks(waiting)
+                waiting = []
+                if self.best is not None:
+                    return
+        self.compile_blocks(waiting)
+
+    def compile_blocks(self, combinations: Sequence[Combination]) -> None:
+        """Try compiled blocks beside these combinations: under the plan's choices, or else with PyTorch's own."""
+        kinds = self.of_role(Role.WHOLE_BLOCKS)
+        if not kinds or not combinations:
+            return
+        if fuse_blocks(self, [self.priced[each] for each in combinations if each in self.priced]):
+            return
+        for combination in combinations:
+            for kind in kinds:
+                self.try_whole_blocks(combination, kind)
 
     def try_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
         """Try a lever that changes whole blocks, its fastest setting first, until one fits. Then use the faster

@@ -1,9 +1,11 @@
 """PyTorch's compiler: dynamo's switches, and inductor with a memory budget."""
 
+import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,3 +106,70 @@ def many_compilations() -> AbstractContextManager[Any]:
     from torch._dynamo import config  # takes seconds to import
 
     return config.patch(recompile_limit=SIGNATURES, accumulated_recompile_limit=SIGNATURES)
+
+
+def decomposed(module: Any) -> Any:
+    """A graph in the operators for which inductor writes kernels, with the shapes of its recorded inputs."""
+    from torch._guards import detect_fake_mode  # these take seconds to import
+    from torch._inductor import config as inductor
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    shapes = detect_fake_mode(inputs)
+    assert shapes is not None, "graphs are recorded on fake tensors"
+    with no_modes(), torch.no_grad(), inductor.patch(fallback_random=True), _constants_among(shapes):
+        # Random operators stay as they are, and so draw what eager code draws.
+        table = {
+            operator: rule
+            for operator, rule in select_decomp_table().items()
+            if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ())
+        }
+        return make_fx(torch.fx.Interpreter(module).run, decomposition_table=table)(*inputs)
+
+
+@contextmanager
+def _constants_among(shapes: Any) -> Iterator[None]:
+    """A context in which operators return fake tensors, for real ones too: a graph's constants."""
+    before, shapes.allow_non_fake_inputs = shapes.allow_non_fake_inputs, True
+    try:
+        with shapes:
+            yield
+    finally:
+        shapes.allow_non_fake_inputs = before
+
+
+def inductor_program(
+    graph: Any, used_up: Sequence[int], *, is_backward: bool, build: Callable[[str], Any] | None = None
+) -> Callable[[list[Any]], Any]:
+    """Inductor's code for a graph of `decomposed`, as a function of a list of arguments, which it empties.
+
+    It may write into the arguments at the places `used_up`. `build` is as for `inductor_with_budget`.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import config as inductor
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.exc import InductorError
+
+    settings: dict[str, Any] = {"fallback_random": True}
+    settings |= {} if build is None else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    graph = copy.deepcopy(graph)  # inductor changes it
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    (output,) = graph.graph.find_nodes(op="output")
+    # The other graph, or the caller, was recorded with these layouts.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    context = TracingContext(detect_fake_mode(inputs))
+    context.fw_metadata = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]  (what inductor reads of it)
+        bw_donated_idxs=list(used_up) if is_backward else [], static_input_indices=[]
+    )
+    with (
+        no_modes(),
+        tracing(context),
+        inductor.patch(settings),
+        nullcontext() if build is None else _written_only(build),
+    ):
+        try:
+            return compile_fx_inner(graph, inputs, is_backward=is_backward)
+        except InductorError as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise CompileError(f"PyTorch's compiler: {reason}")
