@@ -27,9 +27,9 @@ from tightfit.config import TrainingConfig
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.step import StepSettings, TokenBatch
-from tightfit.training.loop import Stepper
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.stepper import Stepper
 
 FULL, SMALL = ("cpu26", 8, 256), ("cpu8", 2, 64)  # preset, sequences, tokens
 EVERY = 50  # steps between two saves

@@ -22,10 +22,11 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.step import StepSettings, TokenBatch
 from tightfit.training.interrupt import Interrupt
-from tightfit.training.loop import SETTLED, Stepper, measured_steps, run_steps
+from tightfit.training.loop import SETTLED, measured_steps, run_steps
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.reporter import SilentReporter
+from tightfit.training.stepper import Stepper
 from tightfit.training.storage import RunFolder
 
 FULL, SMALL = ("mm26", 32, 512), ("cpu8", 2, 64)  # preset, sequences, tokens

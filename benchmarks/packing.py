@@ -27,8 +27,8 @@ from tightfit.data.store import TokenStore
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.step import StepSettings
-from tightfit.training.loop import Stepper
 from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.stepper import Stepper
 
 VOCABULARY, PAD, ROWS = 4096, 0, 4
 SHAPE = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": VOCABULARY}

@@ -13,10 +13,10 @@ from torch import nn
 from tightfit.config import parse_config
 from tightfit.step import StepSettings
 from tightfit.training.fitting import Fit, LeversInForce, fit
-from tightfit.training.loop import Stepper
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
+from tightfit.training.stepper import Stepper
 
 VOCABULARY, BATCH, LENGTH = 40, 4, 8
 

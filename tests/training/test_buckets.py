@@ -17,12 +17,13 @@ from tightfit.devices.present import lookup_present
 from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.step import StepSettings
 from tightfit.training.buckets import Bucket, DryRun, sized
 from tightfit.training.fitting import fit
-from tightfit.training.loop import Stepper, StepSettings
 from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
+from tightfit.training.stepper import Stepper
 
 BATCH, LONGEST = 8, 32
 LEVERS = {"none": {}, "plan": {"budget": "0.5x"}, "micro-batches": {"budget": "0.4x", "levers": ["micro_batch"]}}

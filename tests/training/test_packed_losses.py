@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.api import plan
-from tightfit.step import forward_backward
-from tightfit.training.loop import Stepper, StepSettings
+from tightfit.step import StepSettings, forward_backward
 from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted, next_tokens
+from tightfit.training.stepper import Stepper
 
 BY_NAME = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 DOCUMENT = document(9, seed=1)

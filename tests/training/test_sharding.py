@@ -21,11 +21,11 @@ from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.runtime.forked import in_a_fork
 from tightfit.runtime.internals import forget_process_groups, process_group_exists
 from tightfit.step import StepSettings
-from tightfit.training.loop import Stepper, share_of
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.sharded.model import WholeModel, demand_shardable, demand_shardable_model
 from tightfit.training.sharded.saving import ShardedCheckpoints
 from tightfit.training.sharded.steps import ShardedStepper, lockstep_parts
+from tightfit.training.stepper import Stepper, share_of
 
 
 class Second(Ranks):

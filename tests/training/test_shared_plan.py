@@ -13,10 +13,10 @@ from tightfit.models.loading import build_model
 from tightfit.processes.ranks import Ranks
 from tightfit.step import StepSettings
 from tightfit.training.fitting import fit
-from tightfit.training.loop import Stepper, share_of
 from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, CausalLMLoss, counted
 from tightfit.training.random_states import random_states, seed_generators
 from tightfit.training.several import config_of_a_rank, fit_as_json, fit_from_json, plan_digest
+from tightfit.training.stepper import Stepper, share_of
 
 
 class Four(Ranks):

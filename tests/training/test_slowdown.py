@@ -9,8 +9,8 @@ from recovering import BATCH, Awkward, Remembered, batch, config, plain_fit, pla
 
 from tightfit.planner.levers import MicroBatches
 from tightfit.training.corrections import Corrections
-from tightfit.training.loop import StepMeasured
 from tightfit.training.slowdown import LOOKS, STEPS, Pace, TimedStep
+from tightfit.training.stepper import StepMeasured
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from tightfit.memory.allocator import cpu_rise, storage_bytes
 from tightfit.optim.by_name import named_states
 from tightfit.step import StepSettings
 from tightfit.training.fitting import fit
-from tightfit.training.loop import Stepper
 from tightfit.training.objective import CausalLMLoss
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.state import TrainingState
+from tightfit.training.stepper import Stepper
 
 OPTIMIZERS = [
     "adamw", "adamw_fused", "adamw8bit", "flash_adamw", "offloaded_adamw", "offloaded_adamw:0.5", "adam", "muon",

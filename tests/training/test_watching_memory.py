@@ -7,7 +7,7 @@ from recovering import Awkward, Remembered, batch, config, plain_fit, planner_of
 
 from tightfit.errors import CannotFit
 from tightfit.training.corrections import Corrections
-from tightfit.training.loop import StepMeasured
+from tightfit.training.stepper import StepMeasured
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from tightfit.step import Loss
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce, fit_within, plain_peak_bytes
 from tightfit.training.joining import CANNOT_FIT, agree
-from tightfit.training.loop import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.training.slowdown import Pace, TimedStep
+from tightfit.training.stepper import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.units import format_bytes
 
 NOTED = 0.001  # of the predicted peak: a measured one that is more above it is reported

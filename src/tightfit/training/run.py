@@ -30,7 +30,7 @@ from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.joining import OtherCannotFit, agree_on_signal
-from tightfit.training.loop import Record, Stepper, run_steps
+from tightfit.training.loop import Record, run_steps
 from tightfit.training.objective import CausalLMLoss, Objective, counted
 from tightfit.training.objectives import plannable
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
@@ -54,6 +54,7 @@ from tightfit.training.sharded.fitting import fit_shards
 from tightfit.training.sharded.model import WholeModel, demand_shardable_model, may_be_sharded, shard
 from tightfit.training.sharded.steps import ShardedStepper, held_out_in_lockstep
 from tightfit.training.state import edges_digest
+from tightfit.training.stepper import Stepper
 from tightfit.training.storage import METRICS, RunFolder
 
 

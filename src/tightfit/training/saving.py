@@ -9,10 +9,11 @@ from tightfit.checkpoint.store import Checkpoints
 from tightfit.checkpoint.tensors import copy_bytes
 from tightfit.config.schema import CheckpointConfig
 from tightfit.errors import OutputError
-from tightfit.training.loop import Record, Stepper
+from tightfit.training.loop import Record
 from tightfit.training.reporter import Reporter
 from tightfit.training.sharded.saving import ShardedCheckpoints
 from tightfit.training.state import State
+from tightfit.training.stepper import Stepper
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.units import format_bytes, format_seconds
 

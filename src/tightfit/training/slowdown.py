@@ -27,7 +27,7 @@ from tightfit.recovery.step_state import StepState
 from tightfit.step import forward_backward
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce
-from tightfit.training.loop import Stepper
+from tightfit.training.stepper import Stepper
 
 STEPS = 5  # whose median is looked at
 LOOKS = 2  # at most in one training: each takes a few passes over a part of a batch

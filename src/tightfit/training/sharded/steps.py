@@ -24,8 +24,8 @@ from tightfit.recovery.catching import caught
 from tightfit.step import forward_backward
 from tightfit.training.evaluation import HeldOutSums
 from tightfit.training.joining import agree_on_signal
-from tightfit.training.loop import StepOutcome, Stepper, StepUnderWay, without_labels
 from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, Objective, counted
+from tightfit.training.stepper import StepOutcome, Stepper, StepUnderWay, without_labels
 
 
 @dataclass
