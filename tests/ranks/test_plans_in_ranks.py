@@ -220,6 +220,8 @@ def test_a_rank_that_plans_for_one_process_is_warned_once(on_two_ranks, monkeypa
         ({"ddp": []}, "ddp is a list, wanted a dict"),
         ({"ddp": {}, "parallel": None}, "give parallel='ddp' too"),
         ({"ddp": {"static_graph": True}, "levers": ["chunked_loss"]}, "DDP copies the logits then"),
+        ({"ddp": {"static_graph": True}, "levers": ["micro_batch"]}, "DDP fails with no_sync"),
+        ({"ddp": {"static_graph": True}, "micro_batches": 2}, "micro_batches is 2, and DDP's static_graph fails"),
         ({"levers": ["offload"]}, "lever offload and world_size are both given"),
         ({"step_in_backward": True}, "step_in_backward and world_size are both given"),
     ],
@@ -230,10 +232,12 @@ def test_misuse_is_one_line(arguments, line):
     assert "\n" not in str(caught.value)
 
 
-def test_the_chunked_loss_is_left_out_where_ddp_copies_what_a_model_returns():
+def test_levers_are_left_out_where_ddp_copies_what_a_model_returns_or_cannot_wait():
     for settings, allowed in (({}, True), ({"find_unused_parameters": True}, False), ({"static_graph": True}, False)):
         how = {"device": round_device(), "world_size": 2, "parallel": "ddp", "levers": "rounding", "ddp": settings}
-        assert ("chunked_loss" in Asked(model(), BATCH, **how).request().levers) is allowed
+        levers = Asked(model(), BATCH, **how).request().levers
+        assert ("chunked_loss" in levers) is allowed
+        assert ("micro_batch" in levers) is ("static_graph" not in settings)
 
 
 def test_a_step_that_another_code_takes_over_is_refused_in_one_line(one_rank):

@@ -10,7 +10,7 @@ from torch import nn
 from tightfit.errors import InputError
 from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.planner.levers import ChunkedLoss, allowed_levers, lever_types
+from tightfit.planner.levers import ChunkedLoss, MicroBatches, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
@@ -83,7 +83,7 @@ def check_step_in_backward(in_backward: bool, grad_clip: float | None, precision
         raise InputError(STEP_IN_BACKWARD_AND_SCALER.refusal())
 
 
-def check_world(world: World | None, optimizer: Any, in_backward: bool) -> None:
+def check_world(world: World | None, optimizer: Any, in_backward: bool, micro_batches: int = 1) -> None:
     """Raise `InputError` for a step that no rank of a world can be played with."""
     if world is None:
         return
@@ -97,6 +97,11 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool) -> None:
         raise InputError(
             "step_in_backward and world_size are both given, and gradients of several ranks are averaged before the "
             "step: leave one out"
+        )
+    if world.ddp.splits_no_batch and micro_batches > 1:
+        raise InputError(
+            f"micro_batches is {micro_batches}, and DDP's static_graph fails with no_sync, an assertion of PyTorch: "
+            "leave static_graph out, or add up gradients in every micro-batch (ddp's no_sync: False)"
         )
     if process_group_exists() and of_several:
         raise InputError(
@@ -118,14 +123,18 @@ def levers_of_ranks(world: World | None, named: Any) -> frozenset[str]:
     levers = allowed_levers(named)
     if world is None:
         return levers
-    if world.ddp.reads_outputs and ChunkedLoss.name in levers:
+    excluded = {
         # DDP copies what a model returns to find what was used, so logits would be materialised all the same.
-        if not isinstance(named, str | None) and ChunkedLoss.name in named:
-            raise InputError(
-                f"lever {ChunkedLoss.name} and DDP's find_unused_parameters or static_graph are both given, and DDP "
-                "copies the logits then: leave one out"
-            )
-        levers -= {ChunkedLoss.name}
+        ChunkedLoss.name: (world.ddp.reads_outputs, "find_unused_parameters or static_graph", "copies the logits"),
+        MicroBatches.name: (world.ddp.splits_no_batch, "static_graph", "fails with no_sync, an assertion of PyTorch,"),
+    }
+    for lever, (is_excluded, setting, reason) in excluded.items():
+        if is_excluded and lever in levers:
+            if not isinstance(named, str | None) and lever in named:
+                raise InputError(
+                    f"lever {lever} and DDP's {setting} are both given, and DDP {reason} then: leave one out"
+                )
+            levers -= {lever}
     requested = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]
     if requested:
         raise InputError(

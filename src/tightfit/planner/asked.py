@@ -88,7 +88,7 @@ class Asked:
         check_levers(self.levers)
         refuse_distributed(self.model, "a plan or an estimate")
         world = world_of(self.ranks, self.nodes, self.parallel, self.ddp)
-        check_world(world, self.optimizer, self.step_in_backward)
+        check_world(world, self.optimizer, self.step_in_backward, 2 if chooses else count)
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
         model, batch = as_twins(self.model, self.batch, self.optimizer)
         levers = levers_of_ranks(world, self.levers)

@@ -56,6 +56,11 @@ class DDPSettings:
         return {each.name: v for each in fields(self) if (v := getattr(self, each.name)) != each.default}
 
     @property
+    def splits_no_batch(self) -> bool:
+        """Whether several micro-batches fail: the first backward of a static graph has to send its gradients."""
+        return self.static_graph and self.no_sync
+
+    @property
     def reads_outputs(self) -> bool:
         """Whether DDP copies what the model returns, in the first step at least."""
         return self.find_unused_parameters or self.static_graph
