@@ -132,7 +132,7 @@ CASES = [
             ((), 1, "0.75x"),
             ((VIEWS,), 1, "0.75x"),
             ((("find_unused_parameters", True),), 1, "0.8x"),
-            ((("static_graph", True),), 1, "0.8x"),
+            ((("static_graph", True),), 1, "0.85x"),
         ]
     ),
 ] + [

@@ -22,6 +22,9 @@ class Joined:
 
     size: int = 1
     ddp: tuple[tuple[str, Any], ...] | None = None
+    shares: bool = (
+        True  # rank 0 plans for all; else each rank for itself, since nothing in DDP's messages depends on it
+    )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -30,7 +33,7 @@ class Joined:
 
     def plan(self, model: nn.Module, batches: Sequence[Batch], settings: Any, make: Callable[[], Plan]) -> Plan:
         """The plan that `make` returns: on rank 0, for all. Raises `RankError` where ranks differ in what they plan."""
-        if self.size == 1:
+        if self.size == 1 or not self.shares:
             return make()
         facts = {
             "model": fingerprint(model),
@@ -48,9 +51,9 @@ class Joined:
 ALONE = Joined()
 
 
-def joined_by(model: Any, who: str, *, no_sync: bool = True) -> Joined:
+def joined_by(model: Any, who: str, *, no_sync: bool = True, shares: bool = True) -> Joined:
     """The ranks of a guest's model, which DDP may be around. `no_sync`: its loop adds up gradients in the last of the
-    accumulated batches only.
+    accumulated batches only. `shares`: rank 0 plans for all.
 
     Raises `LeverError` for other wrappers, and for what DDP does that no rank is played with.
     """
@@ -64,4 +67,4 @@ def joined_by(model: Any, who: str, *, no_sync: bool = True) -> Joined:
         settings = replace(settings_of_ddp(model), no_sync=no_sync)
     except ModelError as error:
         raise LeverError(f"{who}: {error}") from error
-    return Joined(default_group().size(), tuple(settings.own.items()))
+    return Joined(default_group().size(), tuple(settings.own.items()), shares)

@@ -26,6 +26,7 @@ from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
 from tightfit.integrations.guests import missing
 from tightfit.integrations.in_force import PlanInForce
+from tightfit.integrations.joined import ALONE, joined_by
 from tightfit.integrations.lightning_step import (
     SkippedBatch,
     keeps_gradients,
@@ -45,6 +46,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.step_figures import fingerprint
+from tightfit.processes.once import is_first
 from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch
 
@@ -90,8 +92,10 @@ class MemoryBudget(Callback):
     `optimizer_zero_grad` or `on_before_zero_grad`, they are left to it, and planned for: as if two batches were
     accumulated at least.
 
+    With `strategy="ddp"` each rank plans for its own batches, without `recover`.
+
     Raises `CannotFit` where nothing fits, `InputError` for a batch without tensors that can be seen, and `LeverError`
-    for a model that is distributed or compiled, that steps its optimizers itself or has none, or whose `training_step`
+    for a model that is sharded or compiled, that steps its optimizers itself or has none, or whose `training_step`
     takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a budget that is
     none. A batch for which `training_step` returns None is not planned for.
 
@@ -118,14 +122,17 @@ class MemoryBudget(Callback):
         self._in_force: PlanInForce | None = None
         self._batch: tuple[Any, int] = (None, 0)
         self._extents = Extents()
+        self._joined = ALONE  # the ranks of the training
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.undo()
         self._extents = Extents()
-        for model in (trainer.strategy.model, pl_module):
-            refuse_wrapped(model, "MemoryBudget")
+        refuse_wrapped(pl_module, "MemoryBudget")
+        # A rank plans when one of its batches needs it, and the others need not know.
+        self._joined = joined_by(trainer.strategy.model, "MemoryBudget", shares=False)
         refuse_unplannable(trainer, pl_module)
         if self.recovers:
+            self._joined.refuse_recovery("MemoryBudget")
             self.recovery = self._recovery(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -141,7 +148,7 @@ class MemoryBudget(Callback):
         traits = step_traits(trainer, pl_module)
         if self._extents.cover(leaves, traits):
             return
-        step = lightning_step(trainer, pl_module, flat, batch_idx)
+        step = lightning_step(trainer, pl_module, flat, batch_idx, self._joined)
         with muted(pl_module), suppress(SkippedBatch):
             if not self._holds(step, leaves, traits):
                 plan = self._plan_anew(step, leaves, traits)
@@ -224,7 +231,7 @@ class MemoryBudget(Callback):
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)
-        if taken is not None:
+        if taken is not None and is_first():
             logger.warning(what_is_taken_over(self.own_peak_bytes, plan.peak_bytes))
         self._in_force = PlanInForce(plan, model)
         self._applied = Applied([*([] if taken is None else [taken]), self._in_force])
@@ -241,7 +248,7 @@ class MemoryBudget(Callback):
             assert self._in_force is not None
             batch, index = self._batch
             flat = flattened(batch)
-            step = lightning_step(trainer, pl_module, flat, index)
+            step = lightning_step(trainer, pl_module, flat, index, self._joined)
             settings = replace(self.plan_settings, budget=bound_bytes)
             with muted(pl_module):
                 self.plan = self._in_force.replace(lambda: self._plan_for_all(step, self._longest(flat), settings))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError, ModelError
+from tightfit.integrations.joined import ALONE, Joined
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.runtime.nested import Flattened
@@ -45,8 +46,8 @@ def refuse_unplannable(trainer: Any, module: Any) -> None:
         )
 
 
-def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) -> GuestStep:
-    """The next step of the trainer, with its accumulation, precision, optimizer and clipping.
+def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int, joined: Joined = ALONE) -> GuestStep:
+    """The next step of the trainer, with its accumulation, precision, optimizer, clipping and ranks.
 
     If gradients of the previous batch may exist besides the activations, at least two batches count as accumulated,
     because the second one finds the gradients of the first.
@@ -57,7 +58,7 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
     def loss(model: nn.Module, flat: Batch) -> torch.Tensor:
         arguments = (batch.restored(flat), batch_idx) if takes_index else (batch.restored(flat),)
         with trainer.precision_plugin.train_step_context():
-            output = module.training_step(*arguments)
+            output = _trained_step(trainer, module, model, arguments)
         if output is None:
             raise SkippedBatch(f"{type(model).__name__}.training_step skipped the batch that a plan was made for")
         value = output.get("loss") if isinstance(output, Mapping) else output
@@ -75,7 +76,24 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int) 
         accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
         steps=steps_to_come(trainer),
+        joined=joined,
     )
+
+
+def _trained_step(trainer: Any, module: Any, model: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    """The result of `training_step`: of the module, or of a rank's copy of it through the DDP around it."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return module.training_step(*arguments)
+    own: Any = model.module
+    own.trainer = trainer  # which Lightning leaves out of copies
+    forward = own.forward
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        own.forward = forward  # the step may call it
+        return own.training_step(*args, **kwargs)
+
+    own.forward = redirected  # as Lightning does: DDP knows no other method
+    return model(*arguments)
 
 
 def steps_to_come(trainer: Any) -> int | None:
