@@ -5,6 +5,7 @@ own time again. So the sets worth having differ from those of recorded blocks. T
 runs of the generated code.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ from tightfit.planner.levers import Choice
 from tightfit.tracing.record import StepTrace
 
 SETS = 12  # for each kind of block
-ROUNDS = 3  # of compiling the sets that a solution uses
+ROUNDS = 3  # of compiling sets that a solution uses
+AT_ONCE = 2  # sets of each kind in a round: those that most blocks use
 FUSED = 0.02  # of its price alone, for an operator that is computed again within another kernel
 _OWN_KERNEL = (Family.PRODUCT, Family.ATTENTION, Family.SORT, Family.SCAN, Family.SCATTER, None)
 
@@ -72,12 +74,15 @@ def price_fused(priced: Priced, trace: Tracer, plain: StepTrace, bound: int) -> 
     for number in range(ROUNDS + 1):
         prices = _prices(priced, offers, eager, guesses=number < ROUNDS)
         solution = solve(prices.solved.chain, bound) or least_peak(prices.solved.chain)
-        wanted: dict[str, set[int]] = {kind: set() for kind in kinds}
+        guessed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
         for place, index in enumerate(solution.choice):
+            kind = priced.graphs[place].kind
             if index >= prices.first[place]:
-                kind = priced.graphs[place].kind
-                wanted[kind].add(prices.offered[kind][index - prices.first[place]])
-        wanted = {kind: indices - set(offers[kind].measured) for kind, indices in wanted.items()}
+                found = prices.offered[kind][index - prices.first[place]]
+                guessed[kind][found] += found not in offers[kind].measured
+        wanted = {
+            kind: [found for found, count in counts.most_common(AT_ONCE) if count] for kind, counts in guessed.items()
+        }
         if not any(wanted.values()):
             break
         _measure(priced, offers, wanted, trace)

@@ -89,14 +89,20 @@ def _draws_random_numbers(node: Any) -> bool:
 
 @contextmanager
 def _written_only(build: Callable[[str], Any]) -> Iterator[None]:
-    """A context in which inductor passes its generated source to `build` instead of loading it."""
+    """A context in which inductor passes its generated source to `build` instead of loading it.
+
+    Kernels are written without vectors, in half of the time: nobody compiles them, and what is allocated around them is
+    the same.
+    """
+    from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
     name = "_compile_to_module_lines"
     loading = getattr(GraphLowering, name)
     setattr(GraphLowering, name, lambda self, code: build(code.value))
     try:
-        yield
+        with config.patch({"cpp.simdlen": 1}):
+            yield
     finally:
         setattr(GraphLowering, name, loading)
 
