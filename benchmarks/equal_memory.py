@@ -40,6 +40,7 @@ LEVERS = {
     "exact": "exact",
     "captured": ["exact", "capture"],
     "rounding": "rounding",
+    "captured rounding": ["rounding", "capture"],
     "compile": ["recompute", "chunked_loss", "micro_batch", "compile"],
 }
 
