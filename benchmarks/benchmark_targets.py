@@ -175,5 +175,5 @@ TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]], str], ...] = (
     ("T15", small_steps, "the recorder runs Python for each operator; captured blocks do not"),
     ("T15", at_checkpoint(EXACT, 1.10, "exact levers"), AT_PEAK),
     ("T15", at_checkpoint(ROUNDING, 1.15, "levers exact to rounding"), AT_PEAK),
-    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), "one share for all operators of a block is coarse"),
+    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), "products recomputed in the blocks whose backward is at the peak"),
 )
