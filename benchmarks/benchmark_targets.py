@@ -16,6 +16,7 @@ UNCOMPILED = (*EXACT, *ROUNDING)
 SOURCES = ("equal_memory", "peers", "step_time", "plan_time", "no_lever", "monitor_overhead", "captured")
 Found = Mapping[str, Record]
 Verdict = tuple[str, str, bool | None]  # target, figure, and whether it is met (None: not measured)
+PRODUCTS = "products recomputed in the blocks whose backward is at the peak"
 AT_PEAK = "products recomputed in the blocks whose backward is at the peak, and 20-40 µs an operator in the recorder"
 RETURNED = "memory that the allocator returns to the system between operators; timed one by one, they take their price"
 
@@ -175,5 +176,5 @@ TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]], str], ...] = (
     ("T15", small_steps, "the recorder runs Python for each operator; captured blocks do not"),
     ("T15", at_checkpoint(EXACT, 1.10, "exact levers"), AT_PEAK),
     ("T15", at_checkpoint(ROUNDING, 1.15, "levers exact to rounding"), AT_PEAK),
-    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), "products recomputed in the blocks whose backward is at the peak"),
+    ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), PRODUCTS),
 )

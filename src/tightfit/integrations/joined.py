@@ -18,13 +18,14 @@ from tightfit.step import Batch
 
 @dataclass(frozen=True)
 class Joined:
-    """The processes that train a guest's model: how many, and the settings of DDP, which is not there if None."""
+    """The processes that train a guest's model: how many, and the settings of DDP, which is not there if None.
+
+    `shares`: rank 0 plans for all. Else each rank plans for itself: nothing in DDP's messages depends on its plan.
+    """
 
     size: int = 1
     ddp: tuple[tuple[str, Any], ...] | None = None
-    shares: bool = (
-        True  # rank 0 plans for all; else each rank for itself, since nothing in DDP's messages depends on it
-    )
+    shares: bool = True
 
     @property
     def arguments(self) -> dict[str, Any]:
