@@ -75,7 +75,10 @@ def world_of(
     if size is None:
         given = [name for name, value in (("nodes", nodes), ("parallel", parallel)) if value is not None]
         if given:
-            raise InputError(f"{given[0]} is given without world_size: say how many ranks there are")
+            raise InputError(
+                f"{given[0]} is given without world_size: say how many ranks there are, or, in a script under "
+                "torchrun, call init_process_group first"
+            )
         return None
     settings = DDPSettings() if ddp is None else DDPSettings.of(ddp)
     return World(size, cast(Parallel, parallel or "fsdp2"), 1 if nodes is None else nodes, ddp=settings)
