@@ -13,6 +13,7 @@ from tightfit.errors import ModelError
 from tightfit.planner.asked import Asked
 from tightfit.recipes import api, shares
 from tightfit.recipes.choices import Wanted, recipes_for
+from tightfit.recipes.records import Recipe
 from tightfit.recipes.search import RecipeSearch
 from tightfit.runtime import forked
 from tightfit.runtime.forked import Crew, processes_for, shared_out
@@ -150,6 +151,24 @@ def test_recipes_of_a_process_that_was_ended_are_searched_anew(monkeypatch):
         here.crew.work.__self__.found.clear()  # as if another process had found them
         confirmed = here.confirmed(rows)
     assert known == {recipe: row.outcome.peak_bytes for recipe, row in confirmed.items()}
+
+
+def test_sizes_of_recipes_of_one_part_are_shared_too(monkeypatch):
+    asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
+    asked_for = []
+    shared = shares.shared_out
+    monkeypatch.setattr(shares, "processes_for", lambda parts: 1 if parts == 1 else 2)
+    monkeypatch.setattr(
+        shares,
+        "shared_out",
+        lambda work, parts, notice, count: asked_for.append(count) or shared(work, parts, notice, 1),
+    )
+    search = RecipeSearch(asked, "1300KiB")
+    recipes = [Recipe(optimizer="adamw_fused"), Recipe(optimizer="adamw_fused", step_in_backward=True)]
+    with shares.Shares(search, recipes, 2) as here:
+        assert (len(here.parts), here.crew.forks) == (1, [])
+        here.sizes([row for row in here.rows() if row.outcome.fits], lambda row: False)
+    assert asked_for == [2]
 
 
 @pytest.mark.slow  # two searches

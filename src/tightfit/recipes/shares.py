@@ -43,10 +43,11 @@ class _Size(NamedTuple):
 
 @dataclass
 class _Share:
-    """What one process has found. Mutable."""
+    """What one process has found. `processes` may find sizes; `is_only` says that nobody else has recipes. Mutable."""
 
     search: RecipeSearch
     processes: int
+    is_only: bool
     found: dict[Recipe, Found] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,7 +107,7 @@ class _Share:
 
     def _row(self, found: Found) -> tuple[Outcome, bool]:
         # A plan holds its model, which stays where it is.
-        outcome = found.outcome if self.processes == 1 else replace(found.outcome, plan=None)
+        outcome = found.outcome if self.is_only else replace(found.outcome, plan=None)
         return outcome, found.variant is not None and is_small(found.variant)
 
 
@@ -115,8 +116,9 @@ class Shares:
 
     def __init__(self, search: RecipeSearch, recipes: Sequence[Recipe], processes: int):
         self.search, self.parts = search, search.parts(recipes)
-        processes = min(processes, processes_for(len(self.parts)))
-        self.crew = Crew(_Share(search, processes).do, processes, search.notice)
+        sharing = min(processes, processes_for(len(self.parts)))
+        # Recipes of one part still have sizes to share.
+        self.crew = Crew(_Share(search, processes, sharing == 1).do, sharing, search.notice)
 
     def __enter__(self) -> "Shares":
         return self
