@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
-from tightfit.runtime.compile_later import compiled_when_called
+from tightfit.runtime.light_imports import light_import
 from tightfit.weights.low_bit import freeze_in_low_bits, is_in_low_bits
 
 INSTALL_HINT = "pip install 'tightfit[hf]'"
@@ -121,8 +121,6 @@ def _no_idle_warnings() -> Iterator[None]:
 def _peft() -> Any:
     """The package, imported only where it is needed: that takes seconds."""
     try:
-        with compiled_when_called():
-            import peft
+        return light_import("peft")
     except ImportError as error:
         raise ModelError(f"model.adapter needs the package peft: {INSTALL_HINT}") from error
-    return peft

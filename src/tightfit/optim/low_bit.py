@@ -1,7 +1,6 @@
 """Optimizers of other packages with states in 8 or 4 bits."""
 
 import functools
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from tightfit.errors import DeviceError, InputError
 from tightfit.runtime.activity import now
 from tightfit.runtime.cpp_compiler import demand_compiler
+from tightfit.runtime.light_imports import light_import
 
 DEVICES = ("cpu", "cuda", "xpu")
 _SMALLEST = (
@@ -87,6 +87,6 @@ def check_device(name: str, groups: Sequence[Any], known: Sequence[str]) -> str:
 
 def _package(name: str, package: str, module: str | None = None) -> Any:
     try:
-        return importlib.import_module(module or package)
+        return light_import(module or package)
     except ImportError as error:
         raise InputError(f"optimizer {name} needs the package {package}: pip install 'tightfit[lowbit]'") from error

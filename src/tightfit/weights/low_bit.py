@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.errors import InputError, ModelError
-from tightfit.runtime.compile_later import compiled_when_called
+from tightfit.runtime.light_imports import light_import
 from tightfit.weights.int8 import Int8Linear
 
 LowBits = Literal["int8", "nf4"]
@@ -72,8 +72,7 @@ def is_in_low_bits(module: nn.Module) -> bool:
 def _nf4(layer: nn.Linear) -> nn.Module:
     """The layer with a 4-bit weight."""
     try:
-        with compiled_when_called():
-            importlib.import_module("bitsandbytes")
+        light_import("bitsandbytes")
     except ImportError as error:
         raise InputError("weights in nf4 need the package bitsandbytes: pip install 'tightfit[lowbit]'") from error
     return importlib.import_module("tightfit.weights.nf4").NF4Linear.of(layer)

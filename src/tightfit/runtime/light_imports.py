@@ -1,12 +1,32 @@
-"""Lets packages mark functions for the compiler without importing it."""
+"""Imports packages of others without what nobody asked for: PyTorch's compiler, and words about kernels of the CPU."""
 
 import functools
+import importlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+
+# On a CPU with AVX-512 for bf16, this module of bitsandbytes warns that it could not get a faster kernel from a hub.
+CPU_KERNELS, NO_KERNEL = "bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"
+
+
+def light_import(name: str) -> ModuleType:
+    """Import a package or module. Raises `ImportError` as the `import` statement does."""
+    logger = logging.getLogger(CPU_KERNELS)
+    logger.addFilter(_is_other_word)
+    try:
+        with compiled_when_called():
+            return importlib.import_module(name)
+    finally:
+        logger.removeFilter(_is_other_word)
+
+
+def _is_other_word(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(NO_KERNEL)
 
 
 @contextmanager
