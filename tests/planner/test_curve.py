@@ -1,16 +1,19 @@
 """The trade-off curve: what memory costs in time, every point traced as applied."""
 
 import json
+import os
 from itertools import pairwise
 
 import pytest
 
 import tightfit
+from made_up_devices import even
 from tightfit.errors import InputError
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve, frontier
 from tightfit.planner.levers import Combination
 from tightfit.planner.records import CurvePoint
+from tightfit.planner.search import selection
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tiny import allocator_peak, decoder, token_batch
@@ -113,6 +116,29 @@ def test_a_curve_is_a_table_and_json(curve, tmp_path):
 def test_the_frontier_is_what_nothing_else_beats():
     fast, small, worse = CurvePoint("fast", 9, 1.0), CurvePoint("small", 3, 2.0), CurvePoint("worse", 4, 2.0)
     assert frontier([worse, small, fast]) == (fast, small)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="forks are used on Linux only")
+def test_forks_trace_the_same_curve(monkeypatch):
+    shared, processes = selection.shared_out, []
+
+    def drawn():
+        model = decoder(hidden_size=32, num_layers=2)
+        return tightfit.curve(model, token_batch(2), levers=["recompute", "chunked_loss"], points=2, device=even())
+
+    def by_two(work, parts, notice, count):
+        processes.append(count)
+        return shared(work, parts, notice, count)
+
+    alone = drawn()
+    monkeypatch.setattr(selection, "processes_for", lambda parts: min(2, parts))
+    monkeypatch.setattr(selection, "shared_out", by_two)
+    assert drawn() == alone
+    assert processes == []  # forks are not worth their while where a trace takes a moment
+    monkeypatch.setattr(selection, "SMALL", 0)
+    assert drawn() == alone
+    assert processes == [2, 2]  # prices, then points
 
 
 def test_no_points_are_no_curve(model):

@@ -38,7 +38,6 @@ from tightfit.units import is_share_of, parse_budget
 Notice = Callable[[str], None]
 OFFLOADED_AGAIN = 3  # how often the levers of such a step are chosen again, each time with a whole trace
 BITS = {"nf4": 4, "int8": 8, "bf16": 16, "fp32": 32}  # of a weight, by the names of dtypes and of adapters' bases
-SMALL = 1500  # operators of a step whose plan is traced whole for every recipe, and not only for the first
 
 
 @dataclass(frozen=True)
@@ -278,11 +277,6 @@ def token_count(batch: Batch) -> int | None:
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return None
-
-
-def is_small(search: VariantSearch) -> bool:
-    """Whether a whole trace of the step costs next to nothing."""
-    return len(search.plain.operators) <= SMALL
 
 
 def batch_bytes(batch: Batch) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tightfit.recipes.records import Largest, Outcome, Recipe
-from tightfit.recipes.search import Found, RecipeSearch, is_small
+from tightfit.recipes.search import Found, RecipeSearch
 from tightfit.recipes.sizes import Sizes
 from tightfit.recipes.variants import Variant
 from tightfit.runtime.forked import Crew, Notice, processes_for, shared_out
@@ -108,7 +108,7 @@ class _Share:
     def _row(self, found: Found) -> tuple[Outcome, bool]:
         # A plan holds its model, which stays where it is.
         outcome = found.outcome if self.is_only else replace(found.outcome, plan=None)
-        return outcome, found.variant is not None and is_small(found.variant)
+        return outcome, found.variant is not None and found.variant.is_small
 
 
 class Shares:

@@ -22,7 +22,8 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 Notice = Callable[[str], None]
 MOST = 8  # processes: each one holds its own traces
-_NO_PART = 255  # in the pipe of parts: the end of the work
+_MOST_PARTS = 30_000  # at once: their numbers are two bytes each, and a pipe holds 64 KiB
+_NO_PART = 2**16 - 1  # in the pipe of parts: the end of the work
 
 
 def processes_for(parts: int) -> int:
@@ -77,9 +78,10 @@ class Crew:
 
         What a fork could not finish, because the system ended it, is done here.
         """
-        assert len(parts) < _NO_PART, "a part is one byte in a pipe"
+        assert len(parts) <= _MOST_PARTS, "the pipe would be full"
         at_work = [fork for fork in self.forks if fork.send("share", parts)]
-        os.write(self.filled, bytes(range(len(parts))) + bytes([_NO_PART]) * (1 + len(at_work)))
+        numbers = [*range(len(parts)), *[_NO_PART] * (1 + len(at_work))]
+        os.write(self.filled, b"".join(number.to_bytes(2) for number in numbers))
         done = {number: (0, self.work(parts[number], self._shown)) for number in _taken(self.waiting)}
         for fork, results in self._answers(at_work):
             done |= {number: (1 + self.forks.index(fork), result) for number, result in results.items()}
@@ -124,7 +126,8 @@ class Crew:
         """Take what forks that were ended have left in the pipe."""
         os.set_blocking(self.waiting, False)
         with suppress(BlockingIOError):
-            os.read(self.waiting, select.PIPE_BUF)
+            while True:
+                os.read(self.waiting, select.PIPE_BUF)
         os.set_blocking(self.waiting, True)
 
 
@@ -178,7 +181,7 @@ def _end_with_parent() -> None:
 
 def _taken(waiting: int) -> Iterator[int]:
     """The numbers of parts that this process takes, one when the one before is done."""
-    while (taken := os.read(waiting, 1)[0]) != _NO_PART:
+    while (taken := int.from_bytes(os.read(waiting, 2))) != _NO_PART:
         yield taken
 
 

@@ -159,7 +159,10 @@ class Search(Selection):
 
     def baselines(self) -> list[Baseline]:
         """All combinations, priced."""
-        return [self.baseline(combination) for combination in self.combinations()]
+        combinations = self.combinations()
+        waiting = [combination for combination in combinations if combination not in self.priced]
+        self.priced |= zip(waiting, self.shared(self.baseline, waiting), strict=True)
+        return [self.priced[combination] for combination in combinations]
 
     def baseline(self, combination: Combination, part: StepTrace | None = None) -> Baseline:
         """A combination with its prices, computed once. `part`: its trace with nothing recomputed, if already made."""

@@ -1,7 +1,9 @@
 """The candidates of a search: traced as applied, compared with the budget, and kept if the fastest that fits."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 from tightfit.errors import CannotFit
 from tightfit.levers.recompute import Policy
@@ -11,10 +13,14 @@ from tightfit.planner.levers import Combination, Lever, Offload, PlainStep, Role
 from tightfit.planner.records import DeviceRoom, Rejected
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate, describe_levers
+from tightfit.runtime.forked import processes_for, shared_out
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
+SMALL = 1500  # operators of a step that is traced in no time worth naming
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
 
 
@@ -64,6 +70,26 @@ class Selection:
     def plain(self) -> StepTrace:
         """The step with no lever."""
         return self.tracer.whole(self.request.plain, {})
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a whole trace of the step costs next to nothing."""
+        return len(self.plain.operators) <= SMALL
+
+    def shared(self, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+        """The result of `work` for each part, such as a trace that depends on no other one.
+
+        Long traces are shared among forks of this process, where it may be forked. A fork sends back nothing else.
+        """
+        processes = 1 if self.is_small else processes_for(len(parts))
+        if processes == 1:
+            return [work(part) for part in parts]
+
+        # A part goes to a fork by its number: the fork has it already.
+        def numbered(number: int, notice: object) -> Result:
+            return work(parts[number])
+
+        return shared_out(numbered, range(len(parts)), lambda line: None, processes)
 
     @cached_property
     def budget_bytes(self) -> int:

@@ -1,15 +1,16 @@
 """Traces the trade-off curve: peak against step time, from the plain step down to the least that can be reached.
 
 The blocks' prices do not depend on the budget, so those of the search serve all budgets. For each budget on the way
-down, the choice is solved again and traced as applied: forward and backward of one micro-batch. No choice changes the
-optimizer's phase, so its peak and seconds are those of the plain step. The curve consists of the traced points that no
-other point beats in both peak and seconds.
+down, the choice is solved again and traced as applied: forward and backward of one micro-batch. Traces do not depend on
+each other, so forks of this process share them. No choice changes the optimizer's phase, so its peak and seconds are
+those of the plain step. The curve consists of the traced points that no other point beats in both peak and seconds.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from tightfit.errors import CompileError, LeverError
 from tightfit.levers.recompute import Policy
@@ -26,29 +27,39 @@ POINTS = 8  # budgets between the plain peak and the least; each needs one solve
 Choice = tuple[Baseline, Solution]
 
 
+class Applied(NamedTuple):
+    """Levers of a step, with their name."""
+
+    name: str
+    combination: Combination
+    policies: Mapping[str, Policy]
+    joined: Sequence[str] = ()
+
+
 class Tradeoff:
     """The curve of one search. Mutable: the points traced so far."""
 
     def __init__(self, search: Search):
         self.search = search
         self.points: list[CurvePoint] = []
-        self.traced: set[tuple[Combination, tuple[int, ...]]] = set()
 
     def curve(self, count: int = POINTS) -> Curve:
         """The curve through about `count` budgets, and the recipes."""
         plain = CurvePoint("no lever", self.search.plain.peak_bytes, self.search.plain.step_seconds)
-        recipes = (plain, *self.recipes())
-        self.points += [recipe for recipe in recipes if self.allowed(recipe)]
         if self.search.best is not None:
             best = self.search.best
             self.points.append(CurvePoint(self.search.in_words(best), best.peak_bytes, best.seconds))
-        self.descend(self.search.baselines(), count)
-        return Curve(frontier(self.points), recipes)
+        recipes, choices = self.recipes(), self.descend(self.search.baselines(), count)
+        traced = self.search.shared(lambda each: self.point(*each), [*recipes, *choices])
+        fixed = (plain, *traced[: len(recipes)])
+        self.points += [recipe for recipe in fixed if self.allowed(recipe)]
+        self.points += traced[len(recipes) :]
+        return Curve(frontier(self.points), fixed)
 
     # The frontier
 
-    def descend(self, baselines: Sequence[Baseline], count: int) -> None:
-        """Trace the best choice at each of `count` budgets from the plain peak down to the least."""
+    def descend(self, baselines: Sequence[Baseline], count: int) -> list[Applied]:
+        """The best choice at each of `count` budgets from the plain peak down to the least."""
         solvable = [baseline for baseline in baselines if baseline.priced is not None]
         for baseline in baselines:
             levers = describe_levers(baseline.combination, {}, len(self.search.paths))
@@ -57,15 +68,14 @@ class Tradeoff:
             for combination in self.search.combinations():
                 self.take_whole_blocks(combination, kind)
         if not solvable:
-            return  # no blocks, or no lever inside them: the baselines above are all there is
+            return []  # no blocks, or no lever inside them: the baselines above are all there is
         lowest = min(((p, least_peak(p.chain)) for p in solvable), key=lambda choice: choice[1].peak_bytes)
         top, bottom = self.search.plain.peak_bytes, lowest[1].peak_bytes
-        for step in range(1, count + 1):
-            found = self.best(solvable, top - step * (top - bottom) // count)
-            if found is not None:
-                self.trace(*found)
-        self.trace(*lowest)
-        self.join(lowest[0])
+        budgets = (top - step * (top - bottom) // count for step in range(1, count + 1))
+        found = [*(self.best(solvable, budget) for budget in budgets), lowest]
+        # Neighbouring budgets often have one solution, and a point of 1B takes 0.2-0.4 s to trace.
+        different = {(each[0].combination, each[1].choice): each for each in found if each is not None}
+        return [*(self.chosen(*each) for each in different.values()), *self.joined(lowest[0])]
 
     def best(self, baselines: Sequence[Baseline], budget: int) -> Choice | None:
         """The fastest choice within a budget over all combinations, as priced."""
@@ -79,49 +89,46 @@ class Tradeoff:
                 found = (baseline, solution)
         return found
 
-    def trace(self, baseline: Baseline, solution: Solution) -> None:
-        """Run a choice dry as applied, and record its point. Does nothing if the choice has a point already."""
-        key = (baseline.combination, solution.choice)
-        if key in self.traced:
-            return  # neighbouring budgets often have one solution, and a point of 1B takes 0.2-0.4 s to trace
-        self.traced.add(key)
+    def chosen(self, baseline: Baseline, solution: Solution) -> Applied:
+        """A choice inside blocks."""
         assert baseline.priced is not None, "a solution is that of a priced baseline"
-        self.apply(baseline.combination, baseline.priced.policies(solution.choice))
+        return self.applied(baseline.combination, baseline.priced.policies(solution.choice))
 
-    def join(self, baseline: Baseline) -> None:
-        """Trace blocks joined to a few segments, which also recompute the blocks' outputs."""
+    def joined(self, baseline: Baseline) -> list[Applied]:
+        """Blocks joined to a few segments, which also recompute the blocks' outputs."""
         paths = self.search.paths
-        for segments in sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True):
-            rule = every_block(paths, segments=segments)
-            self.apply(baseline.combination, rule.policies, rule.joined)
+        counts = sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True)
+        rules = [every_block(paths, segments=segments) for segments in counts]
+        return [self.applied(baseline.combination, rule.policies, rule.joined) for rule in rules]
 
     def take_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
         """Trace each setting of a lever on whole blocks. A model that does not compile gets no points."""
         try:
             for setting in kind.settings(self.search.step()):
-                self.apply(combination.with_lever(setting), {})
+                self.points.append(self.point(*self.applied(combination.with_lever(setting), {})))
         except CompileError:
             return  # the search has recorded the reason among the rejected combinations
 
-    def apply(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> None:
-        levers = describe_levers(combination, policies, len(self.search.paths), len(joined))
-        self.points.append(self.point(levers, combination, policies, joined))
+    def applied(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> Applied:
+        """Levers, named by how many blocks do what."""
+        name = describe_levers(combination, policies, len(self.search.paths), len(joined))
+        return Applied(name, combination, policies, joined)
 
     # Recipes
 
-    def recipes(self) -> list[CurvePoint]:
-        """The fixed recipes that people use without a plan, each traced as applied."""
+    def recipes(self) -> list[Applied]:
+        """The fixed recipes that people use without a plan."""
         plain, paths = self.search.request.plain, self.search.paths
         every, second = every_block(paths).policies, every_second_block(paths).policies
         found = []
         if paths:
-            found.append(self.point("every block recomputed", plain, every))
+            found.append(Applied("every block recomputed", plain, every))
         if second:
-            found.append(self.point("every second block recomputed", plain, second))
+            found.append(Applied("every second block recomputed", plain, second))
         for chunked in map(plain.with_lever, ChunkedLoss.settings(self.search.step())):
-            found.append(self.point("chunked loss", chunked, {}))
+            found.append(Applied("chunked loss", chunked, {}))
             if paths:
-                found.append(self.point("chunked loss, every block recomputed", chunked, every))
+                found.append(Applied("chunked loss, every block recomputed", chunked, every))
         return found
 
     def try_forbidden(self) -> None:
