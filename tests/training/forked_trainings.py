@@ -163,12 +163,12 @@ class _Trainings:
         from made_up_fits import leave_out_predictions, made_up_fit
 
         from quick_trainings import leave_out_pictures
-        from tightfit.training import run
+        from tightfit.training import preparing
 
         leave_out_pictures(pytest.MonkeyPatch())
         leave_out_predictions(pytest.MonkeyPatch())
-        self._own_fit, self._fit_shards = run.fit, run.fit_shards
-        self._run, self._data, self._fit = run, run.prepare_data, made_up_fit
+        self._own_fit, self._fit_shards = preparing.fit, preparing.fit_shards
+        self._preparing, self._data, self._fit = preparing, preparing.prepare_data, made_up_fit
         self._known: dict[str, tuple[Any, Any]] = {}
 
     def prepare(self, raw: dict[str, Any], *, of_ranks: bool) -> None:
@@ -177,22 +177,22 @@ class _Trainings:
         from tightfit.devices.present import lookup_present
         from tightfit.training.objective import CausalLMLoss, counted
 
-        config, run = parse_config(raw), self._run
+        config, preparing = parse_config(raw), self._preparing
         key = json.dumps({name: raw[name] for name in ("data", "model", "training", "memory", "checkpoint")})
         key += str(of_ranks)
         if key not in self._known:
             data = self._data(config.data, config.model, objective=config.training.objective)
             longest, *shorter = [counted(batch) for batch in data.for_dry_runs(config.training.batch_size)]
-            model = run.build_model(config.model, seed=config.training.seed)
+            model = preparing.build_model(config.model, seed=config.training.seed)
             fitted = None
             # A plan of ranks is made by the first of them.
             if not of_ranks or config.memory.budget is None:
                 fitted = self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
             self._known[key] = data, fitted
         data, fitted = self._known[key]
-        run.prepare_data = lambda *_, **__: data
-        run.fit = self._own_fit if fitted is None else lambda *_: fitted
-        run.fit_shards = self._fit_shards if fitted is None else lambda *_: replace(fitted, is_sharded=True)
+        preparing.prepare_data = lambda *_, **__: data
+        preparing.fit = self._own_fit if fitted is None else lambda *_: fitted
+        preparing.fit_shards = self._fit_shards if fitted is None else lambda *_: replace(fitted, is_sharded=True)
 
     def train(self, raw: dict[str, Any], *, resume: bool) -> None:
         from tightfit.config import parse_config

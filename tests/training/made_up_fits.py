@@ -32,6 +32,6 @@ def made_up_fit(model: Any, batch: Any, loss: Any, config: Any, device: Any, sho
 
 def leave_out_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is predicted without a budget, and no step is profiled."""
-    monkeypatch.setattr("tightfit.training.run.fit", made_up_fit)
+    monkeypatch.setattr("tightfit.training.preparing.fit", made_up_fit)
     monkeypatch.setattr("tightfit.training.loop.measured_peak", lambda step, resident: step() or 1)
     monkeypatch.setattr("tightfit.training.files.most_bytes", lambda fitted: 0)

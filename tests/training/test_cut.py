@@ -172,7 +172,7 @@ def test_a_signal_while_a_plan_is_made_ends_with_its_code_and_leaves_nothing(
 ):
     config = tmp_path / "training.yaml"
     config.write_text(dump_config(settings(tmp_path)))
-    monkeypatch.setattr("tightfit.training.run.fit", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr("tightfit.training.preparing.fit", lambda *_: signal.raise_signal(number))
 
     if number == signal.SIGINT:  # the entry point's handler, which the runner of commands has not
         with pytest.raises((KeyboardInterrupt, SystemExit)):

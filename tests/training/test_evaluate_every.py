@@ -13,8 +13,7 @@ from tightfit.config import parse_config
 from tightfit.data.packing import PackedSamples
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
-from tightfit.training import purpose, train
-from tightfit.training import run as module
+from tightfit.training import preparing, purpose, train, validating
 from tightfit.training.evaluation import held_out_sums
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss
@@ -39,7 +38,7 @@ def test_the_loss_of_a_step_is_that_of_the_weights_after_it(tmp_path):
     run(tmp_path, training={**EVERY_TWO, "max_steps": 4})
     result = run(tmp_path, training={**EVERY_TWO, "max_steps": 4}, output={"overwrite": True})
     assert metrics(tmp_path)[-1]["validation_loss"] == result.validation_loss
-    data = module.prepare_data(settings(tmp_path).data, settings(tmp_path).model)
+    data = preparing.prepare_data(settings(tmp_path).data, settings(tmp_path).model)
     truth = evaluation_loss(load_model(tmp_path / "run"), data.validation, CausalLMLoss(), micro_batch_size=8)
     assert result.validation_loss == truth
 
@@ -65,7 +64,7 @@ def counting(monkeypatch, at=None):
             signal.raise_signal(signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "held_out_sums", counted)
+    monkeypatch.setattr(validating, "held_out_sums", counted)
     return calls
 
 

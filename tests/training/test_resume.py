@@ -261,7 +261,7 @@ def test_overwriting_clears_checkpoints_too(tmp_path: Path):
 
 def test_checkpoints_of_the_best_loss_are_kept_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
-    monkeypatch.setattr("tightfit.training.run.held_out_sums", lambda *_, **__: HeldOutSums(next(losses), 1))
+    monkeypatch.setattr("tightfit.training.validating.held_out_sums", lambda *_, **__: HeldOutSums(next(losses), 1))
 
     run(tmp_path, checkpoint={"every_steps": 1, "keep_last": 1, "keep_best": 1})
 

@@ -146,7 +146,7 @@ def test_the_loss_falls(tmp_path: Path):
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_shortest_trainings_are_measured_too(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tightfit.training.run.fit", made_up_fit)
+    monkeypatch.setattr("tightfit.training.preparing.fit", made_up_fit)
     result = run(tmp_path, training={"max_steps": steps})
 
     assert result.measured_peak_bytes > 0

@@ -13,7 +13,7 @@ from typing import Any
 
 MOMENTS = {
     "step": ("tightfit.training.loop", "forward_backward", 2),
-    "evaluation": ("tightfit.training.run", "held_out_sums", 1),
+    "evaluation": ("tightfit.training.validating", "held_out_sums", 1),
     "compiling": ("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", 1),
 }
 

@@ -1,6 +1,7 @@
 """What a training is for, where its data alone does not say it: the seam through which distillation adds a teacher."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -8,7 +9,7 @@ from tightfit.config import Config
 from tightfit.data.prepare import PreparedData
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import ConfigError
-from tightfit.training.objective import Objective
+from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.objectives import objective_of
 from tightfit.training.reporter import Reporter
 
@@ -55,3 +56,19 @@ class Purpose:
 
     def end(self, model: nn.Module) -> None:
         """Called after the last step and its checkpoint, before the weights are written."""
+
+
+def loss_of_step(purpose: Purpose, data: PreparedData, config: Config, *, is_sharded: bool) -> Objective:
+    """What a step minimises."""
+    return _in_fp32(purpose.loss(data, config), config, is_sharded)
+
+
+def loss_held_out(purpose: Purpose, data: PreparedData, config: Config, *, is_sharded: bool) -> Objective:
+    """What is reported of the samples held out."""
+    return _in_fp32(purpose.held_out_loss(data, config), config, is_sharded)
+
+
+def _in_fp32(loss: Objective, config: Config, is_sharded: bool) -> Objective:
+    """FSDP2 casts weights and activations, and there is no autocast that would convert the logits."""
+    is_cast = is_sharded and config.training.precision != "fp32"
+    return replace(loss, in_fp32=True) if is_cast and isinstance(loss, CausalLMLoss) else loss
