@@ -16,5 +16,5 @@ def show_ways_out(error: CannotFit) -> None:
     from tightfit.recipes.describe_ways import describe_ways_out
 
     found: Any = error.ways_out  # `errors` stands above the room that finds them, and cannot name their type
-    if text := describe_ways_out(found, columns()):
+    if text := describe_ways_out(found, columns(), in_config=error.refusal.in_config):
         typer.echo(f"\n{text}", err=True)

@@ -10,9 +10,14 @@ from tightfit.planner.search.search import Search
 class Refusal:
     """The arguments of the plan that was refused, and its search, with the traces that were made.
 
-    `recipes_tried` says that other recipes were tried already, so only another device is left.
+    `recipes_tried` says that other recipes were tried already, so only another device is left. `in_config` says that
+    a configuration asked, so that a way out is a change of its keys. It may have no key for the dtype of the weights
+    (`may_convert`), and nothing to adapt (`may_adapt`).
     """
 
     asked: Asked
     search: Search
     recipes_tried: bool = False
+    in_config: bool = False
+    may_convert: bool = True
+    may_adapt: bool = True

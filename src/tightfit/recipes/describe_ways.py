@@ -10,15 +10,19 @@ SHOWN = 6  # of the ways that fit
 ROOMY = 110  # columns
 
 
-def describe_ways_out(found: WaysOut, width: int = WIDTH) -> str:
-    """The first few ways that fit, with the options that take them; or a sentence that nothing does."""
+def describe_ways_out(found: WaysOut, width: int = WIDTH, *, in_config: bool = False) -> str:
+    """The first few ways that fit, with the options that take them; or a sentence that nothing does.
+
+    With `in_config`, overrides of a configuration stand in the place of options.
+    """
     shown = found.fitting[:SHOWN]
     parts: list[Table | str] = [found.sentence] if found.sentence else []
     if shown:
         parts += ["", ways_table(shown, width)]
     sections = [rendered(*parts, width=width)] if parts else []
-    if shown:
-        sections.append("\n".join(f"{number}. {way.flags}" for number, way in enumerate(shown, 1)))
+    taking = [way.overrides if in_config else way.flags for way in shown]
+    if any(taking):
+        sections.append("\n".join(f"{number}. {line}" for number, line in enumerate(taking, 1) if line))
     return "\n".join(sections)
 
 

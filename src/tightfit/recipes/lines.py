@@ -1,6 +1,7 @@
 """A change of a training as lines to copy: Python, YAML, and options of the command line."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +27,22 @@ IN_PYTHON = {
     "sgd": "torch.optim.SGD(model.parameters())",
 }
 ROOMS = {"torch": "import torch", "bitsandbytes": "import bitsandbytes.optim", "torchao": "import torchao.optim"}
+FOLDER = "FOLDER"  # stands for the folder of a model
 IMPORTS = {kind: ROOMS.get(line.partition(".")[0]) for kind, line in IN_PYTHON.items()}
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines that change a training. `python` ends with the plan; `statements` are those before it."""
+    """The lines that change a training. `python` ends with the plan; `statements` are those before it.
+
+    `overrides` change a configuration where it is used, as `key=value` behind its name.
+    """
 
     python: str
     yaml: str
     flags: str
     statements: str = ""
+    overrides: str = ""
 
 
 def change_in_words(before: Recipe, after: Recipe) -> list[str]:
@@ -126,6 +132,12 @@ def yaml_of(sections: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(f"{name}: {_flow(keys)}" for name, keys in sections.items() if keys)
 
 
+def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The same as overrides, quoted for a shell. A model's folder stays the one that it is."""
+    found = [f"{name}.{key}={_flow(value)}" for name, keys in sections.items() for key, value in keys.items()]
+    return " ".join(shlex.quote(each) for each in found if each != f"model.path={FOLDER}")
+
+
 def _flow(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
@@ -140,9 +152,9 @@ def sections_for(before: Recipe, after: Recipe) -> dict[str, dict[str, Any]]:
     """The keys of the configuration that change, by section. `FOLDER` stands for the model's."""
     model: dict[str, Any] = {}
     if after.adapter is not None and after.adapter != before.adapter:
-        model = {"path": "FOLDER", "adapter": _of_adapter(after.adapter)}
+        model = {"path": FOLDER, "adapter": _of_adapter(after.adapter)}
     elif after.dtype != before.dtype:
-        model = {"path": "FOLDER", "dtype": after.dtype}
+        model = {"path": FOLDER, "dtype": after.dtype}
     training: dict[str, Any] = {}
     if after.precision != before.precision:
         training["precision"] = after.precision
@@ -204,6 +216,7 @@ def lines_for(
     if device is not None:
         sections["training"]["device"] = device
         flags += [f"--device {device}", f"--budget {budget}"]
+    changed = sections if levers is None else {**sections, "memory": {"levers": memory["levers"]}}
     keywords = f", {_keywords(arguments)}" if arguments else ""
     plan = f'plan = tightfit.plan(model, batch, "{budget}"{keywords})'
     return Lines(
@@ -211,4 +224,6 @@ def lines_for(
         yaml=yaml_of({**sections, "memory": memory}),
         flags=" ".join(flags),
         statements="; ".join(statements),
+        # A configuration trains on a device that is there.
+        overrides=overrides_of(changed) if device is None else "",
     )

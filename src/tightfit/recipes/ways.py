@@ -55,6 +55,7 @@ class WayOut:
     python: str
     yaml: str
     flags: str
+    overrides: str = ""  # of a configuration, as `key=value`; none takes another device
     budget: int | str = 0
     asked: "Asked | None" = field(default=None, repr=False, compare=False)  # the arguments of its plan
 

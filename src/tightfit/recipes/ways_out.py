@@ -25,7 +25,15 @@ from tightfit.planner.search.least import as_it_will_run, least_way, peak_of, si
 from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
 from tightfit.recipes.choices import least_bytes
-from tightfit.recipes.lines import change_in_words, in_short, lines_for, remakes_optimizer, yaml_of
+from tightfit.recipes.lines import (
+    Lines,
+    change_in_words,
+    in_short,
+    lines_for,
+    overrides_of,
+    remakes_optimizer,
+    yaml_of,
+)
 from tightfit.recipes.records import NOTHING, ROUNDING, Recipe
 from tightfit.recipes.smaller import length_of, shortened, with_rows
 from tightfit.recipes.variants import Models, held_bytes, with_recipe
@@ -80,11 +88,12 @@ class _WaySearch(Search):
 
 @dataclass
 class Finder:
-    """Mutable: the ways found so far, and the models built for them."""
+    """Mutable: the ways found so far, what was tried for them, and the models built."""
 
     refusal: Refusal
     ways: list[WayOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    begun: set[tuple[Recipe, frozenset[str]]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         asked, search = self.refusal.asked, self.refusal.search
@@ -134,9 +143,9 @@ class Finder:
         """What changes the numbers: 16-bit products or weights, 8-bit states, low-rank adapters."""
         request = self.search.request
         cast = neighbours.autocast(request, self.recipe)
-        narrow = neighbours.narrow_weights(request, self.recipe)
+        narrow = neighbours.narrow_weights(request, self.recipe) if self.refusal.may_convert else []
         low = [r for r in neighbours.frugal_optimizers(request, self.recipe) if r.changed != self.recipe.changed]
-        adapters = neighbours.adapted(request, self.recipe)
+        adapters = self.adapted()
         widest = self.levers | allowed_levers("rounding") | self.exact_levers()
         for levers in dict.fromkeys((self.levers, widest)):
             single = [*([] if cast is None else [cast]), *low[:1]]
@@ -199,7 +208,7 @@ class Finder:
         if any(way.fits for way in self.ways):
             return
         widest = self.levers | allowed_levers("rounding") | self.exact_levers()
-        frugal = neighbours.adapted(self.search.request, self.recipe)[-1:]
+        frugal = self.adapted()[-1:]
         cards = cards_by_memory()
         trials = [(self.recipe, self.levers), *((recipe, widest) for recipe in frugal)]
         for number, (recipe, levers) in enumerate(trials, start=1):
@@ -244,6 +253,10 @@ class Finder:
         if found is not None:
             yield found
 
+    def adapted(self) -> list[Recipe]:
+        """Low-rank adapters, on weights as they are and on narrow ones."""
+        return neighbours.adapted(self.search.request, self.recipe) if self.refusal.may_adapt else []
+
     def fused(self) -> Iterator[Recipe]:
         """AdamW in one kernel. On a card, several others need a copy of all weights in between."""
         if neighbours.kind_of(self.asked.optimizer) == "adamw" and self.device.kind != "cpu":
@@ -269,8 +282,9 @@ class Finder:
     def tried(self, trial: Trial) -> bool:
         """Whether a trial fits. Its way is kept in either case, if it was run."""
         recipe, levers = trial.recipe, trial.levers
-        if recipe == self.recipe and levers == self.levers:
-            return False  # what was refused
+        if (recipe == self.recipe and levers == self.levers) or (recipe, levers) in self.begun:
+            return False  # what was refused, and what was tried by another road
+        self.begun.add((recipe, levers))
         with self.untried(", ".join(self.words(recipe, levers))):
             if self.is_hopeless(recipe):
                 return False
@@ -362,7 +376,7 @@ class Finder:
         lines = lines_for(self.recipe, recipe, budget=self.budget_in_words, levers=changed)
         changes = {"exact": NOTHING, "rounding": ROUNDING}.get(trial.kind, recipe.changes)
         name = " + ".join(self.words(recipe, levers))
-        return self.way(name, trial.kind, changes, search, found, lines.python, lines.yaml, lines.flags)
+        return self.way(name, trial.kind, changes, search, found, lines)
 
     def of_size(self, what: str, number: int, search: _WaySearch, found: Candidate) -> WayOut:
         batch, budget = self.asked.batch, self.budget_in_words
@@ -374,11 +388,13 @@ class Finder:
         python = f'import tightfit; batch = {given}; plan = tightfit.plan(model, batch, "{budget}")'
         is_length = what == "sequence"
         section, key = ("data", "sequence_length") if is_length else ("training", "batch_size")
-        yaml = yaml_of({section: {key: number}, "memory": {"budget": budget}})
+        sections = {section: {key: number}}
         name = f"sequences of {number:,} tokens" if is_length else f"a batch of {number:,}"
         changes = "shorter sequences" if is_length else "a smaller batch"
         flags = f"--seq-len {number}" if is_length else f"--batch-size {number}"
-        return self.way(name, "size", changes, search, found, python, yaml, flags)
+        yaml = yaml_of({**sections, "memory": {"budget": budget}})
+        lines = Lines(python=python, yaml=yaml, flags=flags, overrides=overrides_of(sections))
+        return self.way(name, "size", changes, search, found, lines)
 
     def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: _WaySearch, found: Candidate) -> WayOut:
         spec = search.request.device
@@ -386,19 +402,9 @@ class Finder:
         lines = lines_for(self.recipe, recipe, budget="100%", levers=changed, device=key)
         words = [spec.name, *change_in_words(self.recipe, recipe)]
         changes = recipe.changes if recipe != self.recipe else "another device"
-        return self.way(" + ".join(words), "device", changes, search, found, lines.python, lines.yaml, lines.flags)
+        return self.way(" + ".join(words), "device", changes, search, found, lines)
 
-    def way(
-        self,
-        name: str,
-        kind: Kind,
-        changes: str,
-        search: _WaySearch,
-        found: Candidate,
-        python: str,
-        yaml: str,
-        flags: str,
-    ) -> WayOut:
+    def way(self, name: str, kind: Kind, changes: str, search: _WaySearch, found: Candidate, lines: Lines) -> WayOut:
         return WayOut(
             name=name,
             kind=kind,
@@ -408,9 +414,10 @@ class Finder:
             needed_bytes=found.needed_bytes,
             step_seconds=found.seconds,
             levers=search.in_words(found),
-            python=python,
-            yaml=yaml,
-            flags=flags,
+            python=lines.python,
+            yaml=lines.yaml,
+            flags=lines.flags,
+            overrides=lines.overrides,
             budget=search.budget,
             asked=search.asked,
         )

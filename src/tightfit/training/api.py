@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tightfit.config import Config, load_config, parse_config
-from tightfit.errors import ConfigError
+from tightfit.config.schema import PretrainedModel
+from tightfit.errors import CannotFit, ConfigError
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.purpose import Purpose, refuse_teacher
 from tightfit.training.reporter import Reporter, SilentReporter
@@ -81,10 +83,27 @@ def run_training(
             with ranks.first_goes_ahead():
                 earlier = look_back(settings, folder, reporter) if resume else Earlier()
             run = Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
-            result = earlier.finished or run.run()
+            try:
+                result = earlier.finished or run.run()
+            except CannotFit as error:
+                _tell_in_keys(error, settings)
+                raise
     interrupt.deliver()
     assert result is not None, "a training without a result was ended by a signal, which is delivered"
     return result
+
+
+def _tell_in_keys(error: CannotFit, settings: Config) -> None:
+    """Let the error's ways out be those that the configuration can take."""
+    if error.refusal is not None:
+        model = settings.model
+        pretrained = model if isinstance(model, PretrainedModel) else None
+        error.refusal = replace(
+            error.refusal,
+            in_config=True,
+            may_convert=pretrained is not None,
+            may_adapt=pretrained is not None and not pretrained.random_init,
+        )
 
 
 def resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:

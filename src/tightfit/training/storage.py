@@ -73,6 +73,8 @@ class RunFolder:
         where another training is writing there, or where it holds a run that is neither resumed nor overwritten.
         """
         with ExitStack() as held:
+            if not self.path.exists():
+                held.callback(self._remove_if_empty)
             with self._writing(self.path):
                 self._files.make_folders(self.path)
                 is_locked = held.enter_context(locked(self.path))
@@ -83,6 +85,11 @@ class RunFolder:
                     "resume=True), choose another output.folder, or set output.overwrite to true"
                 )
             yield is_locked
+
+    def _remove_if_empty(self) -> None:
+        """A training that ended before it wrote anything leaves no folder where there was none."""
+        with suppress(OSError):  # it has content, or somebody else removed it
+            self.path.rmdir()
 
     def demand_room(self, needed_bytes: int) -> None:
         """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
