@@ -33,6 +33,7 @@ check: $(READY)
 
 published: $(READY)
 	$(BIN)/python -m benchmarks.published.peaks
+	$(BIN)/python -m benchmarks.published.sharded
 	$(BIN)/python -m benchmarks.published.seconds
 	$(BIN)/python benchmarks/accuracy_page.py
 

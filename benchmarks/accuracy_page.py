@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.published.seconds_page import seconds_on_cards, two_clocks
+from benchmarks.published.sharded_page import sharded
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -335,6 +336,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "accuracy": peaks,
     "published": published,
     "published_kernels": published_kernels,
+    "published_sharded": sharded,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
     "published_clocks": two_clocks,
@@ -346,6 +348,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
 SCRIPTS = {
     "published": "published/peaks.py",
     "published_kernels": "published/kernels.py",
+    "published_sharded": "published/sharded.py",
     "published_seconds": "published/seconds.py",
     "published_clocks": "published/clocks.py",
 }

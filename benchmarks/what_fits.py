@@ -1,4 +1,5 @@
-"""What fits: the recipes of twelve models on the card that people have for each, as docs/what_fits.md.
+"""What fits: the recipes of twelve models on the card that people have for each, and of two on many cards, as
+docs/what_fits.md.
 
     python benchmarks/what_fits.py [--output FILE] [--table FILE] [--only PAIR ...]
 
@@ -32,6 +33,13 @@ PAIRS = (
     ("llama-3.1-8b", "h100", 80, 2048),
     ("llama-3.1-70b", "h100", 80, 2048),
 )
+# model, card, tokens of a rank's sequence, cards, nodes
+MANY_CARDS = (
+    ("llama-3.1-8b", "h100", 8192, 8, 1),
+    ("llama-3.1-8b", "h100", 8192, 64, 8),
+    ("llama-3.1-70b", "h100", 8192, 8, 1),
+    ("llama-3.1-70b", "h100", 8192, 64, 8),
+)
 ROWS = 8  # of a table on the page
 PAGE = """\
 # What fits
@@ -50,23 +58,61 @@ the layers that `peft` chooses for the architecture.
 def asked(pair: tuple[str, str, int, int]) -> dict[str, Any]:
     """The answer for one pair, and the processor time that it took."""
     model, device, gigabytes, length = pair
-    question = ["--model", model, "--device", device, "--seq-len", str(length), "--json"]
+    return {"model": model, "device": device, "gigabytes": gigabytes, "length": length} | answered(
+        model, device, length
+    )
+
+
+def asked_of_many(case: tuple[str, str, int, int, int]) -> dict[str, Any]:
+    """The answer for many cards, and the processor time that it took."""
+    model, device, length, cards, nodes = case
+    row = {"model": model, "device": device, "length": length, "cards": cards, "nodes": nodes}
+    return row | answered(model, device, length, "--world-size", str(cards), "--nodes", str(nodes))
+
+
+def answered(model: str, device: str, length: int, *more: str) -> dict[str, Any]:
+    question = ["--model", model, "--device", device, "--seq-len", str(length), *more, "--json"]
     command = [sys.executable, "-m", "tightfit", "fit", *question]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    row: dict[str, Any] = {"model": model, "device": device, "gigabytes": gigabytes, "length": length}
-    row["processor_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode not in (0, 3):
         raise SystemExit(f"{' '.join(command)}: {done.stderr}")
-    return row | {"commit": environment()["commit"], "recipes": json.loads(done.stdout)["recipes"]}
+    return {
+        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "commit": environment()["commit"],
+        "recipes": json.loads(done.stdout)["recipes"],
+    }
 
 
-def page(results: list[dict[str, Any]], where: dict[str, Any]) -> str:
+def page(record: dict[str, Any]) -> str:
     """docs/what_fits.md."""
-    commits = " and ".join(dict.fromkeys(row["commit"][:10] for row in results))
-    head = PAGE.format(torch=where["versions"]["torch"], commit=commits, rows=ROWS)
-    return head + "".join(map(section, results))
+    results, many = record["results"], record.get("many_cards", [])
+    commits = " and ".join(dict.fromkeys(row["commit"][:10] for row in [*results, *many]))
+    head = PAGE.format(torch=record["environment"]["versions"]["torch"], commit=commits, rows=ROWS)
+    return head + "".join(map(section, results)) + "".join(map(section_of_many, many))
+
+
+def section_of_many(row: dict[str, Any]) -> str:
+    """One model on many cards, with the rows of other numbers of cards."""
+    fitting = [recipe for recipe in row["recipes"] if recipe["fits"]]
+    nodes = f" in {row['nodes']} nodes" if row["nodes"] > 1 else ""
+    return (
+        f"\n## {row['model']} on {row['cards']} {row['device']}{nodes}\n\n"
+        f"{len(fitting)} of {len(row['recipes'])} recipes fit one sequence of {row['length']} tokens a card, "
+        f"in {row['processor_seconds']:.0f} s of processor time. Peaks are those of the largest rank.\n\n"
+        "| recipe | peak | step | tokens/s of all cards | changes | levers |\n|---|---|---|---|---|---|\n"
+    ) + "".join(map(line_of_many, (fitting or row["recipes"])[:ROWS]))
+
+
+def line_of_many(recipe: dict[str, Any]) -> str:
+    if not recipe["fits"]:
+        return f"| {recipe['name']} | needs {recipe['needed_bytes'] / GIB:.1f} GiB | | | {recipe['changes']} | |\n"
+    levers = ", ".join(recipe["levers"]) or "none"
+    return (
+        f"| {recipe['name']} | {recipe['peak_bytes'] / GIB:.1f} GiB | {recipe['step_seconds']:.2f} s "
+        f"| {recipe['tokens_per_second']:,.0f} | {recipe['changes']} | {levers} |\n"
+    )
 
 
 def section(row: dict[str, Any]) -> str:
@@ -104,25 +150,43 @@ def line(recipe: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="PAIR", help="such as llama-3.1-8b/rtx4090; default: all")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PAIR", help="such as llama-3.1-8b/rtx4090 or llama-3.1-8b/8xh100; default: all"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "what_fits.json")
     parser.add_argument("--table", type=Path, default=ROOT / "docs" / "what_fits.md")
     options = parser.parse_args()
-    record = json.loads(options.output.read_text("utf-8")) if options.output.exists() else {"results": []}
+    record: dict[str, Any] = {"results": []}
+    if options.output.exists():
+        record = json.loads(options.output.read_text("utf-8"))
     known = {(row["model"], row["device"]): row for row in record["results"]}
     for pair in PAIRS:
         name = f"{pair[0]}/{pair[1].partition(',')[0]}"
         if pair[:2] in known or (options.only and name not in options.only):
             continue
         known[pair[:2]] = asked(pair)
-        record = {
+        record |= {
             "environment": environment(),
             "results": [known[other[:2]] for other in PAIRS if other[:2] in known],
         }
-        options.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-        print(f"{name}: {known[pair[:2]]['processor_seconds']:.0f} s of processor time", flush=True)
+        write(record, options.output, f"{name}: {known[pair[:2]]['processor_seconds']:.0f} s of processor time")
+    many = {(row["model"], row["device"], row["cards"]): row for row in record.get("many_cards", [])}
+    for case in MANY_CARDS:
+        key = (*case[:2], case[3])
+        name = f"{case[0]}/{case[3]}x{case[1]}"
+        if key in many or (options.only and name not in options.only):
+            continue
+        many[key] = asked_of_many(case)
+        cases = [(*other[:2], other[3]) for other in MANY_CARDS]
+        record |= {"environment": environment(), "many_cards": [many[other] for other in cases if other in many]}
+        write(record, options.output, f"{name}: {many[key]['processor_seconds']:.0f} s of processor time")
     if "environment" in record:
-        options.table.write_text(page(record["results"], record["environment"]), "utf-8")
+        options.table.write_text(page(record), "utf-8")
+
+
+def write(record: dict[str, Any], output: Path, line: str) -> None:
+    output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

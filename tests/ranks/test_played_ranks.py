@@ -123,3 +123,14 @@ def test_what_the_engine_refuses_is_one_line():
     with pytest.raises(ModelError, match="WithScalar does not run in fsdp2: "):
         estimate(WithScalar(), (torch.ones(4),), device=round_device(), world_size=2)
     assert not dist.is_initialized()
+
+
+def test_what_fsdp2_gathers_and_reduces_is_allocated_on_streams_of_its_own():
+    def streams(rank: PlayedRank | None) -> set[int]:
+        made = Decoder(DecoderConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=64))
+        batch = TokenBatch(2, 8, 64).tensors()
+        trace = trace_step(own_copy(made), as_parts(split_batch(batch, 1), model_loss), model_loss, rank=rank)
+        return {storage.stream for storage in trace.storages}
+
+    assert streams(PlayedRank(World(2), 0, ["layers.0", "layers.1"])) == {0, 1, 2}
+    assert streams(None) == {0}

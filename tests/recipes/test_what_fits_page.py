@@ -24,7 +24,7 @@ def record():
 
 def test_the_page_says_what_the_results_say(record, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    page = importlib.import_module("what_fits").page(record["results"], record["environment"])
+    page = importlib.import_module("what_fits").page(record)
     assert PAGE.read_text("utf-8") == page
 
 

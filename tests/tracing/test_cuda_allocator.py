@@ -121,11 +121,11 @@ def test_whatever_is_asked_blocks_do_not_overlap_and_reserved_covers_allocated(s
         everything = held[True] + held[False]
         if is_release and everything:
             block, _ = everything[which % len(everything)]
-            held[block.is_small] = [(b, s) for b, s in held[block.is_small] if b is not block]
+            held[block.pool.is_small] = [(b, s) for b, s in held[block.pool.is_small] if b is not block]
             allocator.release(block)
         else:
             block = allocator.allocate(size)
-            held[block.is_small].append((block, size))
+            held[block.pool.is_small].append((block, size))
         for pool in held.values():
             assert not overlaps([block for block, _ in pool])
         assert all(block.size >= round_size(size) for block, size in held[True] + held[False])
@@ -136,3 +136,26 @@ def test_whatever_is_asked_blocks_do_not_overlap_and_reserved_covers_allocated(s
     free = [b for pool in allocator._pools.values() for b in pool.blocks.values()]
     assert sum(b.size for b in free) == allocator.reserved
     assert all(b.before is None and b.after is None for b in free)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_stream_is_not_given_what_another_stream_has_freed(expandable):
+    allocator = CachingAllocator(expandable=expandable)
+    allocator.release(allocator.allocate(40 * MIB, stream=1))
+    allocator.allocate(40 * MIB, stream=0)
+    assert allocator.reserved == 80 * MIB
+    allocator.allocate(40 * MIB, stream=1)
+    assert allocator.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_full_device_takes_back_what_any_stream_has_freed(expandable):
+    allocator = CachingAllocator(capacity=80 * MIB, expandable=expandable)
+    allocator.allocate(20 * MIB)
+    own, other = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB, stream=1)
+    allocator.release(own)
+    allocator.release(other)
+    allocator.allocate(50 * MIB)  # more than its own stream's free block, and no memory beside the three blocks
+    assert allocator.reserved <= 80 * MIB
+    with pytest.raises(DeviceFull):
+        allocator.allocate(40 * MIB, stream=1)

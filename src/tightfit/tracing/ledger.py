@@ -42,6 +42,7 @@ class Entry:
     name: str = ""
     category: Category | None = None
     died: int | None = None
+    stream: int = 0
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Ledger:
     now: int = 0  # the operator that is running
     rounding: int = 1  # the allocator rounds sizes up to multiples of this
     holders: list[Any] = field(default_factory=list)  # storages with a cell that outlive the trace
+    streams: list[Any] = field(default_factory=lambda: [torch.cpu.current_stream()])  # the computing one first
     closed: bool = False
     key: str = "_tightfit_dry"  # the attribute of storages that holds the cell
 
@@ -76,7 +78,8 @@ class Ledger:
         if cell is None:
             size = 0 if _on_host() else -(-storage.nbytes() // self.rounding) * self.rounding
             cell = storage.__dict__[self.key] = Cell(self, len(self.entries), known)
-            self.entries.append(Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype))
+            entry = Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype, stream=self._stream())
+            self.entries.append(entry)
             self.live_bytes += size
             self.new_value(cell, operator)
         return cell
@@ -119,10 +122,19 @@ class Ledger:
         size = -(-nbytes // self.rounding) * self.rounding
         cell.index = len(self.entries)
         kept = before.shape, before.dtype, before.name, before.category or Category.PARAMETER
-        self.entries.append(Entry(size, self.now, self.now, before.forward, *kept))
+        self.entries.append(Entry(size, self.now, self.now, before.forward, *kept, stream=self._stream()))
         self.live_bytes += size
         self.new_value(cell, self.now)
         return True
+
+    def _stream(self) -> int:
+        """The number of the current stream. FSDP2 asks a CPU for streams too, which do nothing but be current."""
+        current = torch.cpu.current_stream()
+        if current is self.streams[0]:
+            return 0
+        if current not in self.streams:
+            self.streams.append(current)
+        return self.streams.index(current)
 
     def label(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Set the category and the name of a storage, unless it has a category."""
@@ -184,6 +196,7 @@ class Ledger:
                 entry.shape,
                 str(entry.dtype).removeprefix("torch.") if entry.dtype is not None else "",
                 entry.name,
+                entry.stream,
             )
             for entry in self.entries
         )

@@ -73,7 +73,8 @@ class StorageRecord(NamedTuple):
     """One block of memory, from its allocation to its release. `died` is None if it outlives the step.
 
     `shape` and `dtype` are those of the first tensor seen over it. `name` is the name of a parameter, buffer, gradient
-    or optimizer state.
+    or optimizer state. `stream` is the stream that allocated it, 0 for the one that computes: CUDA's allocator gives
+    memory of one stream to no other.
     """
 
     bytes: int
@@ -84,6 +85,7 @@ class StorageRecord(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: str = ""
     name: str = ""
+    stream: int = 0
 
 
 class ValueRecord(NamedTuple):

@@ -2,11 +2,14 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_pool`, `get_allocation_size`, `get_free_block`,
 `should_split`, `try_merge_blocks`, `release_cached_blocks`, `get_expandable_segment_block`) and
-c10/core/AllocatorConfig.h (the constants), torch 2.11 to 2.13, in its default settings, on one stream.
+c10/core/AllocatorConfig.h (the constants), torch 2.11 to 2.13, in its default settings.
+Each stream has pools of its own: memory that one stream has freed is not given to another.
 """
 
 import bisect
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MIB = 2**20
 MIN_BLOCK = 512  # kMinBlockSize: sizes are multiples of it
@@ -34,6 +37,13 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+class PoolName(NamedTuple):
+    """The stream whose requests a pool serves, and whether it serves small ones."""
+
+    stream: int
+    is_small: bool
+
+
 class DeviceFull(Exception):
     """The device has no room for a segment, even after the allocator returned all free segments."""
 
@@ -44,7 +54,7 @@ class Block:
 
     address: int
     size: int
-    is_small: bool
+    pool: "PoolName"
     is_free: bool = True
     before: "Block | None" = None
     after: "Block | None" = None
@@ -89,18 +99,18 @@ class CachingAllocator:
         self.expandable = expandable
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
-        self._pools = {True: _Pool(), False: _Pool()}
-        self._ends: dict[bool, Block | None] = {True: None, False: None}  # the last block of each growing segment
+        self._pools: defaultdict[PoolName, _Pool] = defaultdict(_Pool)
+        self._ends: dict[PoolName, Block] = {}  # the last block of each growing segment
         self._next_address = 0
 
-    def allocate(self, size: int) -> Block:
-        """A block for a request of `size` > 0 bytes. Raises `DeviceFull`."""
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """A block for a request of `size` > 0 bytes by a stream. Raises `DeviceFull`."""
         rounded = round_size(size)
-        is_small = rounded <= SMALL_SIZE
-        pool = self._pools[is_small]
+        name = PoolName(stream, rounded <= SMALL_SIZE)
+        pool = self._pools[name]
         block = pool.best_fit(rounded)
         if block is None:
-            block = self._grow(rounded, is_small) if self.expandable else self._new_segment(rounded, is_small)
+            block = self._grow(rounded, name) if self.expandable else self._new_segment(rounded, name)
         else:
             pool.remove(block)
         if self._should_split(block, rounded):
@@ -115,7 +125,7 @@ class CachingAllocator:
         assert not block.is_free, "a block is freed once"
         self.allocated -= block.size
         block.is_free = True
-        pool = self._pools[block.is_small]
+        pool = self._pools[block.pool]
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.is_free:
                 pool.remove(neighbour)
@@ -125,16 +135,16 @@ class CachingAllocator:
     def _should_split(self, block: Block, size: int) -> bool:
         rest = block.size - size
         # A rest of at most 1 MiB remains part of a large block, and counts as allocated (`should_split`).
-        return rest >= MIN_BLOCK if block.is_small or self.expandable else rest > SMALL_SIZE
+        return rest >= MIN_BLOCK if block.pool.is_small or self.expandable else rest > SMALL_SIZE
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.is_small, before=block, after=block.after)
+        rest = Block(block.address + size, block.size - size, block.pool, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest
-        if self._ends[block.is_small] is block:
-            self._ends[block.is_small] = rest
-        self._pools[block.is_small].add(rest)
+        if self._ends.get(block.pool) is block:
+            self._ends[block.pool] = rest
+        self._pools[block.pool].add(rest)
 
     def _join(self, block: Block, neighbour: Block) -> None:
         if neighbour is block.before:
@@ -146,49 +156,63 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = block
         block.size += neighbour.size
-        if self._ends[block.is_small] is neighbour:
-            self._ends[block.is_small] = block
+        if self._ends.get(block.pool) is neighbour:
+            self._ends[block.pool] = block
 
-    def _new_segment(self, size: int, is_small: bool) -> Block:
+    def _new_segment(self, size: int, pool: PoolName) -> Block:
         asked = segment_size(size)
         self._reserve(asked)
-        block = Block(self._next_address, asked, is_small)
+        block = Block(self._next_address, asked, pool)
         self._next_address += asked
         return block
 
-    def _grow(self, size: int, is_small: bool) -> Block:
+    def _grow(self, size: int, pool: PoolName) -> Block:
         # Pages of the size of a segment are mapped after the last block. If that block is free, it grows.
-        end = self._ends[is_small]
-        usable = end.size if end is not None and end.is_free else 0
-        mapped = round_up(size - usable, SMALL_BUFFER if is_small else LARGE_BUFFER)
+        if not self._has_room(self._missing(size, pool)):
+            self._release_cached()  # which may take that block
+        mapped = self._missing(size, pool)
         self._reserve(mapped)
+        end = self._ends.get(pool)
         if end is not None and end.is_free:
-            self._pools[is_small].remove(end)
+            self._pools[pool].remove(end)
             end.size += mapped
             return end
-        block = Block(0 if end is None else end.address + end.size, mapped, is_small, before=end)
+        block = Block(0 if end is None else end.address + end.size, mapped, pool, before=end)
         if end is not None:
             end.after = block
-        self._ends[is_small] = block
+        self._ends[pool] = block
         return block
 
+    def _missing(self, size: int, pool: PoolName) -> int:
+        end = self._ends.get(pool)
+        usable = end.size if end is not None and end.is_free else 0
+        return round_up(size - usable, SMALL_BUFFER if pool.is_small else LARGE_BUFFER)
+
+    def _has_room(self, size: int) -> bool:
+        return self.capacity is None or self.reserved + size <= self.capacity
+
     def _reserve(self, size: int) -> None:
-        if self.capacity is not None and self.reserved + size > self.capacity:
+        if not self._has_room(size):
             self._release_cached()
-            if self.reserved + size > self.capacity:
+            if not self._has_room(size):
+                assert self.capacity is not None, "without a capacity there is room"
                 raise DeviceFull(f"{size} bytes asked of {self.capacity - self.reserved}")
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _release_cached(self) -> None:
         """Return free segments to the device. Of growing segments, only a free end can be returned."""
-        for is_small, pool in self._pools.items():
-            end = self._ends[is_small]
+        for name, pool in self._pools.items():
+            end = self._ends.get(name)
             whole = [end] if end is not None and end.is_free else [] if self.expandable else pool.whole_segments()
             for block in whole:
                 pool.remove(block)
                 self.reserved -= block.size
                 if self.expandable:
-                    self._ends[is_small] = block.before
-                if block.before is not None:
-                    block.before.after = None
+                    self._drop_end(name)
+
+    def _drop_end(self, name: PoolName) -> None:
+        before = self._ends.pop(name).before
+        if before is not None:
+            before.after = None
+            self._ends[name] = before

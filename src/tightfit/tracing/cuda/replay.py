@@ -99,9 +99,9 @@ class _Player:
             self._allocate(self.states)
         levels = []
         for index, operator in enumerate(self.trace.operators):
+            self._release(self.died[index])
             if index == self.optimizer:
                 self._allocate(self.states)  # PyTorch's optimizers make their states in their first step
-            self._release(self.died[index])
             self._allocate(self.born[index])
             scratch = self.allocator.allocate(operator.workspace_bytes) if operator.workspace_bytes else None
             levels.append(self.allocator.allocated)
@@ -117,7 +117,8 @@ class _Player:
     def _allocate(self, indexes: list[int]) -> None:
         for index in indexes:
             if index not in self.blocks:
-                self.blocks[index] = self.allocator.allocate(self.trace.storages[index].bytes)
+                storage = self.trace.storages[index]
+                self.blocks[index] = self.allocator.allocate(storage.bytes, storage.stream)
 
     def _release(self, indexes: list[int]) -> None:
         for index in indexes:
