@@ -1,7 +1,7 @@
 import pytest
 
 from tightfit.errors import BudgetError
-from tightfit.units import check_budget, format_bytes, format_seconds, parse_budget, parse_bytes
+from tightfit.units import check_budget, format_bytes, format_count, format_seconds, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,8 @@ def test_bytes_and_seconds_are_written_for_people():
     assert format_seconds(0.0123) == "12.3 ms"
     assert format_seconds(2.5) == "2.50 s"
     assert format_seconds(25e-6) == "25.0 µs"
+
+
+def test_counts_are_written_in_a_few_characters():
+    written = [format_count(count) for count in (0, 512, 31_488, 6_534_000, 8_030_261_248, 405_853_388_800)]
+    assert written == ["0", "512", "31.5K", "6.5M", "8.03B", "405.85B"]

@@ -83,6 +83,14 @@ def brief_bytes(count: int | float) -> str:
     return f"{count / 2**20:.0f}M" if count >= 10 * 2**20 else f"{count / 2**20:.1f}M"
 
 
+def format_count(count: int) -> str:
+    """A count, such as that of parameters, in a few characters: `"512"`, `"31.5K"`, `"6.5M"`, `"8.03B"`."""
+    for unit, size, digits in (("B", 10**9, 2), ("M", 10**6, 1), ("K", 10**3, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f}{unit}"
+    return str(count)
+
+
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> `"12.3 ms"`."""
     if seconds < 1e-3:

@@ -385,7 +385,7 @@ def test_the_answer_is_a_short_table_and_json(tmp_path):
     model, _, x = trained()
     found = tightfit.trace(model, x, device="rtx4090")
     text = str(found)
-    assert text.startswith("Sequential: Sequential with 0.0M parameters, RTX 4090\nPeak ")
+    assert text.startswith("Sequential: Sequential with 33.2K parameters, RTX 4090\nPeak ")
     assert re.search(r"The peak is in forward, [23], (addmm|native_layer_norm)\.", text)  # cuBLAS's scratch decides
     assert len(text.splitlines()) < 25
     found.to_json(tmp_path / "trace.json")

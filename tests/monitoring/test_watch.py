@@ -332,7 +332,7 @@ def test_the_picture_shows_the_traced_step_and_the_counters(watched, tmp_path, m
 
 def test_the_summary_has_the_peak_first(watched):
     lines = str(watched).splitlines()
-    assert lines[0].startswith("Decoder, 0.2M parameters, AdamW, cpu; 4 steps")
+    assert lines[0].startswith("Decoder, 186.3K parameters, AdamW, cpu; 4 steps")
     assert lines[1].startswith("Peak ")
     assert max(map(len, lines)) <= 100
 

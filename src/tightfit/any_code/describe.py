@@ -4,13 +4,13 @@ from tightfit.any_code.records import CodeRecord, GenerationRecord
 from tightfit.report.plan_tables import notes, peak_table, phase_table
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import arithmetic, short, where
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_count, format_seconds
 
 
 def describe_code(found: CodeRecord, width: int = WIDTH) -> str:
     """The peak, its categories and its place, and the time."""
     figures, peak = found.figures, found.figures.peak_bytes
-    modules = f"{', '.join(found.modules)} with {found.parameters / 1e6:.1f}M parameters, " if found.modules else ""
+    modules = f"{', '.join(found.modules)} with {format_count(found.parameters)} parameters, " if found.modules else ""
     lines = [
         f"{found.name}: {modules}{found.device}{'' if found.fits else ': does not fit'}",
         f"Peak {format_bytes(peak)} ({peak:,} bytes), {peak / found.device_bytes:.1%} of the device; "
@@ -31,7 +31,7 @@ def describe_generation(found: GenerationRecord, width: int = WIDTH) -> str:
     peak, figures = found.peak_bytes, found.figures
     texts = "1 text" if found.batch_size == 1 else f"{found.batch_size} texts"
     lines = [
-        f"{found.parameters / 1e6:.1f}M parameters, {arithmetic(found.weights, found.precision)}, {found.device}"
+        f"{format_count(found.parameters)} parameters, {arithmetic(found.weights, found.precision)}, {found.device}"
         f"{'' if found.fits else ': does not fit'}",
         f"Inference: {texts} of {found.prompt_tokens} tokens, {found.new_tokens} new tokens each; the prompt is read "
         f"{found.chunk_size} tokens at a time.",

@@ -13,7 +13,7 @@ from tightfit.report import tables
 from tightfit.report.picture import BUDGET_COLOUR, COLOURS, CURVE_COLOUR
 from tightfit.report.plan_tables import device_room, used_levers
 from tightfit.report.words import arithmetic, short, where, without_folders
-from tightfit.units import format_bytes, format_seconds, parse_budget
+from tightfit.units import format_bytes, format_count, format_seconds, parse_budget
 
 ROOM = 1.04  # of a bar or a chart beyond its largest value
 COLUMNS = 150  # of a timeline that show figures under the pointer
@@ -59,10 +59,7 @@ def headline(estimate: EstimateRecord, plan: PlanRecord | None, refusal: str | N
         kind, verdict = "yes", f"Fits {plan.device} with {ratio:.2f}x the time of the plain step"
     else:
         kind, verdict = "yes", f"Fits {plan.device} as it is"
-    about = (
-        f"{estimate.parameters / 1e9:.2f}B parameters" if estimate.parameters >= 1e9
-        else f"{estimate.parameters / 1e6:.1f}M parameters"
-    )  # fmt: skip
+    about = f"{format_count(estimate.parameters)} parameters"
     setting = f"{about}, {arithmetic(estimate.weights, estimate.precision)}, {estimate.optimizer}"
     return f'<div class="verdict {kind}"><h2>{escape(verdict)}</h2><p class="faint">{escape(setting)}</p></div>'
 

@@ -9,7 +9,7 @@ from tightfit.monitoring.recorded import Failure, RecordedTraining
 from tightfit.planner.records import TensorGroup
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import short
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_count, format_seconds
 
 MODULES = 8  # named in a table
 TENSORS = 5
@@ -37,7 +37,7 @@ def summary(record: RecordedTraining) -> list[str]:
     """The monitored training and its peak, in sentences."""
     if not record.model:
         return ["No model was called with gradients: nothing was watched."]
-    model = f"{record.model}, {record.parameters / 1e6:.1f}M parameters"
+    model = f"{record.model}, {format_count(record.parameters)} parameters"
     time = f", {format_seconds(record.step_seconds)} a step" if record.step_seconds else ""
     lines = [f"{model}, {record.optimizer or 'no optimizer'}, {record.device}; {record.steps} steps{time}"]
     lines.append(f"Peak {format_bytes(record.peak_bytes)} ({record.peak_bytes:,} bytes): {source_in_words(record)}.")

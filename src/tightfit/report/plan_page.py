@@ -5,7 +5,7 @@ from tightfit.planner.records import StepFigures
 from tightfit.report.page import Page, render
 from tightfit.report.plan_tables import device_footprint, summary
 from tightfit.report.words import arithmetic, where, without_folders
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_count, format_seconds
 from tightfit.version import VERSION
 
 
@@ -21,7 +21,7 @@ def estimate_page(estimate: EstimateRecord) -> str:
             facts=[
                 ("peak", format_bytes(step_figures.peak_bytes), share),
                 ("step", format_seconds(step_figures.step_seconds), "predicted"),
-                ("parameters", f"{estimate.parameters / 1e6:.1f}M", computed),
+                ("parameters", format_count(estimate.parameters), computed),
             ],
             plain=step_figures,
             plain_name=f"Plain: no lever, {estimate.optimizer}",

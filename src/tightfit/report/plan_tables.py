@@ -10,7 +10,7 @@ from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import BlockChoice, CurvePoint, StepFigures
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import alike, arithmetic, keeps, kept_bytes, where, without_folders
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_count, format_seconds
 
 # Estimates
 
@@ -19,7 +19,7 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
     """The peak, its categories and its place, and the time."""
     step_figures = estimate.step_figures
     return rendered(
-        f"{estimate.parameters / 1e6:.1f}M parameters, {arithmetic(estimate.weights, estimate.precision)}, "
+        f"{format_count(estimate.parameters)} parameters, {arithmetic(estimate.weights, estimate.precision)}, "
         f"{estimate.optimizer}, {estimate.device}{does_not_fit(estimate)}",
         f"Peak {format_bytes(step_figures.peak_bytes)} ({step_figures.peak_bytes:,} bytes), "
         f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of the device; "

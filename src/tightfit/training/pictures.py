@@ -9,11 +9,12 @@ from tightfit.training.fitting import Fit
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import TrainResult
 from tightfit.training.storage import PAGE, PICTURE, RunFolder
+from tightfit.units import format_count
 
 
 def write_pictures(result: TrainResult, fitted: Fit, folder: RunFolder, reporter: Reporter) -> None:
     """Draw what can be drawn; a training does not fail for lack of a picture, but says so."""
-    setting = f"{result.parameters / 1e6:.1f}M parameters, {result.precision}, {result.device}"
+    setting = f"{format_count(result.parameters)} parameters, {result.precision}, {result.device}"
     drawings: dict[str, Callable[[], str | bytes]] = {
         PICTURE: lambda: _picture(result, fitted),
         PAGE: lambda: _page(result.measured_peak_bytes, setting, fitted),

@@ -39,6 +39,7 @@ from tightfit.training.sharded.fitting import fit_shards
 from tightfit.training.sharded.model import demand_shardable_model, may_be_sharded
 from tightfit.training.state import edges_digest
 from tightfit.training.storage import RunFolder
+from tightfit.units import format_count
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,6 @@ def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     which = "" if trained == count else f" ({trained:,} trained)"
     return (
-        f"{count / 1e6:.1f}M parameters{which}, vocabulary {data.tokenizer.vocab_size}; {data.training} to train on, "
-        f"{len(data.validation)} held out"
+        f"{format_count(count)} parameters{which}, vocabulary {data.tokenizer.vocab_size}; "
+        f"{data.training} to train on, {len(data.validation)} held out"
     )
