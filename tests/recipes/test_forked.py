@@ -1,8 +1,10 @@
 """Work shared with forks: real processes, which end, fail and are killed."""
 
+import multiprocessing
 import os
 import select
 import signal
+import threading
 import time
 
 import pytest
@@ -103,6 +105,14 @@ def test_a_process_with_threads_is_not_forked(monkeypatch):
     assert processes_for(100) == forked.MOST
     monkeypatch.setattr(forked.threading, "active_count", lambda: 2)
     assert processes_for(3) == 1
+
+
+def test_a_worker_of_a_pool_is_not_forked(monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # the runner of the tests has threads
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert processes_for(4) == 2
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(processes_for, [4]) == 1
 
 
 def test_a_process_keeps_what_it_has_made_from_one_question_to_the_next():

@@ -32,6 +32,8 @@ def processes_for(parts: int) -> int:
     # threads. With a device that is not the CPU, autograd has threads, and refuses to run in a fork.
     if sys.platform != "linux" or threading.active_count() > 1 or torch.accelerator.is_available():
         return 1
+    if multiprocessing.current_process().daemon:
+        return 1  # such as a worker of a pool: multiprocessing lets it have no children
     return max(1, min(parts, MOST, len(os.sched_getaffinity(0))))
 
 
