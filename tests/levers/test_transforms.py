@@ -109,7 +109,7 @@ def nothing_is_left_on():
     """Whether no mode watches this thread, and no hook takes what autograd saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return hooks is None and modes == 0
+    return hooks is None and modes == 0 and torch._C._is_torch_function_all_disabled() is False
 
 
 def assert_as_ever(model):

@@ -59,6 +59,7 @@ class Traits:
     written: tuple[tuple[int, str], ...]  # position and name of the arguments that it writes into
     returns_written: bool  # every result is one of the written arguments
     is_random: bool  # draws from a generator
+    dropout: tuple[int, str] | None  # position and name of the probability with which attention drops
     is_uninitialised: bool  # returns uninitialised memory
     overwrites: bool  # overwrites its whole target without reading it
     is_foreign: bool  # from another library, so a second call may give another result
@@ -96,6 +97,7 @@ def _inspect(operator: Any) -> Traits:
         is_view=operator in _SILENT_VIEWS or reshapes or (not written and bool(aliased) and any(aliased)),
         written=written,
         returns_written=bool(written) and all(aliased),
+        dropout=next(((i, a.name) for i, a in enumerate(schema.arguments) if a.name == "dropout_p"), None),
         is_random=torch.Tag.nondeterministic_seeded in operator.tags or schema.name in _RANDOM_WITHOUT_TAG,
         is_uninitialised=operator.namespace == "aten" and operator._opname in _UNINITIALISED,
         overwrites=operator.namespace == "aten" and operator._opname in _OVERWRITING,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.values import (
@@ -22,24 +21,6 @@ from tightfit.levers.recompute.values import (
     product_of,
     set_product,
 )
-
-# These modules call `torch.overrides.has_torch_function`, and use other kernels if a function mode is active. They do
-# not expose memory, so a block that contains one runs without the observer.
-TAKES_ANOTHER_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-
-
-class ExposureObserver(TorchFunctionMode):
-    """Observes one call of one block (a region)."""
-
-    def __init__(self, region: str):
-        super().__init__()
-        self.region = region
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        notice = _NOTICES.get(func)
-        if notice is not None:
-            notice(self.region, args[0])
-        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def product_in(tensor: torch.Tensor) -> Any:
@@ -101,7 +82,7 @@ def refuse_exchange(region: str, tensor: torch.Tensor) -> None:
 
 
 _DATA: Any = torch.Tensor.data
-_NOTICES = {
+NOTICES = {
     torch.Tensor.numpy: notice_alias,
     torch.Tensor.__array__: notice_alias,
     torch.Tensor.__dlpack__: notice_alias,

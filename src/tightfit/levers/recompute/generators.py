@@ -8,6 +8,8 @@ import numpy
 import torch
 from torch.utils._pytree import tree_iter
 
+from tightfit.runtime.operators import Traits
+
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operators on `device` draw from by default."""
@@ -27,6 +29,14 @@ def generator_of(args: tuple, kwargs: dict) -> torch.Generator:
         if device is None and isinstance(argument, torch.Tensor):
             device = argument.device
     return default_generator(torch.device("cpu") if device is None else torch.device(device))
+
+
+def draws(traits: Traits, args: tuple, kwargs: dict) -> bool:
+    """Whether a call draws random numbers: attention without dropout does not, though its operator may."""
+    if traits.dropout is None:
+        return traits.is_random
+    position, name = traits.dropout
+    return traits.is_random and (args[position] if position < len(args) else kwargs.get(name, 0.0)) != 0.0
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,27 @@ again if not.
 
 Three observers are active during the forward. The dispatch mode sees every operator below autograd, and records those
 whose output is not kept. The saved-tensor hooks see every tensor that autograd saves, and save a promise instead if the
-tensor's operator is recorded. The exposure observer sees memory that is handed to code outside of PyTorch. The user's
+tensor's operator is recorded. The function observer sees memory that is handed to code outside of PyTorch, and runs
+functions whose operators it has learnt without the dispatch mode (`observer.py`). The user's
 Python code never runs a second time, so its side effects (updated buffers, appended caches, hooks, random numbers of
 other libraries) happen once.
 """
 
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import TensorWeakRef
 
 from tightfit.errors import RecomputeError
-from tightfit.levers.recompute.exposure import ExposureObserver
-from tightfit.levers.recompute.generators import GeneratorState, generator_of
+from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
+from tightfit.levers.recompute.learner import Learner
+from tightfit.levers.recompute.observer import FunctionObserver
 from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy
-from tightfit.levers.recompute.saved import pack, unpack
+from tightfit.levers.recompute.programs import Call, Program
+from tightfit.levers.recompute.saved import Late, pack, unpack
 from tightfit.levers.recompute.values import (
     Geometry,
     OffloadStore,
@@ -33,8 +35,6 @@ from tightfit.levers.recompute.values import (
     forget_held,
     forget_root,
     has_plain_storage,
-    hold_memory,
-    is_aliased,
     is_exposed,
     product_of,
     root_of,
@@ -53,12 +53,14 @@ from tightfit.runtime.operators import (
     written_arguments,
 )
 
+_RECOMPUTE, _KEEP = {Decision.RECOMPUTE}, {Decision.KEEP}
+
 
 class Recorder(TorchDispatchMode):
     """The observer of one call of one block (a region)."""
 
     def __init__(
-        self, region: str, policy: Policy, *, offload_store: OffloadStore | None = None, sees_exposures: bool = True
+        self, region: str, policy: Policy, *, offload_store: OffloadStore | None = None, sees_functions: bool = True
     ):
         super().__init__()
         self.region = region
@@ -68,9 +70,10 @@ class Recorder(TorchDispatchMode):
         self.offload_store = offload_store
         self.counts: dict[str, int] = {}
         self.scope = RecordingScope()
-        self.exposures = ExposureObserver(region) if sees_exposures else nullcontext()
+        self.sees_functions = sees_functions
+        self.call: Call | None = None  # a function that runs without this mode
+        self.learner: Learner | None = None  # of a function that runs under this mode, and next time without it
         self.observers = ExitStack()
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,12 +87,49 @@ class Recorder(TorchDispatchMode):
             self.offload_store.begin()
             self.observers.callback(self.offload_store.end)
         self.observers.enter_context(self)
-        self.observers.enter_context(self.exposures)
-        self.observers.enter_context(self.hooks)
+        # These two know the recorder. Only the stack holds them, and not for longer than the block: no cycle remains.
+        if self.sees_functions:
+            self.observers.enter_context(FunctionObserver(self))
+        self.observers.callback(self.__dict__.pop, "hooks", None)  # they know the recorder
+        self.hooks = self.save, unpack
+        self.observers.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
         self.observers.callback(self._close)
 
     def _close(self) -> None:
         self.scope.is_open = False
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        """Saved-tensor hook."""
+        call = self.call
+        if call is not None:
+            late = Late(tensor)
+            call.saved.append(late)
+            return late
+        if self.learner is not None:
+            self.learner.save(tensor)
+        return pack(tensor)
+
+    def decide(self, program: Program) -> bool | None:
+        """Whether the results of a program are recorded or kept, or None if it differs or they are offloaded."""
+        policy = self.policy
+        if self.decides_for_all:
+            return None if policy.default is Decision.OFFLOAD else policy.default is Decision.RECOMPUTE
+        ahead: dict[str, int] = {}
+        decisions = set()
+        for step in program.steps:
+            name = step.traits.name
+            ahead[name] = ahead.get(name, self.counts.get(name, 0) - 1) + 1
+            decisions.add(policy.decide(OperatorKey(name, ahead[name])))
+        if decisions <= _RECOMPUTE:
+            return True
+        return False if decisions == _KEEP else None
+
+    def count(self, program: Program) -> None:
+        """Count the operators of a program, if a decision depends on their number."""
+        if self.decides_for_all:
+            return
+        for step in program.steps:
+            self.counts[step.traits.name] = self.counts.get(step.traits.name, 0) + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -121,6 +161,8 @@ class Recorder(TorchDispatchMode):
                 f"{self.region}: {traits.name} exchanges the memory under a tensor, which cannot be recomputed: "
                 "leave this block out"
             )
+        learner = self.learner
+        step = None if learner is None else learner.before(traits, args, kwargs)
         targets: Sequence[torch.Tensor] = ()
         if traits.written:
             targets = list(instances(torch.Tensor, written_arguments(traits, args, kwargs)))
@@ -137,6 +179,8 @@ class Recorder(TorchDispatchMode):
         for target in targets:
             preserve(target)
         results = func(*args, **kwargs)
+        if learner is not None:
+            learner.after(step, func, args, kwargs, results)
         offload_store = self.offload_store if decision is Decision.OFFLOAD and not traits.is_foreign else None
         if is_index(results) if isinstance(results, torch.Tensor) else any(map(is_index, flat(results))):
             # A recomputed router may send tokens to other experts than the forward did (pytorch#171355,
@@ -199,7 +243,7 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
     held_kwargs = kwargs and dict(zip(kwargs, map_instances(torch.Tensor, refer, kwargs.values()), strict=True))
     if exposed:
         return None
-    state = GeneratorState.of(generator_of(args, kwargs)) if traits.is_random else None
+    state = GeneratorState.of(generator_of(args, kwargs)) if draws(traits, args, kwargs) else None
     return Operation(func, traits, held_args, held_kwargs, references, state)
 
 
@@ -271,38 +315,3 @@ def note_offloaded(offload_store: OffloadStore, arguments: Any, results: Any, sc
         is_fresh = product_of(storage) is None and existing_root(storage) is None and storage._cdata not in given
         if is_fresh and storage.nbytes() >= offload_store.smallest_bytes:
             set_product(storage, Product(None, scope, offload_store=offload_store))
-
-
-def enter(inputs: Any, scope: RecordingScope, offload_store: OffloadStore) -> None:
-    """Mark the block's inputs that the model computed for offload.
-
-    Masks, positions and the model's own inputs are not offloaded, because others hold them anyway.
-    """
-    for tensor in tensors_in(inputs):
-        if tensor.grad_fn is None or not has_plain_storage(tensor):
-            continue
-        storage = tensor.untyped_storage()
-        is_ours = product_of(storage) is None and not is_exposed(storage) and not is_aliased(storage)
-        if is_ours and storage.nbytes() >= offload_store.smallest_bytes:
-            set_product(storage, Product(None, scope, offload_store=offload_store))
-
-
-def leave(outputs: Any, *, held: bool) -> None:
-    """Prepare the block's results for its caller.
-
-    With `held`, the caller holds their memory from now on. Otherwise (within a segment) they remain recomputable as
-    long as nobody writes into them.
-    """
-    for tensor in tensors_in(outputs):
-        if not has_plain_storage(tensor):
-            continue
-        storage = tensor.untyped_storage()
-        product = product_of(storage)
-        if product is None:
-            continue
-        product.settle()
-        if held:
-            hold_memory(product, tensor)
-        else:
-            # Outside of the block no recorder sees writes. The version counter then shows whether there was one.
-            product.left_as.append((TensorWeakRef(tensor), tensor._version))

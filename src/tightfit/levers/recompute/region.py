@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
-from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
+from tightfit.levers.recompute.boundary import enter, leave
+from tightfit.levers.recompute.observer import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
-from tightfit.levers.recompute.recorder import Recorder, enter, leave
+from tightfit.levers.recompute.recorder import Recorder
 from tightfit.levers.recompute.values import OffloadStore
-from tightfit.runtime.internals import transforms_are_active, without_dynamo
+from tightfit.runtime.internals import transforms_are_active, without_dynamo, without_function_modes
 from tightfit.runtime.module_paths import plain_tensors_of
 
 _numbers = itertools.count()
@@ -107,14 +108,14 @@ class RecordedForward(FrugalForward):
         self.policy = policy
         self.offload_store = offload_store
         self.holds_output = holds_output
-        self.sees_exposures = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
+        self.sees_functions = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
         recorder = Recorder(
-            self.path, self.policy, offload_store=self.offload_store, sees_exposures=self.sees_exposures
+            self.path, self.policy, offload_store=self.offload_store, sees_functions=self.sees_functions
         )
         with recorder.observers, self._named():
             recorder.start()
@@ -122,6 +123,7 @@ class RecordedForward(FrugalForward):
             if self.policy.offloads_inputs and self.offload_store is not None:
                 enter((args, kwargs), recorder.scope, self.offload_store)
             outputs = self.original(*args, **kwargs)
+            recorder.observers.enter_context(without_function_modes())  # what follows is no function of the block
             leave(outputs, held=self.holds_output)
         return outputs
 

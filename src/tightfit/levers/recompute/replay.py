@@ -36,8 +36,7 @@ def needed_operations(product: Product) -> deque[Operation | Fetch]:
         if operation is None or operation.sequence in found:
             continue
         found[operation.sequence] = operation
-        for reference in operation.references:
-            value = reference.value
+        for value in operation.values():
             if isinstance(value, Product) and not value.is_ready:
                 waiting.append(value.producer)
     return deque(found[sequence] for sequence in sorted(found))
@@ -48,8 +47,10 @@ def rerun(operation: Operation | Fetch) -> None:
     if isinstance(operation, Fetch):
         operation.deliver()
         return
-    private = [private_base(reference) for reference in operation.written]
-    replaced = {id(reference): base for reference, base in zip(operation.written, private, strict=True)}
+    private, replaced = [], {}
+    if operation.written:
+        private = [private_base(reference) for reference in operation.written]
+        replaced = {id(reference): base for reference, base in zip(operation.written, private, strict=True)}
     random = operation.generator_state
     if random is None and operation.default_dtype is torch.get_default_dtype():  # two contexts fewer
         results = operation.call(replaced)

@@ -30,6 +30,41 @@ class Held(NamedTuple):
     version: int
 
 
+class Late:
+    """A saved tensor of a function that still runs. When the function returns, it is held or belongs to a product."""
+
+    __slots__ = ("geometry", "held", "product")
+
+    def __init__(self, tensor: torch.Tensor):
+        self.held: torch.Tensor | Held = tensor
+        self.product: Product | None = None
+        self.geometry: Geometry | None = None
+
+    def promise(self, product: Product, geometry: Geometry) -> None:
+        """Let backward compute the tensor again."""
+        self.product, self.geometry = product, geometry
+        del self.held
+
+    def hold(self) -> None:
+        """Hold the tensor, if nothing is decided yet."""
+        if self.product is None and isinstance(self.held, torch.Tensor):
+            self.held = hold(self.held)
+
+    def settled(self) -> "Promise | Held":
+        """What is saved."""
+        if self.product is not None and self.geometry is not None:
+            return Promise(self.product, self.geometry)
+        assert isinstance(self.held, Held), "the function that saved it still runs"
+        return self.held
+
+
+def hold(tensor: torch.Tensor) -> Held:
+    """A saved tensor that is held."""
+    # Without its graph: a saved result would hold the node that saves it, a reference cycle that leaks (as in
+    # pytorch#154642).
+    return Held(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+
 def pack(tensor: torch.Tensor) -> Promise | Held:
     """Saved-tensor hook: save a held tensor itself, and a promise for any other."""
     if now.on_save is not None:
@@ -37,15 +72,15 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     storage = tensor.untyped_storage() if has_plain_storage(tensor) else None
     product = None if storage is None else product_of(storage)
     if product is None or product.blank or is_aliased(storage):
-        # Without its graph: a saved result would hold the node that saves it, a reference cycle that leaks (as in
-        # pytorch#154642).
-        return Held(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        return hold(tensor)
     product.secure(tensor)
     return Promise(product, Geometry.of(tensor))
 
 
-def unpack(saved: Promise | Held) -> torch.Tensor:
+def unpack(saved: Promise | Held | Late) -> torch.Tensor:
     """Saved-tensor hook: return the tensor, computed again if necessary."""
+    if isinstance(saved, Late):
+        saved = saved.settled()
     if isinstance(saved, Held):
         if saved.tensor._version != saved.version:
             raise modified_in_place(saved.tensor, saved.version)

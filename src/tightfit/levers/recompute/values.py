@@ -12,6 +12,7 @@ is the truth.
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,16 +21,16 @@ from torch.utils.weak import TensorWeakRef
 from tightfit.runtime.internals import counting_alias
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
-_ROOT, _PRODUCT, _HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
+_ROOT, PRODUCT, _HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
 _EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_sequence = itertools.count()
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+sequence_numbers = itertools.count()
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
     """Whether a storage and a geometry over it describe the tensor completely."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_inference()
         and not tensor.is_quantized
@@ -60,6 +61,15 @@ class Geometry(NamedTuple):
     def over(self, base: torch.Tensor) -> torch.Tensor:
         """A tensor with this geometry over the storage of `base`."""
         size, stride, offset, dtype, conjugated, negated = self
+        if (
+            base.shape == size
+            and base.stride() == stride
+            and base.dtype is dtype
+            and base.storage_offset() == offset
+            and base.is_conj() == conjugated
+            and base.is_neg() == negated
+        ):
+            return base  # most contents are read as they were computed, and a new tensor takes longer than the question
         # `x.view(dtype)` shares a storage between dtypes, so the value may have been recorded with another one.
         if base.dtype != dtype:
             base = reinterpreted(base, dtype)
@@ -232,7 +242,7 @@ class Product:
     def fill(self, content: torch.Tensor) -> None:
         """Hold the recomputed content, and release the operator that computed it."""
         if not self.is_ready:
-            self.content = content.detach()
+            self.content = content.detach() if content.requires_grad else content
             self.producer = None
 
     def hold(self, root: Root) -> None:
@@ -297,13 +307,17 @@ class Operation:
         self.kwargs = kwargs
         self.generator_state = generator_state
         self.default_dtype = torch.get_default_dtype()  # a replay must give constants without a dtype the same one
-        self.sequence = next(_sequence)  # the order of replay: arguments are recorded before results
+        self.sequence = next(sequence_numbers)  # the order of replay: arguments are recorded before results
         self.references = references
         self.written: list[Reference] = []
         if traits.written:
             self.written = list(instances(Reference, written_arguments(traits, args, kwargs)))
         self.outputs: list[tuple[int, weakref.ref[Product]]] = []
         self.becomes: list[tuple[int, weakref.ref[Product]]] = []
+
+    def values(self) -> Iterator["Root | Product"]:
+        """The values that the operation reads."""
+        return (reference.value for reference in self.references)
 
     def call(self, replaced: dict[int, torch.Tensor]) -> list[Any]:
         """Run the operator and return its flat results. `replaced` gives other memory to references, by identity."""
@@ -320,13 +334,16 @@ class Operation:
 class Fetch:
     """An offloaded copy of a value. In a replay it acts as an operator that computes the value and reads nothing."""
 
-    __slots__ = ("copy", "product", "references", "sequence")
+    __slots__ = ("copy", "product", "sequence")
 
     def __init__(self, product: Product, copy: Copy):
         self.product = weakref.ref(product)
         self.copy = copy
-        self.references: list[Reference] = []
-        self.sequence = next(_sequence)
+        self.sequence = next(sequence_numbers)
+
+    def values(self) -> Iterator[Root | Product]:
+        """The values that it reads: none."""
+        return iter(())
 
     def deliver(self) -> None:
         """Bring the bytes back, if something still holds the value."""
@@ -337,18 +354,18 @@ class Fetch:
 
 def product_of(storage: Any) -> Product | None:
     """The product whose value this storage holds now; None if there is none, or if the storage was written since."""
-    product = storage.__dict__.get(_PRODUCT)
+    product = storage.__dict__.get(PRODUCT)
     if product is None or product.is_in_storage():
         return product
-    del storage.__dict__[_PRODUCT]
+    del storage.__dict__[PRODUCT]
     return None
 
 
 def set_product(storage: Any, product: Product | None) -> None:
     if product is None:
-        storage.__dict__.pop(_PRODUCT, None)
+        storage.__dict__.pop(PRODUCT, None)
     else:
-        storage.__dict__[_PRODUCT] = product
+        storage.__dict__[PRODUCT] = product
 
 
 def hold_memory(product: Product, tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
 
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls its own operators
+_top_hooks = _autograd._top_saved_tensors_default_hooks
 _COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # the key that gives aliases their shared version counter
 
 
@@ -34,6 +35,12 @@ def autocast_is_active() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def saves_by(hooks: tuple[Any, Any]) -> bool:
+    """Whether these are the innermost saved-tensor hooks."""
+    innermost = _top_hooks(True)
+    return innermost is not None and innermost[0] is hooks[0]
+
+
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch runs. Only one can run at a time."""
     return _autograd._profiler_enabled()
@@ -49,11 +56,13 @@ def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, but with the same count of in-place writes."""
     # Inside a dispatch handler, autograd's keys are excluded, and `detach` would give the alias a counter of its own.
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_WRITES)
+    if not excluded:
+        return tensor.detach()
     torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, False)
     try:
         return tensor.detach()
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, excluded)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_WRITES, True)
 
 
 def graph_is_kept() -> bool:

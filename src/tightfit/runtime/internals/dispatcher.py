@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 NoAutocast = torch._C._DisableAutocast
+without_function_modes = torch._C.DisableTorchFunction  # a context
 # Keys that are excluded in operators called by a dispatch mode: autograd's, and those on which `torch.vmap` depends.
 _ABOVE_KERNELS = [
     getattr(torch._C.DispatchKey, name)
@@ -36,6 +37,54 @@ def no_modes() -> Iterator[None]:
 def dispatch_is_watched() -> bool:
     """Whether a dispatch mode is active in this thread."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def function_switches() -> tuple:
+    """The process's settings on which depends which operators a function of PyTorch calls."""
+    return torch.get_default_dtype(), torch._C._get_deterministic_algorithms(), torch._C._get_mkldnn_enabled()
+
+
+def attention_switches() -> tuple:
+    """The settings on which the choice among implementations of attention depends."""
+    enabled = torch._C
+    return (
+        enabled._get_flash_sdp_enabled(),
+        enabled._get_mem_efficient_sdp_enabled(),
+        enabled._get_math_sdp_enabled(),
+        enabled._get_cudnn_sdp_enabled(),
+        tuple(enabled._get_sdp_priority_order()),
+    )
+
+
+# Called for each function of an observed block: names of this file are found faster than those of `torch._C`.
+_watching_operators, _watching_functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_mode_at, _pop, _push = (
+    torch._C._get_dispatch_stack_at,
+    torch._C._pop_torch_dispatch_stack,
+    torch._C._push_on_torch_dispatch_stack,
+)
+_keys = torch._C._dispatch_keys
+
+
+def is_alone(mode: Any) -> bool:
+    """Whether a dispatch mode is the only active one in this thread, and no function mode is active."""
+    return _watching_operators() == 1 and not _watching_functions() and _mode_at(0) is mode
+
+
+def take_away_mode() -> None:
+    """Make the innermost dispatch mode inactive."""
+    _pop(None)
+
+
+def put_back_mode(mode: Any) -> None:
+    """Make a dispatch mode that was taken away active again, if none is active."""
+    if not _watching_operators():
+        _push(mode)
+
+
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """The dispatch keys of a tensor as a number."""
+    return _keys(tensor).raw_repr()
 
 
 def is_active(mode: TorchDispatchMode) -> bool:
