@@ -1,8 +1,10 @@
 """MiniMind's trainers under a plan, played by a stand-in of ours that has their habits."""
 
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tightfit.integrations.minimind import MemoryFlags, check_unwrapped, run_min
 from tightfit.integrations.minimind_report import against_prediction
 from tightfit.monitoring.script import profile_script
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"
 PRETRAIN = TRAINER / "train_pretrain.py"
 SCRIPTS = ("pretrain", "lora", "dpo", "distillation")
@@ -97,6 +100,35 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path,
     assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.001)
 
 
+# Slow: two processes of a script without a plan, and two with one.
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--memory_budget", "0.7x"), ("--use_checkpoint",)], ids=str)
+def test_two_ranks_under_torchrun_train_what_they_train_without_flags(flags):
+    own = (PRETRAIN, "--accumulation_steps", "2")
+    plain, planned = torchrun(*own), torchrun("-m", "tightfit", "minimind", *own, *flags)
+    assert (plain.returncode, planned.returncode) == (0, 0), planned.stderr
+    assert planned.stdout == plain.stdout
+    assert plain.stdout.count("\n") == 5  # four losses of rank 0 to the last bit, and the weights
+    said = " ".join(planned.stderr.split())
+    assert said.count("MiniMindForCausalLM, ") == 1
+    assert "2 ranks in DDP, this is rank 0;" in said
+    assert "DDP's buckets are in the predicted peaks" in said
+
+
+@pytest.mark.slow  # two processes
+def test_a_budget_that_no_rank_can_keep_is_one_line_of_one_rank():
+    ended = torchrun("-m", "tightfit", "minimind", PRETRAIN, "--memory_budget", "0.1x")
+    assert (ended.returncode, ended.stdout) == (1, "")  # torchrun's own code for a failed rank
+    assert ended.stderr.count("error: ") == ended.stderr.count("cannot fit: the least is") == 1
+    assert "exitcode  : 3" in ended.stderr
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
 def test_as_predicted_is_said_only_where_it_is():
     assert against_prediction(1_000_900, 1_000_000) == "as predicted"
     assert against_prediction(890 << 10, 1 << 20) == "13.1% less than the 1.00 MiB predicted"
@@ -157,6 +189,11 @@ def test_a_compiled_model_is_refused():
     compiled._orig_mod = torch.nn.Linear(2, 2)  # what `torch.compile` wraps: to call it here would load the compiler
     with pytest.raises(ModelError, match="the model is compiled"):
         check_unwrapped(compiled)
+
+
+def test_one_process_for_several_devices_is_refused():
+    with pytest.raises(ModelError, match="the model is wrapped in DataParallel: start one process for each device"):
+        check_unwrapped(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
 
 
 def test_a_script_that_is_none_of_minimind_is_refused(tmp_path):

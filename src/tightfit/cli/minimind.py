@@ -7,6 +7,7 @@ import typer
 
 from tightfit.cli.asking import columns
 from tightfit.cli.observing import leave
+from tightfit.cli.together import is_silent
 
 # The script's own options may stand among ours, as if they were all the script's.
 AMONG_THE_SCRIPTS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -49,5 +50,6 @@ def minimind(
 
     flags = MemoryFlags(use_checkpoint, memory_budget, segments, ffn_only)
     run = run_minimind(script, arguments or [], flags)
-    typer.echo(f"\n{describe_run(run, columns())}", err=True)
+    if not is_silent():
+        typer.echo(f"\n{describe_run(run, columns())}", err=True)
     leave(run.error, script)

@@ -12,6 +12,7 @@ from tightfit.integrations.joined import joined_by
 from tightfit.integrations.planning import GuestStep, PlanSettings, own_peak, plan_for_all
 from tightfit.planner.apply import AppliedPlan
 from tightfit.processes.once import is_first
+from tightfit.runtime.module_paths import without_ddp
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 
 __all__ = ["apply_budget"]
@@ -45,7 +46,7 @@ def apply_budget(
     """
     every_batch: Any = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     joined = joined_by(model, "apply_budget", no_sync=not every_batch)
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    model = without_ddp(model)
     take_off_earlier(model)
     mixed: Any = accelerator.mixed_precision
     step = GuestStep(

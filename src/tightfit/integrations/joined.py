@@ -11,6 +11,7 @@ from tightfit.integrations.checkpointing import refuse_wrapped
 from tightfit.planner.plans import Plan
 from tightfit.planner.shared import shapes, shared_plan
 from tightfit.planner.step_figures import fingerprint
+from tightfit.ranks.world import World, world_of
 from tightfit.ranks.wrapping import settings_of_ddp
 from tightfit.runtime.internals import default_group
 from tightfit.step import Batch
@@ -31,6 +32,11 @@ class Joined:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `tightfit.plan` about the processes."""
         return {} if self.ddp is None else {"world_size": self.size, "parallel": "ddp", "ddp": dict(self.ddp)}
+
+    @property
+    def world(self) -> World | None:
+        """The ranks as the planner knows them; None for one process."""
+        return None if self.ddp is None else world_of(self.size, None, "ddp", dict(self.ddp))
 
     def plan(self, model: nn.Module, batches: Sequence[Batch], settings: Any, make: Callable[[], Plan]) -> Plan:
         """The plan that `make` returns: on rank 0, for all. Raises `RankError` where ranks differ in what they plan."""

@@ -1,4 +1,7 @@
-"""Runs MiniMind's own trainer scripts (github.com/jingyaogong/minimind), unmodified, with memory flags."""
+"""Runs MiniMind's own trainer scripts (github.com/jingyaogong/minimind), unmodified, with memory flags.
+
+Under torchrun a script puts its model into DDP, and rank 0 plans for all.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,17 +10,21 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
+from tightfit.integrations.joined import joined_by
 from tightfit.integrations.running_step import RunningRequest, running_request
 from tightfit.levers.recompute.rule import every_block
 from tightfit.monitoring.record import Record
 from tightfit.monitoring.script import profile_script
-from tightfit.planner.api import as_plan
+from tightfit.planner.api import as_plan, plan_of_ranks
 from tightfit.planner.apply import AppliedPlan
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
+from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
+from tightfit.runtime.module_paths import without_ddp
 from tightfit.units import check_budget
 
+WHO = "tightfit minimind"
 MODEL_FILE = Path("model") / "model_minimind.py"
 FEED_FORWARD = ("mlp", "ffn", "feed_forward")  # names of feed-forwards in blocks; MiniMind's is mlp
 
@@ -103,9 +110,13 @@ class _Planner:
     def __call__(self, model: nn.Module) -> tuple[Tensor, ...]:
         try:
             check_unwrapped(model)
-            with running_request(model, blocks=blocks_of(model, self.flags)) as request:
-                self.plan = make_plan(request, self.flags)
-            self.applied.append(self.plan.apply(model))
+            joined = joined_by(model, WHO, no_sync=False)  # the scripts add up gradients in every micro-batch
+            inner = without_ddp(model)
+            blocks = blocks_of(inner, self.flags)
+            with running_request(inner, blocks=blocks, called=model, world=joined.world) as request:
+                batch = request.batch
+                self.plan = joined.plan(inner, [batch], self.flags, lambda: make_plan(request, self.flags))
+            self.applied.append(self.plan.apply(inner))
             return request.resident
         except TightfitError as error:  # kept, because the script may catch the exception
             self.refusal = error
@@ -117,11 +128,11 @@ class _Planner:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise `ModelError` for a model that is compiled, or distributed over processes."""
-    if hasattr(model, "_orig_mod"):
+    """Raise `ModelError` for a model that is compiled, or distributed over devices by one process."""
+    if hasattr(without_ddp(model), "_orig_mod"):
         raise ModelError("the model is compiled, and planned blocks run as eager code: leave out --use_compile 1")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ModelError(f"the model is wrapped in {type(model).__name__}: plans are for one process, without torchrun")
+    if isinstance(model, nn.DataParallel):
+        raise ModelError("the model is wrapped in DataParallel: start one process for each device with torchrun")
 
 
 def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
@@ -141,11 +152,13 @@ def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
 
 
 def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:
-    """The plan for the budget, or the plan of the rule."""
-    if flags.memory_budget is not None:
-        search = Search(request, flags.memory_budget)
-        return as_plan(search, search.run())
-    return rule_plan(request, flags.segments)
+    """The plan for the budget, or the plan of the rule; of several ranks, for all."""
+    if flags.memory_budget is None:
+        return rule_plan(request, flags.segments)
+    if request.world is not None:
+        return plan_of_ranks(search_ranks(request, request.world, flags.memory_budget))
+    search = Search(request, flags.memory_budget)
+    return as_plan(search, search.run())
 
 
 def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
@@ -159,4 +172,8 @@ def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
     search.routing_matters = search.plain.peak_depends_on_data
     candidate = search.trace_applied(request.plain, rule.policies, joined=rule.joined)
     search.budget_bytes = candidate.needed_bytes
-    return as_plan(search, candidate)
+    if request.world is None:
+        return as_plan(search, candidate)
+    peaks = (candidate.peak_bytes,) * request.world.size  # DDP's ranks are alike
+    found = RanksFound(search, candidate, peaks, search.plain, search.budget_bytes, request.world)
+    return plan_of_ranks(found)

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 
 import tightfit
-from tightfit.devices.present import lookup
 from tightfit.errors import ModelError
 from tightfit.integrations.batches import ignores_labels, is_mask
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.optim.by_name import state_tensors
+from tightfit.planner.asked import device_of_a_rank
 from tightfit.planner.levers import allowed_levers
 from tightfit.planner.request import Request
+from tightfit.ranks.world import World
 from tightfit.runtime.internals import set_version_counters
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, Part, StepSettings
@@ -38,17 +39,20 @@ class WrittenLoss:
     """The loop's own loss: runs its lines with its names.
 
     A name that the lines bind stays bound until the loop would bind it again or delete it. So logits in a variable are
-    held while the optimizer steps, as in the loop itself.
+    held while the optimizer steps, as in the loop itself. `called` is the model as the loop calls it, where that is not
+    the planned one: a dry run puts its own in its place.
     """
 
-    def __init__(self, step: WrittenStep, names: dict[str, Any]):
+    def __init__(self, step: WrittenStep, names: dict[str, Any], called: nn.Module | None = None):
         self.step = step
+        self.of_model = [name for name, value in names.items() if called is not None and value is called]
         self.names = {name: copy.copy(v) if type(v) in (list, dict, set) else v for name, v in names.items()}
         self.given = frozenset(names)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         for name in self.step.dropped - self.given:
             self.names.pop(name, None)
+        self.names.update(dict.fromkeys(self.of_model, model))
         try:
             exec(self.step.code, self.names)
         except NameError as error:
@@ -57,6 +61,7 @@ class WrittenLoss:
         loss = self.names.pop(LOSS, None)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise ModelError(f"{self.step.file}:{self.step.line}: the value before backward() is no scalar tensor")
+        self.names.update(dict.fromkeys(self.of_model))  # a dry run's model is gone after it
         return loss
 
 
@@ -71,20 +76,24 @@ class RunningRequest(Request):
 
 
 @contextmanager
-def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[RunningRequest]:
+def running_request(
+    model: nn.Module, *, blocks: str | None = None, called: nn.Module | None = None, world: World | None = None
+) -> Iterator[RunningRequest]:
     """A context with the planner's request for the running step, called inside the call of `model` on this thread.
 
-    The loss is the lines of the loop from the model's call to `backward()`. The optimizer is the one with parameters of
-    the model. Only bit-exact levers are allowed. Inside the context the loop's other models may run dry too, and no
-    position of the batch is masked, so that the plan fits later batches of its shape. Afterwards everything is
-    restored. Raises `ModelError` if the step cannot be found.
+    In DDP the loop calls `called`, which holds the model, in each rank of `world`. The loss is the lines of the loop
+    from the model's call to `backward()`. The optimizer is the one with parameters of the model. Only bit-exact levers
+    are allowed. Inside the context the loop's other models may run dry too, and no position of the batch is masked, so
+    that the plan fits later batches of its shape. Afterwards everything is restored. Raises `ModelError` if the step
+    cannot be found.
     """
     step = find_step(loop_frames())
     variables = {**step.frame.f_globals, **step.frame.f_locals}
     names = {name: variables[name] for name in step.reads if name in variables}
     here = next(model.parameters()).device
-    device = lookup(here)
-    others = [m for m in names.values() if isinstance(m, nn.Module) and not _is_part(m, model)]
+    device = device_of_a_rank(here, in_ranks=world is not None)
+    called = None if called is model else called
+    others = [m for m in names.values() if isinstance(m, nn.Module) and not _is_part(m, called or model)]
     if device.kind != "cpu":
         names = {name: _played(value) for name, value in names.items()}
     batch = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
@@ -95,13 +104,14 @@ def running_request(model: nn.Module, *, blocks: str | None = None) -> Iterator[
     request = RunningRequest(
         model=model,
         batch=batch,
-        loss=WrittenLoss(step, names),
+        loss=WrittenLoss(step, names, called),
         optimizer=optimizer,
         settings=StepSettings(grad_clip=_CLIPPED if step.clips else None),
         device=device,
         levers=allowed_levers("exact"),
         blocks=blocks,
         micro_batches=step.micro_batches(),
+        world=world,
         resident=tuple(inside + held),
     )
     with ExitStack() as stack:

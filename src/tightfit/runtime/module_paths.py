@@ -16,6 +16,11 @@ _CONTAINERS = (list, tuple, dict)
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model that `DistributedDataParallel` is around; any other model itself."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a model with their paths, each once: those that PyTorch registers, in its order, then those in
     plain containers.

@@ -6,9 +6,11 @@ sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..")))
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from model.model_minimind import MiniMindForCausalLM
 from torch import optim
-from trainer_utils import arguments, batches, fingerprint, say
+from torch.nn.parallel import DistributedDataParallel
+from trainer_utils import arguments, batches, fingerprint, init_distributed_mode, say
 
 
 def train_epoch(loader):
@@ -33,6 +35,7 @@ def train_epoch(loader):
 
 if __name__ == "__main__":
     args = arguments()
+    init_distributed_mode()
     torch.manual_seed(0)
     autocast_ctx = nullcontext()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -44,8 +47,13 @@ if __name__ == "__main__":
         optimizer.load_state_dict(ckp_data["optimizer"])
     if args.use_compile == 1:
         model = torch.compile(model)
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
     train_epoch(batches(args))
     fingerprint(model)
     if args.save_to:
         halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
         torch.save({"model": halves, "optimizer": optimizer.state_dict()}, args.save_to)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -2,8 +2,10 @@
 
 import argparse
 import hashlib
+import os
 
 import torch
+import torch.distributed as dist
 
 IGNORED, PAD = -100, 0
 
@@ -22,9 +24,18 @@ def arguments():
     return parser.parse_args()
 
 
+def init_distributed_mode():
+    if int(os.environ.get("RANK", -1)) != -1:
+        dist.init_process_group(backend="nccl" if torch.cuda.is_available() else "gloo")
+
+
+def is_main_process():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def batches(args):
-    """Ids and labels of ragged lengths, padded to the greatest one allowed; different at every step."""
-    generator = torch.Generator().manual_seed(1)
+    """Ids and labels of ragged lengths, padded to the greatest one allowed; different at every step and rank."""
+    generator = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
     for _ in range(args.steps):
         yield batch(args.batch_size, args.max_seq_len, generator)
 
@@ -37,11 +48,13 @@ def batch(size, length, generator, vocabulary=64):
 
 
 def say(step, loss):
-    print(step, loss.item().hex())
+    if is_main_process():
+        print(step, loss.item().hex())
 
 
 def fingerprint(model):
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode() + tensor.detach().numpy().tobytes())
-    print("weights", digest.hexdigest())
+    if is_main_process():
+        print("weights", digest.hexdigest())
