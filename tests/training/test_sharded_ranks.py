@@ -1,9 +1,12 @@
 """A training in several real processes under FSDP2 is the training of one: tokens, means, files, ends."""
 
 import json
+import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,50 @@ def test_a_signal_to_one_sharded_rank_ends_all_with_a_checkpoint(nursery: Nurser
     ended = nursery.train_ranks(config, 2, "--resume", f"training.max_steps={made + 2}")
     assert ended.codes == [0, 0], ended.said
     assert len(lines(config)) == made + 2
+
+
+OUT_OF_MEMORY = """
+import os, runpy, sys
+import torch
+from tightfit.training.sharded import steps
+
+own, calls, ranks = steps.forward_backward, [], sys.argv[1]
+
+
+def failing(*arguments, **options):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] in ranks:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return own(*arguments, **options)
+
+
+steps.forward_backward = failing
+sys.argv = ["tightfit", "train", *sys.argv[2:]]
+runpy.run_module("tightfit", run_name="__main__")
+"""
+
+
+@pytest.mark.slow  # two processes for each
+@pytest.mark.parametrize("ranks", ["1", "01"])
+def test_out_of_memory_in_a_sharded_step_is_one_line_of_one_rank_at_once(tmp_path: Path, ranks: str):
+    script = tmp_path / "failing.py"
+    script.write_text(OUT_OF_MEMORY)
+    config = sharded(training(tmp_path, training={"max_steps": 20}))
+    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), ranks]
+    ended = subprocess.run(
+        [*words, str(tmp_path / "run.yaml")], capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ended.stderr
+    assert "step 3: rank" in errors[0]
+    assert "is out of memory; ranks of FSDP2 do not repeat a step: go on with --resume" in errors[0]
+    assert ended.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
+    failed = [line for line in ended.stderr.splitlines() if "exitcode" in line]
+    assert failed, ended.stderr
+    assert all("exitcode  : 3" in line for line in failed), failed
+    assert [line["step"] for line in lines(config)] == [1, 2]
 
 
 @pytest.mark.slow  # a process for each

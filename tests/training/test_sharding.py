@@ -1,6 +1,7 @@
 """FSDP2 in one process: what it is refused for, micro-batches in lockstep, a step, its state, the whole model again."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tiny_training import settings
 
+from injected_out_of_memory import OutOfMemoryAt
 from tightfit.checkpoint.store import Checkpoints
 from tightfit.config import Config
 from tightfit.errors import CannotFit, ConfigError, ModelError
@@ -114,6 +116,48 @@ def group() -> Iterator[None]:
 
 def in_shards(model: Decoder, **precision: Any) -> Decoder:
     return in_fsdp2(model, ["layers.0", "layers.1"], dist.init_device_mesh("cpu", (1,)), **precision)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_an_update_of_shards_that_runs_out_of_memory_is_finished_bit_for_bit(options: dict[str, Any]):
+    whole, notes = counted(batch(5)), []
+
+    def stepper() -> ShardedStepper:
+        model = in_shards(tiny())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        made = ShardedStepper(model, optimizer, CausalLMLoss(), StepSettings("fp32", 0.5), 1, note=notes.append)
+        made.attempt(whole, 1)
+        return made
+
+    plain = stepper()
+    counted_in = OutOfMemoryAt()
+    with patched(plain.optimizer, counted_in):
+        plain.attempt(whole, 2)
+    expected = [p.to_local() for p in plain.model.parameters()]
+    assert not notes
+    for number in sorted({0, counted_in.count // 3, counted_in.count // 2, counted_in.count - 1}):
+        failing = stepper()
+        with patched(failing.optimizer, OutOfMemoryAt(number)) as memory:
+            outcome = failing.attempt(whole, 2)
+        assert (memory.raised, failing.one_by_one, outcome.skipped) == (1, True, False)
+        for parameter, value in zip(failing.model.parameters(), expected, strict=True):
+            assert torch.equal(parameter.to_local(), value), number
+    assert all("step 2: rank 0 is out of memory" in note and "one parameter at a time" in note for note in notes)
+
+
+@contextmanager
+def patched(optimizer: Any, memory: OutOfMemoryAt) -> Iterator[OutOfMemoryAt]:
+    """Memory runs out inside the optimizer's own step."""
+    step = optimizer.step
+
+    def failing(*arguments: Any) -> Any:
+        with memory:
+            return step(*arguments)
+
+    optimizer.step = failing
+    yield memory
+    optimizer.step = step
 
 
 @pytest.mark.usefixtures("group")

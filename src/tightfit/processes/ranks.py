@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tightfit.errors import PeerFailed, RankError, TightfitError
 from tightfit.processes.board import Board, store_under
+from tightfit.processes.ending import leave_others
 from tightfit.processes.launch import Launch
 
 # Gradients below this size are added up together, in one buffer of at most `BUFFER` bytes: a collective of 16 kB costs
@@ -226,12 +227,13 @@ class SeveralRanks(Ranks):
     @contextmanager
     def talking(self) -> Iterator[None]:
         """Errors of messages are raised as those of `_wait` are. A rank that waits here sees no signal: the backends'
-        own time-out ends it.
+        own time-out ends it, or the end of a process that it waits for.
         """
         try:
             yield
-        except RuntimeError as error:
-            if not _is_of_messages(error):
+        except Exception as error:
+            if not (isinstance(error, RuntimeError) and _is_of_messages(error)):
+                leave_others(error)
                 raise
             with self._watched():
                 raise

@@ -155,7 +155,8 @@ class Run:
         if ready.fitted.is_sharded:
             # Weights and activations are cast by FSDP2, not by autocast.
             parts |= {"settings": StepSettings("fp32", training.grad_clip), "micro_batches_for": None}
-            return ShardedStepper(**parts, planned_bytes=fitted.planned.peak_bytes)
+            found = {"planned_bytes": fitted.planned.peak_bytes, "note": self.reporter.on_note}
+            return ShardedStepper(**parts, **found, recovers=memory.recover)
         if not memory.recover:
             return Stepper(**parts)
         planner = StepPlanner(model, parts["loss"], ready.own, ready.device, ready.longest)

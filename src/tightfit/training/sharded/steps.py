@@ -1,7 +1,8 @@
 """Steps that all ranks of FSDP2 compute together: each forward and backward exchanges weights and gradients.
 
 So every rank runs as many micro-batches as the others, and none is cut in the middle: a signal ends the training after
-the step that runs, and out of memory on one rank ends all. FSDP2 means gradients over ranks, and a loss is a sum over
+the step that runs, and out of memory before the gradients are complete ends all. The update exchanges nothing, so a
+rank that runs out of memory there finishes it by itself. FSDP2 means gradients over ranks, and a loss is a sum over
 tokens. So each rank divides its own by the tokens of the whole batch over the number of ranks.
 """
 
@@ -20,7 +21,8 @@ from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.models.mode import evaluating
 from tightfit.processes.ranks import Ranks
 from tightfit.ranks.shards import free_gathered, whole
-from tightfit.recovery.catching import caught
+from tightfit.recovery.catching import Failure, caught, insist
+from tightfit.recovery.update import UpdateGuard, carry_out
 from tightfit.step import forward_backward
 from tightfit.training.evaluation import HeldOutSums
 from tightfit.training.joining import agree_on_signal
@@ -30,9 +32,12 @@ from tightfit.training.stepper import StepOutcome, Stepper, StepUnderWay, withou
 
 @dataclass
 class ShardedStepper(Stepper):
-    """A stepper of one rank of FSDP2. `planned_bytes` is the predicted peak of its step."""
+    """A stepper of one rank of FSDP2. `planned_bytes` is the predicted peak of its step. Mutable: `one_by_one`."""
 
     planned_bytes: int = field(default=0, kw_only=True)
+    recovers: bool = field(default=True, kw_only=True)
+    note: Callable[[str], None] = field(default=lambda line: None, kw_only=True)
+    one_by_one: bool = field(default=False, init=False)  # the update, since its memory ran out once
     is_sharded = True
 
     def goes_on(self) -> bool:
@@ -45,34 +50,53 @@ class ShardedStepper(Stepper):
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         step = _ShardedStep(self, batch)
-        step.compute_gradients()
-        step.join()
+        step.exchange()
         step.update()
         step.end()
         return step.outcome()
 
     def attempt(self, batch: Mapping[str, Any], number: int) -> StepOutcome:
-        """Raises `CannotFit` where this rank is out of memory, `RankError` where another one is lost."""
-        outcomes: list[StepOutcome] = []
-
-        def run() -> None:
-            outcomes.append(self.step(batch))
-
+        """Raises `CannotFit` where this rank is out of memory before its gradients are complete, `RecoveryError` where
+        its update cannot be finished, `RankError` where another rank is lost.
+        """
+        step = _ShardedStep(self, batch)
         with self.ranks.talking():
-            failure = caught(run, self.device)
-        if failure is not None:
-            raise CannotFit(
-                f"step {number}: rank {self.ranks.rank} is {failure}; ranks of FSDP2 do not repeat a step: go on with "
-                "--resume and a lower memory.budget",
-                self.planned_bytes,
-            )
-        return outcomes[0]
+            failure = caught(step.exchange, self.device)
+            if failure is not None:
+                raise CannotFit(
+                    f"step {number}: rank {self.ranks.rank} is {failure}; ranks of FSDP2 do not repeat a step: go on "
+                    "with --resume and a lower memory.budget",
+                    self.planned_bytes,
+                )
+        if self.recovers:
+            self._updated(step, number)
+            insist(step.end, self.device)
+        else:
+            step.update()
+            step.end()
+        return step.outcome()
+
+    def _updated(self, step: StepUnderWay, number: int) -> None:
+        def failed(failure: Failure) -> None:
+            if not self.one_by_one:
+                self.one_by_one = True
+                self.note(
+                    f"step {number}: rank {self.ranks.rank} is {failure} in the optimizer's step; it goes on where it "
+                    "stopped, one parameter at a time from now on: the same bits with less memory"
+                )
+
+        carry_out(UpdateGuard(self.optimizer), step.update, self.device, single=self.one_by_one, failed=failed)
 
     def undo(self) -> None:
         """Nothing: a step is not cut."""
 
 
 class _ShardedStep(StepUnderWay):
+    def exchange(self) -> None:
+        """All that the other ranks take part in: the gradients, and their norm."""
+        self.compute_gradients()
+        self.join()
+
     def compute_gradients(self) -> None:
         stepper, batch = self._stepper, self._batch
         divided = {**batch, VALID_TOKENS: batch[VALID_TOKENS] / stepper.ranks.size}
