@@ -4,7 +4,7 @@ from tightfit.integrations.minimind import MiniMindRun
 from tightfit.monitoring.describe import source_in_words
 from tightfit.report.plan_tables import block_table, notes, worst_case
 from tightfit.report.terminal import WIDTH, rendered, table_of
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_count, format_seconds
 
 AS_PREDICTED = 0.001  # the accuracy of a predicted peak that docs/guarantees.md promises
 
@@ -33,7 +33,7 @@ def describe_run(run: MiniMindRun, width: int = WIDTH) -> str:
     seconds = (plan.plain.step_seconds, plan.step_seconds, record.step_seconds)
     table.add_row("time", *("" if s is None else format_seconds(s) for s in seconds))
     return rendered(
-        f"{record.model}, {record.parameters / 1e6:.1f}M parameters, {record.optimizer}, {record.device}; "
+        f"{record.model}, {format_count(record.parameters)} parameters, {record.optimizer}, {record.device}; "
         f"{ranks}{record.steps} steps, {recomputing} of {len(plan.choices)} blocks recompute.",
         f"Budget {format_bytes(plan.budget_bytes)}; measured peak {format_bytes(record.peak_bytes)} "
         f"({record.peak_bytes / plan.plain_peak_bytes:.1%} of the plain one, "
