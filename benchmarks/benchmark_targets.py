@@ -150,13 +150,20 @@ def nothing_applied(found: Found) -> list[Verdict]:
     lines: list[Verdict] = []
     trainer, monitor = found.get("no_lever"), found.get("monitor_overhead")
     text = "trainer without a lever ≤ 1.01x of a loop by hand"
-    ratio = trainer["ratio"] if trainer else None
-    lines.append((text, "not measured" if ratio is None else f"{ratio:.3f}x", None if ratio is None else ratio <= 1.01))
+    if not trainer:
+        lines.append((text, "not measured", None))
+    for case in trainer["cases"] if trainer else ():
+        preset, size, length = case["case"]
+        lines.append((f"{text} ({preset}, {size} x {length})", *_within_a_hundredth(case)))
     for name, case in (monitor["cases"] if monitor else {}).items():
         text = f"sampling monitor ≤ 1.01x ({name}, {' x '.join(map(str, case['batch']))})"
-        low, high = case["ratio_quartiles"]
-        lines.append((text, f"{case['ratio']:.3f}x (quartiles {low:.3f}-{high:.3f})", case["ratio"] <= 1.01))
+        lines.append((text, *_within_a_hundredth(case)))
     return lines
+
+
+def _within_a_hundredth(case: Record) -> tuple[str, bool]:
+    low, high = case["ratio_quartiles"]
+    return f"{case['ratio']:.3f}x (quartiles {low:.3f}-{high:.3f})", case["ratio"] <= 1.01
 
 
 TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]], str], ...] = (
