@@ -69,6 +69,15 @@ def test_rows_of_several_cards_are_searched_without_last_resorts(monkeypatch):
     assert tried == ["last resorts", "segments"]
 
 
+def test_a_row_that_the_device_has_no_room_for_says_what_it_takes_there(monkeypatch):
+    def without_room(*asked, **more):
+        raise CannotFit("no room", 100, taken_bytes=1 << 40)
+
+    monkeypatch.setattr("tightfit.recipes.of_ranks.search_ranks", without_room)
+    row = fit(tiny(), BATCH, device=even(), dtype="fp32", world_size=2, parallel="ddp")[0]
+    assert (row.fits, row.peak_bytes, row.needed_bytes) == (False, 100, 1 << 40)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -83,7 +83,8 @@ class RanksSearch:
         try:
             plan = plan_of_ranks(search_ranks(asked.request(may_choose=True), world, self.budget, resorts=False))
         except CannotFit as error:
-            needed = max(error.least_bytes, self.budget_bytes + 1)
+            # Where the bytes fit and the device has no room, with what the allocator reserves, what it takes there.
+            needed = max(error.least_bytes, error.taken_bytes or 0, self.budget_bytes + 1)
             return replace(outcome, peak_bytes=error.least_bytes, needed_bytes=needed)
         return self.planned(outcome, plan)
 
