@@ -13,6 +13,7 @@ from tightfit import Plan, TokenBatch, estimate, maximise, plan, verify
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, DeviceError
 from tightfit.levers.micro_batch import as_parts
+from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.asked import Asked
@@ -23,7 +24,7 @@ from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIB, round_size
 from tightfit.tracing.cuda.replay import fits_device, play
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
-from tightfit.tracing.record import Category, StepTrace
+from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.step import trace_step
 
 WIDTH, VOCABULARY = 256, 2000
@@ -196,3 +197,11 @@ def test_where_the_device_has_no_room_that_is_the_reason_and_not_the_budget():
     assert found.above.least_bytes < found.plan.budget_bytes
     assert found.above.taken_bytes > 2 * 2**30
     assert "for which RTX 4090 with memory=2GiB has no room" in found.sentence
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])  # flash, and memory-efficient attention
+def test_a_block_recomputed_whole_recomputes_its_attention(precision):
+    search = Search(Asked(build_dry(decoder), BATCH, precision=precision, device="h100").request(), "1x")
+    every = search.tracer.part(search.request.plain, dict.fromkeys(search.paths, RECOMPUTE_ALL), search.plain)
+    again = [op.name for op in every.operators if op.phase is Phase.RECOMPUTE and "attention" in op.name]
+    assert len(again) == len(search.paths) == 4

@@ -67,7 +67,11 @@ class Traits:
     is_mark: bool  # names a stretch of time for a profiler
     is_composed: bool  # its own kernel on the CPU calls operators, which allocate
     exchanges_memory: bool  # replaces the memory of a tensor, not its content
+    seeds: frozenset[int]  # integer results that follow from the generator's state and the arguments' shapes
 
+
+# Results of attention on a card. A replay from the same state of the generator gives the same ones.
+_SEEDS = frozenset({"rng_state", "philox_seed", "philox_offset", "unused", "cum_seq_q", "cum_seq_k"})
 
 # By identity: PyTorch hashes an operator in Python, which takes longer than the rest of a look-up. The operator stands
 # beside its traits, so that no other one gets its identity.
@@ -106,6 +110,7 @@ def _inspect(operator: Any) -> Traits:
         is_mark=operator.namespace == "profiler",
         is_composed=operator.namespace in ("fsdp", "_c10d_functional") or schema.name in _COMPOSED,
         exchanges_memory=operator in EXCHANGES_MEMORY,
+        seeds=frozenset(i for i, result in enumerate(schema.returns) if result.name in _SEEDS),
     )
 
 
@@ -114,8 +119,15 @@ def written_arguments(traits: Traits, args: tuple, kwargs: dict) -> list[Any]:
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.written]
 
 
-def is_index(result: Any) -> bool:
-    """Whether a result is a tensor of integers, such as the indices of `topk` or `sort`."""
+def chooses(traits: Traits, results: Any) -> bool:
+    """Whether a result is a choice that a second call may make otherwise, such as the indices of `topk` or `sort`."""
+    if isinstance(results, torch.Tensor):
+        return _is_index(results)
+    return any(_is_index(result) for place, result in enumerate(flat(results)) if place not in traits.seeds)
+
+
+def _is_index(result: Any) -> bool:
+    """Whether a result is a tensor of integers."""
     return isinstance(result, torch.Tensor) and not (
         result.is_floating_point() or result.is_complex() or result.dtype == torch.bool
     )

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.devices.clocks import clocks_of
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
-from tightfit.runtime.operators import Traits, flat, is_index, tensors_among, written_arguments
+from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
@@ -137,9 +137,9 @@ class Recording(TorchDispatchMode):
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
     ) -> None:
         seconds, workspace = self.priced(traits, inputs, args, out, key)
-        chooses = self._chooses.get(key)
-        if chooses is None:
-            chooses = self._chooses[key] = any(map(is_index, flat(out)))
+        is_choice = self._chooses.get(key)
+        if is_choice is None:
+            is_choice = self._chooses[key] = chooses(traits, out)
         executor_seconds = self.executor.seconds()
         host, device = clocks_of(seconds, executor_seconds / now.repeats)
         phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
@@ -149,7 +149,7 @@ class Recording(TorchDispatchMode):
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, module, now.repeats * seconds + executor_seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes, chooses,
+                now.region if watched else None, now.occurrence, reads, makes, is_choice,
                 executor_seconds=executor_seconds, call=call,
                 host_seconds=now.repeats * host, device_seconds=now.repeats * device,
             )

@@ -94,12 +94,16 @@ def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorS
     if left.numel * right.shape[-1] <= LARGEST_PRODUCT:
         return _measured_product(operator, tuple(inputs))
     # Without instructions for 16 bits oneDNN sums into an fp32 buffer of the size of the result, one for each thread of
-    # a batch of products. With them its scratch memory does not grow. Two small products of the same layouts show it.
-    small, smaller = _reduced(inputs, SIDE), _reduced(inputs, SIDE // 2)
-    per_element = (_measured_product(operator, small) - _measured_product(operator, smaller)) / max(
-        1, _results(small) - _results(smaller)
-    )
-    return _measured_product(operator, small) + round(per_element * (_results(inputs) - _results(small)))
+    # a batch of products. Two small products of the same layouts show it.
+    small, larger = _reduced(inputs, SIDE, SIDE, SIDE), _reduced(inputs, SIDE, SIDE, 2 * SIDE)
+    added = _results(larger) - _results(small)
+    growth = _measured_product(operator, larger) - _measured_product(operator, small)
+    if added and growth >= 4 * added:
+        return _measured_product(operator, small) + round(growth / added * (_results(inputs) - _results(small)))
+    # With them it packs blocks of the operands, whose sizes follow no formula, and such products are fast.
+    if left.numel * right.shape[-1] <= LARGEST_FAST_PRODUCT:
+        return _measured_product(operator, tuple(inputs))
+    return _measured_product(operator, _reduced(inputs, *PACKED))
 
 
 def _results(inputs: Sequence[TensorShape]) -> int:
@@ -108,14 +112,18 @@ def _results(inputs: Sequence[TensorShape]) -> int:
     return left.shape[-2] * right.shape[-1]
 
 
-def _reduced(inputs: Sequence[TensorShape], side: int) -> tuple[TensorShape, ...]:
-    """The inputs of a product with no dimension above `side`, each with its dimensions in the same order of strides."""
+def _reduced(inputs: Sequence[TensorShape], rows: int, inner: int, columns: int) -> tuple[TensorShape, ...]:
+    """The inputs of a product of at most these sizes, each with its dimensions in the same order of strides."""
 
-    def sizes(shape: TensorShape) -> tuple[int, ...]:
+    def sizes(shape: TensorShape, *most: int) -> tuple[int, ...]:
         batch, matrix = shape.shape[:-2], shape.shape[-2:]
-        return (*(min(size, torch.get_num_threads()) for size in batch), *(min(size, side) for size in matrix))
+        last = map(min, matrix, most[-len(matrix) :])
+        return (*(min(size, torch.get_num_threads()) for size in batch), *last)
 
-    return tuple(_in_order_of(shape, sizes(shape)) for shape in inputs)
+    *added, left, right = inputs
+    found = [(shape, sizes(shape, rows, columns)) for shape in added]
+    found += [(left, sizes(left, rows, inner)), (right, sizes(right, inner, columns))]
+    return tuple(_in_order_of(shape, reduced) for shape, reduced in found)
 
 
 def _in_order_of(original: TensorShape, sizes: tuple[int, ...]) -> TensorShape:
@@ -169,6 +177,8 @@ def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
 
 LARGEST_PRODUCT = 2**28  # multiplications of a 16-bit product that runs for real, in a few hundredths of a second
 SIDE = 256  # rows and columns of the small products that stand for a larger one
+LARGEST_FAST_PRODUCT = 2**33  # the same with instructions for 16 bits
+PACKED = 2048, 2048, 1024  # rows, inner size and columns from which on blocks hardly grow (docs/lab-notes.md)
 
 _PRODUCTS = {
     "mm": aten.mm.default,

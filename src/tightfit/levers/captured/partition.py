@@ -20,7 +20,7 @@ from tightfit.runtime.internals import (
     results_with_gradients,
     sizes_are_static,
 )
-from tightfit.runtime.operators import is_index, traits_of
+from tightfit.runtime.operators import chooses, traits_of
 
 FORWARD = "tightfit_forward"  # the mark of forward's nodes, which their copies in the graph of backward keep
 
@@ -138,7 +138,7 @@ class Values:
             return True  # nobody knows whether such an operator gives the same result again
         if self.keeps_draws and is_random(node):
             return True
-        if any(is_index(value) for value in values_of(node)):
+        if chooses(traits, values_of(node)):
             return True  # a recomputed router may choose other experts than forward did
         if node in self.returned and node not in self.read:
             return False  # eager code does not hold it, so the block's caller may write into it

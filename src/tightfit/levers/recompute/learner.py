@@ -8,7 +8,7 @@ import torch
 from tightfit.levers.recompute.generators import draws
 from tightfit.levers.recompute.programs import Call, Program, Slot, Step
 from tightfit.levers.recompute.values import Geometry, has_plain_storage
-from tightfit.runtime.operators import Traits, flat, instances, is_index, map_instances, written_arguments
+from tightfit.runtime.operators import Traits, chooses, flat, instances, map_instances, written_arguments
 
 _LEARNT = "_tightfit_learnt"
 _numbers = itertools.count()
@@ -90,7 +90,7 @@ class Learner:
             self.fails = True
             return
         outputs = flat(results)
-        if not all(out is None or (isinstance(out, torch.Tensor) and not is_index(out)) for out in outputs):
+        if chooses(step.traits, results) or not all(out is None or isinstance(out, torch.Tensor) for out in outputs):
             self.fails = True  # a number decides what comes next, or an index that is kept
             return
         if step.traits.written:

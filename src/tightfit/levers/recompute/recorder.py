@@ -45,9 +45,9 @@ from tightfit.runtime.internals import dispatch_is_watched
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.operators import (
     Traits,
+    chooses,
     flat,
     instances,
-    is_index,
     map_instances,
     traits_of,
     written_arguments,
@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         if learner is not None:
             learner.after(step, func, args, kwargs, results)
         offload_store = self.offload_store if decision is Decision.OFFLOAD and not traits.is_foreign else None
-        if is_index(results) if isinstance(results, torch.Tensor) else any(map(is_index, flat(results))):
+        if chooses(traits, results):
             # A recomputed router may send tokens to other experts than the forward did (pytorch#171355,
             # torchtitan#1117). Indices of routing and sorting are always kept.
             operation = offload_store = None
