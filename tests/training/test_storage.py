@@ -18,10 +18,11 @@ def decoder() -> Decoder:
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path):
-    with RunFolder(tmp_path / "runs" / "first").claimed(overwrite=False):
-        pass
+    folder = RunFolder(tmp_path / "runs" / "first")
+    with folder.claimed(overwrite=False):
+        folder.write(PLAN, b"{}")
 
-    assert list((tmp_path / "runs" / "first").iterdir()) == []
+    assert [path.name for path in folder.path.iterdir()] == [PLAN]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
