@@ -134,7 +134,7 @@ def questions(found: Found) -> list[Verdict]:
         return [("time of an estimate and of a plan's curve", "not measured", None)]
     lines: list[Verdict] = []
     for case, (estimate, curve) in record["targets"]["seconds"].items():
-        taken = {row["question"]: row["answer_processor_seconds"] for row in record["results"] if row["case"] == case}
+        taken = {row["question"]: row["answer_seconds"] for row in record["results"] if row["case"] == case}
         own = taken["estimate"]
         lines.append((f"estimate of {case} ≤ {estimate:.0f} s", f"{own:.2f} s", own <= estimate))
         if curve is not None:
