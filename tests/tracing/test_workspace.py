@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tightfit.memory.allocator import cpu_rise
+from tightfit.tracing import workspace
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.workspace import LARGEST_PRODUCT, cpu_workspace
 
@@ -31,6 +32,16 @@ def test_a_large_product_in_16_bits_takes_what_two_small_ones_show(operator, tra
     elif operator is aten.bmm.default:
         arguments = tuple(t.expand(3, *t.shape).clone() for t in arguments)
     measured, predicted = scratch(operator, *arguments)
+    assert predicted == pytest.approx(measured, abs=1024)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_too_large_to_run_takes_what_a_smaller_one_shows(monkeypatch, transposed):
+    monkeypatch.setattr(workspace, "LARGEST_FAST_PRODUCT", 1)
+    left, right = torch.ones(2048, 256, dtype=torch.bfloat16), torch.ones(256, 2048, dtype=torch.bfloat16)
+    if transposed:
+        left = left.t().contiguous().t()
+    measured, predicted = scratch(aten.mm.default, left, right)
     assert predicted == pytest.approx(measured, abs=1024)
 
 

@@ -19,7 +19,7 @@ def light_import(name: str) -> ModuleType:
     logger = logging.getLogger(CPU_KERNELS)
     logger.addFilter(_is_other_word)
     try:
-        with compiled_when_called():
+        with _compiled_when_called():
             return importlib.import_module(name)
     finally:
         logger.removeFilter(_is_other_word)
@@ -30,7 +30,7 @@ def _is_other_word(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def compiled_when_called() -> Iterator[None]:
+def _compiled_when_called() -> Iterator[None]:
     """A context in which `torch.compile` of a function does its work when that function is first called.
 
     bitsandbytes marks two functions when it is imported, and peft imports bitsandbytes. PyTorch then imports the whole
