@@ -6,9 +6,12 @@ import torch
 from tightfit.devices import calibrate as module
 from tightfit.devices.calibrate import calibrate, fit_product
 from tightfit.devices.calls import (
+    MOST_TURNS,
+    POOL,
     Buffers,
     ProductCase,
     StreamCase,
+    Turn,
     attention_call,
     attention_cases,
     product_call,
@@ -61,6 +64,33 @@ def test_products_and_attention_of_every_kind_run():
             product_call(case, buffers)()
         for case in short:
             attention_call(case, buffers)()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_call_has_other_operands_than_the_call_before(dtype):
+    buffers = Buffers.on(torch.device("cpu"))
+    seen = []
+    call = buffers.in_turns(lambda turn: lambda: seen.append(_addresses(turn, dtype)))
+    for _ in range(MOST_TURNS):
+        call()
+    assert len(set(seen)) == POOL // (512 * 512)  # turns until the pool is through
+    operands = [address for turn in set(seen) for address in turn]
+    assert len(set(operands)) == 2 * len(set(seen))  # both sides are read in turns, and what is written lies apart
+    call()
+    assert seen[-1] == seen[MOST_TURNS % len(set(seen))]
+
+
+def _addresses(turn, dtype):
+    read, right, out = (turn.get((512, 512), dtype, use) for use in ("read", "right", "out"))
+    assert len({read.data_ptr(), right.data_ptr(), out.data_ptr()}) == 3
+    return read.data_ptr(), out.data_ptr()
+
+
+def test_operands_that_fill_the_pool_are_the_same_each_time():
+    buffers = Buffers.on(torch.device("cpu"))
+    turn = Turn(buffers, 5)
+    assert turn.get((POOL,), torch.float32).data_ptr() == buffers.get((POOL,), torch.float32).data_ptr()
+    assert turn.turns == 1
 
 
 def test_a_mixed_stream_reads_two_widths():

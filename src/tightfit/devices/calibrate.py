@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tightfit.devices.calls import (
 from tightfit.devices.cuda_figures import launch_seconds, link_rates, workspaces
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.fresh_memory import fresh_memory
+from tightfit.devices.in_steps import in_steps
 from tightfit.devices.machine import device_name
 from tightfit.devices.own_time import own_time
 from tightfit.devices.quiet import LoadObserver
@@ -41,23 +43,23 @@ ROUNDS = 6
 def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
 
-    Takes about ten seconds, more on a slow or busy device. Does not use the user's random generators. Raises
+    Takes about fifteen seconds, more on a slow or busy device. Does not use the user's random generators. Raises
     `DeviceError` if there is no such device.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
-    buffers = Buffers.on(torch.device(kind))
-    watch = LoadObserver(_probe(kind, buffers), torch.get_num_threads())
+    here = torch.device(kind)
+    watch = LoadObserver(_probe(kind, Buffers.on(here)), torch.get_num_threads())
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         own = _figures_of_cpu() if kind == "cpu" else _figures_of_cuda()  # first: the allocator has nothing to reuse
         watch.sample()
-        products = _fit_products(_time_products(kind, buffers))
+        products = _fit_products(_time_products(kind, Buffers.on(here)))
         watch.sample()
-        attention = _points(_time_attention(kind, buffers))
+        attention = _points(_time_attention(kind, Buffers.on(here)))
         watch.sample()
-        streams = _curves(_time_streams(kind, buffers))
+        streams = _curves(_time_streams(kind, Buffers.on(here)))
         watch.sample()
-    return DeviceSpec(
+    spec = DeviceSpec(
         name=device_name(kind),
         kind=kind,
         torch_version=torch.__version__,
@@ -65,9 +67,12 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
         products=products,
         attention=attention,
         streams=streams,
-        disturbed_by=watch.observe().disturbed_by,
         **own,
     )
+    if kind == "cpu":
+        spec = replace(spec, in_steps=in_steps(spec))
+        watch.sample()
+    return replace(spec, disturbed_by=watch.observe().disturbed_by)
 
 
 def _figures_of_cpu() -> dict[str, Any]:

@@ -1,6 +1,12 @@
-"""The operator calls that a calibration times: one representative for each family of operators."""
+"""The operator calls that a calibration times: one representative for each family of operators.
 
-from collections.abc import Iterator
+On a CPU each call of a product or a stream has other operands than the call before, as in a step, where hundreds of
+megabytes pass through the processor's cache between two uses of a tensor.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +54,10 @@ class StreamCase(NamedTuple):
     elements: int
 
 
+POOL = 2**24  # numbers: 64 MiB in fp32, more than the caches of most processors
+MOST_TURNS = 256
+
+
 @dataclass(frozen=True)
 class Buffers:
     """Tensors of random numbers, made once and shared by all calls, without the user's generators."""
@@ -67,6 +77,44 @@ class Buffers:
             random = torch.rand(shape, generator=self.generator, device=self.device, dtype=torch.float32)
             self.made[key] = random.to(dtype)
         return self.made[key]
+
+    def in_turns(self, make: Callable[["Turn"], Call]) -> Call:
+        """A call that has other operands each time, so that a CPU's cache does not hold them from the time before.
+
+        `make` asks the `Turn` that it is given for its operands. On CUDA all turns are one.
+        """
+        first = Turn(self, 0)
+        call = make(first)
+        if self.device.type != "cpu" or first.turns == 1:
+            return call
+        rest = (make(Turn(self, turn)) for turn in range(1, first.turns))
+        calls = itertools.cycle([call, *rest])
+        return lambda: next(calls)()
+
+
+@dataclass
+class Turn:
+    """The operands of one of several equal calls. They lie in a pool of random numbers, each turn's behind the last's.
+
+    `turns` is the number of calls after which the operands are the first ones again.
+    """
+
+    buffers: Buffers
+    number: int
+    turns: int = MOST_TURNS
+
+    def get(self, shape: tuple[int, ...], dtype: torch.dtype, use: str = "read") -> torch.Tensor:
+        """A tensor of this shape and dtype. Each `use` has its own."""
+        size = math.prod(shape)
+        places = POOL // size
+        if self.buffers.device.type != "cpu" or places < 2:
+            self.turns = 1
+            return self.buffers.get(shape, dtype, use)
+        self.turns = min(self.turns, places)
+        pool = self.buffers.get((POOL,), dtype, "out" if use == "out" else "read")
+        # Operands of one turn lie apart: the second side begins in the middle of the pool.
+        place = (self.number if use in ("read", "out") else self.number + places // 2) % places
+        return pool[place * size : (place + 1) * size].view(shape)
 
 
 # Products
@@ -93,6 +141,10 @@ def product_cases(kind: Kind) -> Iterator[ProductCase]:
 
 
 def product_call(case: ProductCase, buffers: Buffers) -> Call:
+    return buffers.in_turns(lambda turn: _product_call(case, turn))
+
+
+def _product_call(case: ProductCase, buffers: Turn) -> Call:
     _, dtype, batch, m, n, k = case
     if case.kind == "batched":
         a, b = buffers.get((batch, m, k), dtype), buffers.get((batch, n, k), dtype).transpose(1, 2)
@@ -107,8 +159,8 @@ def product_call(case: ProductCase, buffers: Buffers) -> Call:
 
 # Attention
 
-_LENGTHS = {"cpu": (128, 256, 512, 1024), "cuda": (256, 1024, 4096)}
-_HEADS = {"cpu": 4, "cuda": 32}
+_LENGTHS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (256, 1024, 4096)}
+_HEADS = {"cpu": 1, "cuda": 32}  # at the longest
 _WIDTHS = (32, 128)
 
 
@@ -118,7 +170,8 @@ def attention_cases(kind: Kind) -> Iterator[AttentionCase]:
     for backward in (False, True):
         for causal in (False, True):
             for dtype in (torch.float32, *HALVES[kind]):
-                for length in _LENGTHS[kind]:
+                # Long attention that is not causal takes a CPU seconds, and language models have little of it.
+                for length in _LENGTHS[kind] if causal or kind == "cuda" else _LENGTHS[kind][:-1]:
                     for width in _WIDTHS:
                         yield AttentionCase(backward, causal, dtype, heads * longest // length, length, width)
 
@@ -155,11 +208,15 @@ def stream_cases(kind: Kind) -> Iterator[StreamCase]:
 
 
 def stream_call(case: StreamCase, buffers: Buffers) -> Call:
+    return buffers.in_turns(lambda turn: _stream_call(case, turn))
+
+
+def _stream_call(case: StreamCase, buffers: Turn) -> Call:
     width = min(ROW, case.elements)
     shape = (case.elements // width, width)
     x, y, out = (buffers.get(shape, case.dtype, use) for use in ("read", "other", "out"))
     row = buffers.get((width,), case.dtype)
-    rows = torch.arange(shape[0], device=buffers.device)
+    rows = torch.arange(shape[0], device=x.device)
     match case.family:
         case Family.FILL:
             return lambda: out.fill_(1.0)
@@ -195,7 +252,7 @@ def stream_call(case: StreamCase, buffers: Buffers) -> Call:
         case Family.SCATTER:
             return lambda: aten.embedding_dense_backward.default(x, rows, shape[0], -1, False)
         case Family.RANDOM:
-            return lambda: out.bernoulli_(0.5, generator=buffers.generator)
+            return lambda: out.bernoulli_(0.5, generator=buffers.buffers.generator)
         case Family.SORT:
             return lambda: torch.sort(x, -1)
     raise AssertionError(f"no representative of {case.family}")

@@ -64,6 +64,7 @@ class MeasuredLaw:
         else:
             seconds = self._stream(work)
         seconds += self._first_touch(work.fresh_bytes) + self.spec.framework_seconds
+        seconds *= self.spec.in_steps.get(work.precision, 1.0)
         launch = self.spec.launch_seconds
         return Seconds.of(host=launch, device=seconds) if launch else seconds
 

@@ -71,7 +71,7 @@ def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
 def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
     """Measure the present device now, and replace its figures in the cache."""
     kind, tell = _here(kind), notice or _say_nothing
-    tell(f"measuring {device_name(kind)} once, about 10 seconds")
+    tell(f"measuring {device_name(kind)} once, about 15 seconds")
     spec = calibrate(kind)
     if spec.disturbed_by:
         tell(f"the machine was busy ({spec.disturbed_by}): predicted seconds are rough until it is measured when quiet")

@@ -93,6 +93,8 @@ class DeviceSpec:
     - `framework_seconds`: PyTorch's own time for each operator on a CPU, without the kernel. The recompute executor
       adds `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it. In the program of
       a captured block an operator takes `captured_seconds` instead of both (None: not measured).
+    - `in_steps`: how many times its own seconds an operator takes within a training step, for `"float32"` and for
+      `"half"` (16 bits, or 16 and 32); 1 where a figure is missing.
     - `launch_seconds`: on CUDA, the time of a launch in eager PyTorch. No kernel's price is below it.
     - `workspace_bytes`: on CUDA, the measured scratch memory, by library (`"cublas"`, `"attention"`).
     - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
@@ -113,6 +115,7 @@ class DeviceSpec:
     recording_seconds: float = 0.0
     replaying_seconds: float = 0.0
     captured_seconds: float | None = None
+    in_steps: Mapping[str, float] = field(default_factory=dict)
     compute_capability: tuple[int, int] | None = None
     sm_count: int | None = None
     roofline: Roofline | None = None
@@ -171,7 +174,7 @@ class DeviceSpec:
         return cls.from_dict(data)
 
 
-_LATER = frozenset({"captured_seconds"})  # figures that files of earlier versions lack
+_LATER = frozenset({"captured_seconds", "in_steps"})  # figures that files of earlier versions lack
 
 
 def _roofline(data: Mapping[str, Any]) -> Roofline:
@@ -197,6 +200,7 @@ def _figures(spec: DeviceSpec) -> list[float]:
         spec.recording_seconds,
         spec.replaying_seconds,
         *((spec.captured_seconds,) if spec.captured_seconds is not None else ()),
+        *spec.in_steps.values(),
         *points,
         *curves,
         *coefficients,

@@ -80,6 +80,11 @@ class Work:
     sorted_elements: int = 0
     calls: int = 1
 
+    @property
+    def precision(self) -> str:
+        """`"float32"`, or `"half"` if 16-bit numbers take part."""
+        return "float32" if self.dtype == "float32" else "half"
+
 
 def work_of(
     name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
