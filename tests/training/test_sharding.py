@@ -12,7 +12,7 @@ from tiny_training import settings
 
 from injected_out_of_memory import OutOfMemoryAt
 from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config
+from tightfit.config import AdapterConfig, Config, PretrainedModel
 from tightfit.errors import CannotFit, ConfigError, ModelError
 from tightfit.levers.micro_batch import valid_tokens
 from tightfit.models.decoder import Decoder
@@ -59,16 +59,25 @@ def test_what_shards_do_not_do_is_refused_in_one_line(tmp_path: Path, sections: 
         demand_shardable(training(tmp_path, **sections))
 
 
-def test_frozen_weights_and_bf16_weights_are_refused(tmp_path: Path):
+def test_what_a_model_says_is_refused_and_frozen_weights_are_not(tmp_path: Path):
     config, model = training(tmp_path), tiny()
     demand_shardable_model(model, config, "causal")
     with pytest.raises(ModelError, match="weights in bf16 are trained by adamw_bf16_stochastic"):
         demand_shardable_model(tiny().to(torch.bfloat16), config, "causal")
     with pytest.raises(ConfigError, match="objective is dpo"):
         demand_shardable_model(model, config, "dpo")
-    next(model.parameters()).requires_grad = False
-    with pytest.raises(ModelError, match="1 of its parameters are frozen"):
-        demand_shardable_model(model, config, "causal")
+    frozen = tiny().to(torch.bfloat16).requires_grad_(False)
+    frozen.head = torch.nn.Linear(16, 61, bias=False)
+    demand_shardable_model(frozen, config, "causal")  # what is trained is in fp32
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_base_in_few_bits_is_refused(tmp_path: Path, base: str):
+    model = PretrainedModel(path="somewhere", adapter=AdapterConfig(base=base))
+    config = training(tmp_path).model_copy(update={"model": model})
+    with pytest.raises(ConfigError, match=f"model.adapter.base is {base}, and weights in few bits are not sharded"):
+        demand_shardable(config)
+    demand_shardable(config.model_copy(update={"model": PretrainedModel(path="here", adapter=AdapterConfig())}))
 
 
 def tiny() -> Decoder:

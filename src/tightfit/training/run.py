@@ -87,7 +87,7 @@ class Run:
                     if data is None:
                         return None
                     ready = replace(ready, data=data)
-                stepper = self._stepper(ready, levers)
+                stepper = self._stepper(ready, levers, whole)
                 if checkpoint is None:
                     # So dropout's numbers do not depend on what was planned before.
                     seed_generators(config.training.seed, ranks.rank)
@@ -141,7 +141,7 @@ class Run:
             raise VerificationFailed(f"memory.verify: {report}")
         self.reporter.on_note(str(report))
 
-    def _stepper(self, ready: Prepared, levers: LeversInForce) -> Stepper:
+    def _stepper(self, ready: Prepared, levers: LeversInForce, whole: WholeModel | None) -> Stepper:
         training, memory, model, fitted = self.config.training, self.config.memory, ready.model, levers.fitted
         parts: dict[str, Any] = {
             "model": model,
@@ -152,10 +152,10 @@ class Run:
             "micro_batches_for": fitted.micro_batches_for if fitted.buckets else None,
             "ranks": self.ranks,
         }
-        if ready.fitted.is_sharded:
+        if whole is not None:
             # Weights and activations are cast by FSDP2, not by autocast.
             parts |= {"settings": StepSettings("fp32", training.grad_clip), "micro_batches_for": None}
-            found = {"planned_bytes": fitted.planned.peak_bytes, "note": self.reporter.on_note}
+            found = {"planned_bytes": fitted.planned.peak_bytes, "note": self.reporter.on_note, "frozen": whole.frozen}
             return ShardedStepper(**parts, **found, recovers=memory.recover)
         if not memory.recover:
             return Stepper(**parts)

@@ -72,6 +72,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None = None
     ranks: Ranks = ALONE
+    frozen: str | None = None  # the digest of weights that are not trained; None: the model has all of them whole
 
     def capture(self) -> State:
         """Everything as it is now. Nothing is copied but the random states, of 5 kB.
@@ -87,7 +88,7 @@ class TrainingState:
                 "kind": type(self.optimizer).__name__,
                 RANDOM: chance.record,
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
-                "frozen": edges_digest(self.model),
+                "frozen": self._frozen(),
             },
         )
 
@@ -98,7 +99,7 @@ class TrainingState:
         goes on. Raises `CheckpointError` where a name, a dtype or a shape is not this training's; nothing has moved
         then but empty optimizer states.
         """
-        if stored.record["frozen"] != edges_digest(self.model):
+        if stored.record["frozen"] != self._frozen():
             raise CheckpointError("the weights under the adapters are not those that the checkpoint was trained on")
         kind = type(self.optimizer).__name__
         if stored.record["kind"] != kind:
@@ -114,6 +115,9 @@ class TrainingState:
         if self.scaler is not None:
             self.scaler.load_state_dict(stored.record["scaler"])
         set_random_states(stored, self.ranks)
+
+    def _frozen(self) -> str:
+        return edges_digest(self.model) if self.frozen is None else self.frozen
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

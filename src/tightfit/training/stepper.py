@@ -62,6 +62,7 @@ class Stepper:
     micro_batches_for: Callable[[int], int] | None = field(default=None, kw_only=True)
     interrupt: Interrupt = field(default_factory=Interrupt, kw_only=True)
     ranks: Ranks = field(default=ALONE, kw_only=True)
+    frozen: str | None = field(default=None, kw_only=True)  # of `TrainingState`
     corrections = Corrections()  # no field: those of a stepper that recovers are one
     is_sharded = False  # whether all ranks compute each step together, those too that have no sample
 
@@ -72,7 +73,7 @@ class Stepper:
 
     @property
     def state(self) -> TrainingState:
-        return TrainingState(self.model, self.optimizer, self.scaler, self.ranks)
+        return TrainingState(self.model, self.optimizer, self.scaler, self.ranks, self.frozen)
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         """One batch in its micro-batches: gradients, clipping, update."""

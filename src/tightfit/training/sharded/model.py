@@ -16,6 +16,7 @@ from tightfit.ranks.shards import whole
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Precision
 from tightfit.training.optimizer import optimizer_for
+from tightfit.training.state import edges_digest
 
 OPTIMIZERS = ("adamw", "adamw_fused", "adam", "sgd")
 _OR_DDP = "or training.parallel to ddp"
@@ -25,6 +26,7 @@ _DPO = "training.objective is dpo, whose reference needs the whole model: set tr
 def demand_shardable(config: Config) -> None:
     """Raise `ConfigError` for what FSDP2 does not train yet, as far as the configuration says it."""
     training, memory = config.training, config.memory
+    base = getattr(getattr(config.model, "adapter", None), "base", None)
     refused = {
         "training.precision is fp16, whose scaled gradients are not unscaled on shards: set it to bf16 or fp32": (
             training.precision == "fp16"
@@ -32,8 +34,8 @@ def demand_shardable(config: Config) -> None:
         _DPO: training.objective == "dpo",
         f"training.optimizer {training.optimizer} does not step shards: set it to one of {', '.join(OPTIMIZERS)}, "
         f"{_OR_DDP}": parse_optimizer(training.optimizer).kind not in OPTIMIZERS,
-        f"model.adapter is given, and FSDP2 trains all weights here: remove it, {_OR_DDP}": (
-            getattr(config.model, "adapter", None) is not None
+        f"model.adapter.base is {base}, and weights in few bits are not sharded: set it to bf16 or fp32, {_OR_DDP}": (
+            base in ("int8", "nf4")
         ),
         f"memory.verify compares whole models: set it to false, {_OR_DDP}": memory.verify,
         f"memory.recompute is set by hand, which no rank of FSDP2 is predicted with: set memory.budget, {_OR_DDP}": (
@@ -53,12 +55,10 @@ def demand_shardable_model(model: nn.Module, config: Config, objective: str) -> 
     """Raise `InputError` for a model, or an objective that the data has chosen, that FSDP2 does not train yet."""
     if objective == "dpo":
         raise ConfigError(f"training.parallel is fsdp2, and {_DPO}")
-    frozen = sum(not parameter.requires_grad for parameter in model.parameters())
-    effective = optimizer_for(config.training.optimizer, model.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    effective = optimizer_for(config.training.optimizer, trained)
     reason = None
-    if frozen:
-        reason = f"{frozen} of its parameters are frozen"
-    elif masks_of(model):
+    if masks_of(model):
         reason = "masks keep weights of it at zero"
     elif effective not in OPTIMIZERS:
         reason = f"weights in bf16 are trained by {effective}, which does not step shards (model.dtype=fp32 is trained)"
@@ -101,11 +101,12 @@ def shard(
 
 class WholeModel:
     """The model as one process has it, to be filled with the trained weights at the end: on rank 0, without memory
-    until then. Made before levers and shards are on the model.
+    until then. Made before levers and shards are on the model. `frozen` is the digest of the weights that stay.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self._ranks = ranks
+        self.frozen = edges_digest(model)
         self._empty = own_copy(model) if ranks.is_first else None
 
     def filled(self, model: nn.Module) -> nn.Module:
