@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
+from tightfit.planner.search.bisection import (
+    DOWN,
+    MEASURES,
+    NEAR,
+    UNBOUNDED,
+    Line,
+    Measured,
+    certain_bound,
+    near_bound,
+    rough_bound,
+)
 
 CURVES = {
     "a straight line": lambda n: 1000 + 37 * n,
@@ -93,3 +103,61 @@ def test_a_right_guess_takes_two_questions():
     asked = []
     certain_bound(lambda n: not asked.append(n) and n <= 64, 64, 10**6)
     assert asked == [64, 65]
+
+
+LARGE = {"a straight line": lambda n: 1000 + 37 * n, "a line that is flat at first": lambda n: max(40_000, 37 * n)}
+
+
+def near(curve, limit, top, *, known=64, refuses=lambda n: False, guide=None):
+    """The answer, its line, and the numbers that were measured."""
+    asked = []
+
+    def measure(n):
+        asked.append(n)
+        over = curve(n) - limit
+        return Measured(over, over <= 0 and not refuses(n))
+
+    return (*near_bound(measure, known, curve(known) - limit, top, guide), asked)
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("limit", [50_000, 123_456, 3_000_000, 10**9])
+@pytest.mark.parametrize("top", [500, 200_000])
+def test_a_number_near_the_largest_was_measured_and_fits(name, limit, top):
+    curve = LARGE[name]
+    found, _, asked = near(curve, limit, top)
+    exact = max(n for n in range(1, top + 1) if curve(n) <= limit)
+    assert curve(found) <= limit
+    assert found == 64 or found in asked
+    assert exact * (1 - NEAR) - 1 <= found <= exact
+    assert len(asked) <= 6
+    assert len(set(asked)) == len(asked)
+
+
+def test_where_something_else_is_full_before_the_bytes_it_is_found_from_above():
+    found, line, asked = near(LARGE["a straight line"], 3_000_000, 200_000, refuses=lambda n: n > 50_000)
+    assert 50_000 * (1 - DOWN) <= found <= 50_000
+    assert line.level == line.points[found] < 0
+    assert len(asked) <= MEASURES
+
+
+def test_the_line_of_another_thing_says_where_to_look_and_only_measures_are_believed():
+    curve = LARGE["a straight line"]
+    _, line, _ = near(curve, 3_000_000, 200_000)
+    found, _, asked = near(lambda n: curve(n) + 900_000, 3_000_000, 200_000, guide=moved(line, 900_000))
+    assert len(asked) == 1
+    assert found == asked[0] == pytest.approx((3_000_000 - 901_000) / 37, rel=0.01)
+    found, _, asked = near(curve, 3_000_000, 200_000, guide=moved(line, -(10**9)))
+    assert curve(found) <= 3_000_000
+    assert found in asked
+
+
+def moved(line, by):
+    return Line({number: over + by for number, over in line.points.items()}, line.level)
+
+
+def test_where_nothing_larger_fits_it_is_the_number_that_is_known():
+    found, _, _ = near(lambda n: 0 if n <= 64 else 10**9, 10, 1000)
+    assert found == 64
+    found, _, asked = near(LARGE["a straight line"], 10**9, 64)
+    assert (found, asked) == (64, [])

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from command_line import tightfit as run
 from made_up_devices import even
@@ -18,6 +20,7 @@ from tightfit.ranks.world import World
 from tightfit.recipes.choices import Wanted
 from tightfit.recipes.of_ranks import least_bytes_of_rank, recipes_of_ranks, sizes_of
 from tightfit.recipes.records import Recipe
+from tightfit.recipes.sizes_of_ranks import RankStep
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 
@@ -104,3 +107,62 @@ def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits():
     rows = json.loads(asked.out)["recipes"]
     assert {(row["world_size"], row["parallel"]) for row in rows} == {(2, "ddp"), (2, "fsdp2")}
     assert all(row["name"].startswith("2 cards, ") for row in rows)
+
+
+@pytest.mark.slow  # a plan of all ranks for each of the two sizes
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_the_longest_sequence_and_largest_batch_of_ranks_have_a_plan(parallel):
+    asked = {"device": even(), "world_size": 2, "parallel": parallel}
+    made = tiny()
+    budget = 2 * plan(made, BATCH, "80%", **asked).peak_bytes
+    row = fit(made, BATCH, budget=budget, dtype="fp32", optimizer="adamw", **asked)[0]
+    longest, largest = row.longest_sequence, row.largest_batch
+    assert longest is not None
+    assert largest is not None
+    assert longest.confirmed
+    assert largest.confirmed
+    assert longest.value > 2 * BATCH.length
+    assert largest.value > 2 * BATCH.size
+    for batch in (BATCH._replace(length=longest.value), BATCH._replace(size=largest.value)):
+        found = plan(tiny(), batch, budget, levers="rounding", **asked)
+        assert max(found.rank_peak_bytes) <= budget
+    # What is well above them does not fit with the levers that they were found with.
+    step = sized(made, budget, parallel)
+    assert step.played(1, int(1.1 * longest.value)).over > 0
+    assert step.played(int(1.1 * largest.value) + 1, BATCH.length).over > 0
+
+
+def sized(model, budget, parallel):
+    asked = Asked(model, BATCH, device=even(), levers="rounding", world_size=2, parallel=parallel)
+    request = asked.request()
+    found = search_ranks(request, request.world, budget)
+    return RankStep.of(found, request, budget, least_bytes_of_rank(Recipe(), model, request.world))
+
+
+def test_every_size_that_is_named_was_played_whole(monkeypatch):
+    played, own = [], RankStep.played
+
+    def noted(step, size, length):
+        found = own(step, size, length)
+        played.append((step.world.size, size, length, found.fits))
+        return found
+
+    monkeypatch.setattr(RankStep, "played", noted)
+    asked = {"device": even(), "dtype": "fp32", "optimizer": "adamw", "parallel": "ddp"}
+    budget = 2 * plan(tiny(), BATCH, "80%", device=even(), world_size=2, parallel="ddp").peak_bytes
+    for row in fit(tiny(), BATCH, budget=budget, world_size=3, **asked):
+        sizes = row.to_dict()
+        assert (row.world_size, 1, sizes["longest_sequence"], True) in played
+        assert (row.world_size, sizes["largest_batch"], BATCH.length, True) in played
+    assert len([each for each in played if each[0] == 2]) < len([each for each in played if each[0] == 3])
+
+
+def test_a_batch_of_other_tensors_has_no_sizes():
+    rows = fit(
+        nn.Linear(8, 8), (torch.ones(4, 8),), loss=squares, device=even(), dtype="fp32", world_size=2, parallel="ddp"
+    )
+    assert (rows[0].fits, rows[0].longest_sequence, rows[0].largest_batch) == (True, None, None)
+
+
+def squares(model, batch):
+    return model(*batch).square().mean()

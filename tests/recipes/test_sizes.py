@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.recipes.sizes import CORRECTIONS, Sizes, _Dimension, _Points
+from tightfit.recipes.sizes import CORRECTIONS, Dimension, Sizes, _Points
 
 
 def convex(size):
@@ -59,7 +59,7 @@ class Stepped(Sizes):
         """The largest size where the sums of tensors would have this limit."""
         recipe = SimpleNamespace(optimizer="adamw")
         found = SimpleNamespace(recipe=recipe, variant=SimpleNamespace(budget_bytes=limit + UNSEEN_BYTES))
-        largest = self._largest(found, _Dimension("length", 1024, 1, 32768, lambda n: (1, n)), confirm=True)
+        largest = self._largest(found, Dimension("length", 1024, 1, 32768, lambda n: (1, n)), confirm=True)
         assert largest.confirmed
         assert len(self.ran) <= CORRECTIONS
         return largest.value

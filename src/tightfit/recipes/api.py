@@ -126,7 +126,7 @@ def recipes_of(
     if budget is None:
         budget = "100%" if device.kind == "cuda" else "80%"
     if (world := world_of(asked.world_size, asked.nodes, asked.parallel)) is not None:
-        ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing)
+        ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing, processes)
         if not (outcomes := ranks.run(recipes_of_ranks(asked, wanted))):
             raise InputError(f"no recipe could be tried: {'; '.join(ranks.notes)}")
         return Recipes(

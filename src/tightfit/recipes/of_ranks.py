@@ -2,10 +2,11 @@
 
 Whole steps of a played rank are planned, one by one: what recipes of one process share (a forward and backward without
 an optimizer) is not what ranks share, whose shards and buckets are part of both. Last resorts are not tried: they take
-many traces of large models that do not fit.
+many traces of large models that do not fit. Rows of one recipe and engine come from one process, since what their sizes
+take is alike on any number of cards; others share nothing, so forks of this process take some of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -24,11 +25,15 @@ from tightfit.recipes.choices import Wanted, half_of, least_state_bytes
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
+from tightfit.recipes.sizes_of_ranks import RankStep, SizesOfRanks
 from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
+from tightfit.runtime.forked import Notice, processes_for, shared_out
 from tightfit.units import is_share_of, parse_budget
 
 SIZES = (2, 4, 8)  # numbers of cards with rows of their own, up to the number that was asked for
 OPTIMIZER = "adamw_fused"  # where none is named: most others do not run on shards, or change the result
+
+_Answer = tuple[list[Outcome], list[str]]  # rows, and notes about those that were left out
 
 
 @dataclass
@@ -39,7 +44,8 @@ class RanksSearch:
     world: World
     budget: int | str
     optimizer: OptimizerOf
-    notice: Callable[[str], None]
+    notice: Notice
+    processes: int = 1
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,43 +56,62 @@ class RanksSearch:
 
     def run(self, recipes: Sequence[Recipe]) -> list[Outcome]:
         """The outcomes, those of the most cards first; what does not fit stands at the end."""
+        engines = get_args(Parallel) if self.asked.parallel is None else (self.asked.parallel,)
+        parts = [(recipe, engine) for recipe in recipes for engine in engines]
+        sharing = min(self.processes, processes_for(len(parts)))
+        answers = shared_out(self._searched if sharing == 1 else self._searched_apart, parts, self.notice, sharing)
+        self.notes = [note for _, notes in answers for note in notes]
+        every = [outcome for outcomes, _ in answers for outcome in outcomes]
         found: list[Outcome] = []
         for size in sizes_of(self.world):
-            found += ranked(self.of_size(size, recipes))
+            found += ranked([outcome for outcome in every if outcome.world_size == size])
         return sorted(found, key=lambda outcome: not outcome.fits)
 
-    def of_size(self, size: int, recipes: Sequence[Recipe]) -> list[Outcome]:
-        found = []
-        engines = get_args(Parallel) if self.asked.parallel is None else (self.asked.parallel,)
-        for recipe in recipes:
-            for engine in engines:
-                try:
-                    outcome = self.of_recipe(recipe, replace(self.world, size=size, parallel=engine))
-                except (InputError, DeviceError, ModelError) as error:
-                    line = f"{recipe.name} on {size} cards with {engine} was left out: {error}"
-                    self.notes.append(line)
-                    continue
-                self.notice(f"{outcome.name}: {'fits' if outcome.fits else 'does not fit'}")
-                found.append(outcome)
-        return found
+    def _searched_apart(self, part: tuple[Recipe, str], notice: Notice) -> _Answer:
+        outcomes, notes = self._searched(part, notice)
+        return [replace(outcome, plan=None) for outcome in outcomes], notes  # a plan holds its model
 
-    def of_recipe(self, recipe: Recipe, world: World) -> Outcome:
+    def _searched(self, part: tuple[Recipe, str], notice: Notice) -> _Answer:
+        """The rows of one recipe with one engine, on each number of cards, and why some were left out."""
+        recipe, engine = part
+        found, notes, steps = [], [], {}
+        for size in sizes_of(self.world):
+            world = replace(self.world, size=size, parallel=engine)
+            try:
+                outcome, steps[size] = self.of_recipe(recipe, world)
+            except (InputError, DeviceError, ModelError) as error:
+                notes.append(f"{recipe.name} on {size} cards with {engine} was left out: {error}")
+                continue
+            notice(f"{outcome.name}: {'fits' if outcome.fits else 'does not fit'}")
+            found.append(outcome)
+        sizes = SizesOfRanks()
+        for number, outcome in enumerate(found):
+            if (step := steps[outcome.world_size]) is not None:
+                longest, largest = sizes.of(step)
+                found[number] = replace(outcome, longest_sequence=longest, largest_batch=largest)
+                notice(f"{outcome.name}: sequences of {longest} tokens")
+        return found, notes
+
+    def of_recipe(self, recipe: Recipe, world: World) -> tuple[Outcome, RankStep | None]:
+        """What becomes of a recipe, and the step whose sizes can be found, where it fits."""
         model = self.models.of(recipe)
         outcome = Outcome(recipe, False, 0, 0, world_size=world.size, parallel=world.parallel, nodes=world.nodes)
         least = least_bytes_of_rank(recipe, model, world)
         if least > self.budget_bytes - UNSEEN_BYTES:  # by arithmetic, so nothing of it is traced
-            return replace(outcome, peak_bytes=least, needed_bytes=least + UNSEEN_BYTES)
+            return replace(outcome, peak_bytes=least, needed_bytes=least + UNSEEN_BYTES), None
         asked = replace(
             with_recipe(self.asked, recipe, model, self.optimizer),
             world_size=world.size, nodes=world.nodes, parallel=world.parallel,
         )  # fmt: skip
+        request = asked.request(may_choose=True)
         try:
-            plan = plan_of_ranks(search_ranks(asked.request(may_choose=True), world, self.budget, resorts=False))
+            found = search_ranks(request, world, self.budget, resorts=False)
         except CannotFit as error:
             # Where the bytes fit and the device has no room, with what the allocator reserves, what it takes there.
             needed = max(error.least_bytes, error.taken_bytes or 0, self.budget_bytes + 1)
-            return replace(outcome, peak_bytes=error.least_bytes, needed_bytes=needed)
-        return self.planned(outcome, plan)
+            return replace(outcome, peak_bytes=error.least_bytes, needed_bytes=needed), None
+        step = RankStep.of(found, request, self.budget, least)
+        return self.planned(outcome, plan_of_ranks(found)), step
 
     def planned(self, outcome: Outcome, plan: Plan) -> Outcome:
         tokens, seconds = token_count(self.asked.batch), plan.step_seconds

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from tightfit.models.loading import position_limit
 from tightfit.names.optimizers import OFFLOADED, parse_optimizer
@@ -53,7 +54,7 @@ def shape_of(batch: Batch) -> Shape | None:
 
 
 @dataclass(frozen=True)
-class _Dimension:
+class Dimension:
     """What may grow: its value now, which values there are, and the batch of a value."""
 
     name: str
@@ -61,6 +62,22 @@ class _Dimension:
     multiple_of: int
     most: int
     shape: Callable[[int], Shape]
+
+
+def dimensions_of(model: nn.Module, batch: Batch, count: int) -> tuple[Dimension, Dimension] | None:
+    """The length of the sequences of a batch, and their number, a multiple of `count`; None where it is none of token
+    ids.
+    """
+    shape = shape_of(batch)
+    if shape is None:
+        return None
+    size, length = shape
+    multiple = MULTIPLE if length % MULTIPLE == 0 else 1
+    most = min(position_limit(model) or MOST, max(length, MOST // size))
+    return (
+        Dimension("length", length, multiple, most, lambda n: (size, n)),
+        Dimension("size", size, count, max(size, MOST // length), lambda n: (n, length)),
+    )
 
 
 class _Points(dict[int, int]):
@@ -94,15 +111,11 @@ class Sizes:
 
     def of(self, found: Found, *, confirm: bool) -> Found:
         """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
-        shape = shape_of(self.search.asked.batch)
-        if shape is None or found.variant is None or found.candidate is None:
+        asked = self.search.asked
+        dimensions = dimensions_of(asked.model, asked.batch, asked.count)
+        if dimensions is None or found.variant is None or found.candidate is None:
             return found
-        size, length = shape
-        multiple = MULTIPLE if length % MULTIPLE == 0 else 1
-        most = min(position_limit(self.search.asked.model) or MOST, max(length, MOST // size))
-        sequence = _Dimension("length", length, multiple, most, lambda n: (size, n))
-        count = self.search.asked.count
-        batch = _Dimension("size", size, count, max(size, MOST // length), lambda n: (n, length))
+        sequence, batch = dimensions
         outcome = replace(
             found.outcome,
             longest_sequence=self._largest(found, sequence, confirm),
@@ -110,7 +123,7 @@ class Sizes:
         )
         return replace(found, outcome=outcome)
 
-    def _largest(self, found: Found, dimension: _Dimension, confirm: bool) -> Largest:
+    def _largest(self, found: Found, dimension: Dimension, confirm: bool) -> Largest:
         variant, now = found.variant, dimension.now
         assert variant is not None, "asked by the caller"
         limit = variant.budget_bytes - UNSEEN_BYTES - self._beside(found)
@@ -155,7 +168,7 @@ class Sizes:
         return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
 
     def _explore(
-        self, found: Found, dimension: _Dimension, points: "_Points", within: Callable[["_Points"], int]
+        self, found: Found, dimension: Dimension, points: "_Points", within: Callable[["_Points"], int]
     ) -> None:
         """Add points until the size that they name is near to one of them."""
         now = dimension.now
@@ -169,7 +182,7 @@ class Sizes:
             value = min(value, JUMP * max(points))
             points[value] = self._peak(found, dimension.shape(value))
 
-    def _guide(self, found: Found, dimension: _Dimension, points: "_Points") -> "_Points | None":
+    def _guide(self, found: Found, dimension: Dimension, points: "_Points") -> "_Points | None":
         """Points that suggest where to look: those of the variant's other dimension, shifted by what the two need at
         the present size. Only dry runs decide.
 
@@ -186,7 +199,7 @@ class Sizes:
                 return _Points({size * dimension.now // start: peak + shift for size, peak in others.items()})
         return None
 
-    def _points(self, found: Found, dimension: _Dimension) -> "_Points":
+    def _points(self, found: Found, dimension: Dimension) -> "_Points":
         key = Variant.of(found.recipe), dimension.name, dimension.now
         if key not in self.points:
             now = dimension.now

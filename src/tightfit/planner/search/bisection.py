@@ -3,14 +3,22 @@
 Two functions are available: a cheap, approximate measure and an expensive, exact test. `rough_bound` uses the measure.
 It follows the secant of the last two values, because the memory of a step is nearly linear in its batch and its
 length, and bisects where the secant converges too slowly. `certain_bound` starts from that number and uses the test,
-mostly twice: for the number and for the one above it.
+mostly twice: for the number and for the one above it. Where the measure is as expensive as it is exact, `near_bound`
+finds a number that fits and is nearly the largest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 GROWTH = 16  # a guess is at most this many times the largest number known to fit
 UNBRACKETED = 3  # guesses that may all be too large before bisection replaces the secant
 UNBOUNDED = 2**30  # a number that does not fit anything whose memory grows with it
+JUMP = 8  # times the largest number known to fit, for the first guess where nothing says more
+NEAR = 0.03  # of a number that fits: a larger one is not looked for
+DOWN = 0.06  # of a number that is refused though its bytes fit: the next guess is so much smaller
+BESIDE = 0.2  # of a number: how far away another one is that says how the measure rises
+MEASURES = 10  # of `near_bound`
 
 
 def rough_bound(measure: Callable[[int], int], limit: int, top: int, guess: int = 1) -> int:
@@ -52,3 +60,78 @@ def certain_bound(fits: Callable[[int], bool], guess: int, top: int) -> int:
             number = min(low + stride, top) if low else max(high - stride, 1)
             stride *= 2
     return low
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes over a limit, below zero what is free, and whether it fits: something else may be full before."""
+
+    over: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes over a limit by number, for what grows nearly in a line, and the bytes up to which it fits."""
+
+    points: Mapping[Any, int] = field(default_factory=dict)
+    level: int = 0
+
+    @property
+    def rise(self) -> float:
+        """The slope between the point nearest to the level and the next one that is not beside it; 0 without such."""
+        near, *others = sorted(self.points, key=lambda number: abs(self.points[number] - self.level)) or [0]
+        apart = [other for other in others if abs(other - near) > BESIDE * near]
+        return (self.points[apart[0]] - self.points[near]) / (apart[0] - near) if apart else 0.0
+
+    def number(self, rise: float, top: int) -> int:
+        """Where the line of this slope through the point nearest to the level meets it; `top` if it never does."""
+        near = min(self.points, key=lambda number: abs(self.points[number] - self.level))
+        return top if rise <= 0 else min(top, int(near + (self.level - self.points[near]) / rise))
+
+
+def near_bound(
+    measure: Callable[[int], Measured], known: int, known_over: int, top: int, guide: Line | None = None
+) -> tuple[int, Line]:
+    """About the largest number up to `top` that fits, and the line of all measures that were taken.
+
+    `known` fits, with at most `known_over`. A larger number is returned only if it was measured. `guide` is the line
+    of something that grows alike.
+    """
+    guide = guide or Line()
+    taken: dict[int, int] = {}
+    low, high, level = known, top + 1, guide.level
+    refused = 0  # times that something else was full
+    for _ in range(MEASURES):
+        near = max(1, int(NEAR * low))
+        if low == top or high - low <= max(near, DOWN * low if refused else 0):
+            break
+        if refused:  # what refuses follows no line
+            guess = max((low + high) // 2, int(high * (1 - DOWN * 2 ** (refused - 1))))
+        else:
+            guess = _guessed(Line(taken, level), Line({known: known_over, **taken}, level), guide, low, high, top)
+        if guess - low < near and guess != top:
+            break
+        guess = max(low + 1, min(guess, high - 1))
+        found = measure(guess)
+        taken[guess] = found.over
+        low, high = (guess, high) if found.fits else (low, guess)
+        if found.fits:
+            level = found.over if refused else level
+        elif found.over <= level:
+            refused += 1
+    return low, Line(taken, level)
+
+
+def _guessed(taken: Line, with_known: Line, guide: Line, low: int, high: int, top: int) -> int:
+    """The next number to measure."""
+    if not taken.points:
+        return guide.number(guide.rise, top) if guide.rise > 0 else min(top, low * JUMP)
+    points = with_known.points
+    if low in points and high in points:
+        chord = Line({low: points[low]}, taken.level)
+        return chord.number((points[high] - points[low]) / (high - low), top)
+    rise = taken.rise or guide.rise or with_known.rise
+    if rise <= 0:
+        return min(low * JUMP, top)
+    return min(taken.number(rise, top), low * GROWTH)
