@@ -17,8 +17,9 @@ from tightfit.planner.asked import Asked
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
-from tightfit.recipes.choices import Wanted
-from tightfit.recipes.of_ranks import least_bytes_of_rank, recipes_of_ranks, sizes_of
+from tightfit.recipes.choices import Wanted, least_bytes_of_rank
+from tightfit.recipes.finding_of_ranks import RanksFinder
+from tightfit.recipes.of_ranks import recipes_of_ranks, sizes_of
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.sizes_of_ranks import RankStep
 
@@ -134,9 +135,10 @@ def test_the_longest_sequence_and_largest_batch_of_ranks_have_a_plan(parallel):
 
 def sized(model, budget, parallel):
     asked = Asked(model, BATCH, device=even(), levers="rounding", world_size=2, parallel=parallel)
-    request = asked.request()
-    found = search_ranks(request, request.world, budget)
-    return RankStep.of(found, request, budget, least_bytes_of_rank(Recipe(), model, request.world))
+    request, world = asked.request(), World(2, parallel)
+    return RankStep.of(
+        search_ranks(request, world, budget), request, budget, least_bytes_of_rank(Recipe(), model, world)
+    )
 
 
 def test_every_size_that_is_named_was_played_whole(monkeypatch):
@@ -166,3 +168,66 @@ def test_a_batch_of_other_tensors_has_no_sizes():
 
 def squares(model, batch):
     return model(*batch).square().mean()
+
+
+# Ways out
+
+
+def refused(budget, batch=BATCH, **asked):
+    with pytest.raises(CannotFit) as caught:
+        plan(tiny(), batch, budget, device=even(), **asked)
+    return caught.value
+
+
+def finder_of(error):
+    return RanksFinder(error.refusal)
+
+
+def kept(way, budget):
+    """Whether the plan of a way keeps all ranks within the budget, and is the one that the way said."""
+    found = way.plan()
+    return max(found.rank_peak_bytes) <= budget and found.peak_bytes == way.peak_bytes
+
+
+def test_fsdp2_is_a_way_out_for_ddp_and_its_plan_has_the_peak_that_was_said():
+    error = refused(300_000, world_size=2, parallel="ddp")
+    finder = finder_of(error)
+    finder.try_sharding()
+    (way,) = finder.ways
+    assert (way.name, way.kind, way.flags, way.fits) == ("FSDP2", "rounding", "--parallel fsdp2", True)
+    assert 'world_size=2, parallel="fsdp2"' in way.python
+    assert kept(way, 300_000)
+
+
+@pytest.mark.slow  # four refusals and three plans of all ranks
+def test_more_cards_and_smaller_batches_are_ways_out_that_have_plans():
+    budget = refused(5000, world_size=4, parallel="fsdp2").least_bytes + 2000
+    batch = BATCH._replace(size=4)
+    finder = finder_of(refused(budget, world_size=2, parallel="fsdp2"))
+    finder.try_more_cards()
+    assert [(way.kind, way.flags, way.fits) for way in finder.ways] == [("cards", "--world-size 4", True)]
+    assert kept(finder.ways[0], budget)
+    budget = refused(5000, world_size=2, parallel="fsdp2").least_bytes + 20_000
+    finder = finder_of(refused(budget, batch, world_size=2, parallel="fsdp2"))
+    finder.try_sizes()
+    flags = [way.flags for way in finder.ways]
+    assert [flag.partition(" ")[0] for flag in flags] == ["--seq-len", "--batch-size"]
+    assert all(way.fits and kept(way, budget) for way in finder.ways)
+
+
+def test_an_optimizer_is_not_changed_on_shards():
+    finder = finder_of(refused(200_000, world_size=2, parallel="fsdp2"))
+    finder.try_exact()
+    finder.try_inexact()
+    assert finder.ways
+    assert not [way.name for way in finder.ways if "optimizer" in way.name]
+
+
+@pytest.mark.slow  # ways out on several cards, and the rows of the one that is taken
+def test_the_command_says_ways_out_for_several_cards_that_are_rows_when_they_are_taken():
+    asked = ("fit", "--model", "cpu8", "--device", "h100", "--dtype", "fp32", "--budget", "150MiB")
+    said = run(*asked, "--world-size", "2", "--parallel", "ddp")
+    assert said.code == 3
+    (taking,) = [line for line in said.err.splitlines() if line.startswith("1. --")]
+    assert taking == "1. --world-size 4 --parallel fsdp2"
+    assert run(*asked, *taking.split()[1:]).code == 0

@@ -25,7 +25,7 @@ from tightfit.recipes.choices import Wanted
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
-from tightfit.recipes.variants import OptimizerOf, optimizer_of
+from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
 from tightfit.recipes.written import YAML, Setting, model_section, written
 from tightfit.tracing.build import build_dry
 from tightfit.training.optimizer import OptimizerRecipe
@@ -60,12 +60,15 @@ class RecipeSubject:
         """The recipe as a configuration, or as a script for another library."""
         return written(outcome, self.setting(), as_)
 
-    def refusal(self, budget_bytes: int) -> Refusal | None:
-        """What was asked for, where no recipe fits; None for several ranks, for which no ways out are looked for."""
-        if self.asked.world_size is not None:
-            return None
+    def refusal(self, found: Recipes) -> Refusal:
+        """What was asked for, where no recipe fits. On several cards it is the row that needs least."""
         asked = replace(self.asked, optimizer=self.wanted.optimizer or "adamw")
-        return Refusal(asked, Search(asked.request(may_choose=True), budget_bytes), recipes_tried=True)
+        if self.asked.world_size is not None:
+            row = min(found, key=lambda row: (-row.world_size, row.needed_bytes))
+            model = Models(self.asked.model).of(row.recipe)
+            asked = with_recipe(self.asked, row.recipe, model, self.optimizer)
+            asked = replace(asked, parallel=row.parallel)
+        return Refusal(asked, Search(asked.request(may_choose=True), found.budget_bytes), recipes_tried=True)
 
     def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
         """The outcome with the figures of the plan of the configuration that was written."""

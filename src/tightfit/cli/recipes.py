@@ -95,7 +95,7 @@ def fit(
         show(f"\nWritten to {output}: {chosen.name}. {then}")
     if not found.fitting:
         least = min(outcome.needed_bytes for outcome in found)
-        raise CannotFit(found.sentence, least, refusal=subject.refusal(found.budget_bytes))
+        raise CannotFit(found.sentence, least, refusal=subject.refusal(found))
 
 
 def check_kind(as_: str | None) -> None:

@@ -26,6 +26,7 @@ from tightfit.planner.search.tradeoff import POINTS, Tradeoff
 from tightfit.planner.shared import plan_of_one_rank
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
 from tightfit.runtime.activity import aside
+from tightfit.runtime.internals import process_group_exists
 from tightfit.step import Batch, Loss, Precision
 from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import StepTrace
@@ -232,7 +233,12 @@ def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
     if request.world is not None:
         if curve:
             raise InputError("a trade-off curve is of one process, and world_size is given: leave one out")
-        return plan_of_ranks(search_ranks(request, request.world, budget))
+        try:
+            return plan_of_ranks(search_ranks(request, request.world, budget))
+        except CannotFit as error:
+            if not process_group_exists():  # a rank of a running loop can change neither its engine nor its cards
+                error.refusal = Refusal(asked, Search(request, budget))
+            raise
     search = Search(request, budget)
     try:
         found = search.run()

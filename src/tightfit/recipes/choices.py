@@ -9,6 +9,8 @@ from torch import nn
 from tightfit.config.schema import AdapterConfig
 from tightfit.devices.spec import DeviceSpec
 from tightfit.names.optimizers import parse_optimizer
+from tightfit.ranks.peaks import rows_of
+from tightfit.ranks.world import World
 from tightfit.recipes.records import Autocast, Dtype, Recipe
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
@@ -123,3 +125,14 @@ def least_bytes(recipe: Recipe, model: nn.Module, held: int) -> int:
     frees = recipe.step_in_backward or kind == "offloaded_adamw"
     gradients = max(trained, default=0) if frees else sum(trained)
     return held + gradients + least_state_bytes(recipe, model)
+
+
+def least_bytes_of_rank(recipe: Recipe, model: nn.Module, world: World) -> int:
+    """The least bytes of the first rank's weights, gradients and states, by arithmetic."""
+    weights = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    whole = weights + trained + least_state_bytes(recipe, model)
+    if world.parallel == "ddp":
+        return whole + trained  # its buckets
+    shares = [rows_of(p.shape[0], world.size, 0) / p.shape[0] for p in model.parameters() if p.dim()]
+    return int(min(shares, default=1.0) * whole)

@@ -9,6 +9,7 @@ from typing import Any
 from tightfit.config.schema import AdapterConfig
 from tightfit.names.optimizers import parse_optimizer
 from tightfit.planner.levers import CLASSES, allowed_levers, lever_types
+from tightfit.ranks.world import World
 from tightfit.recipes.records import Recipe
 
 # How a loop of plain PyTorch makes each optimizer.
@@ -190,13 +191,27 @@ def _flag(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def keywords_of(world: World | None) -> str:
+    """The arguments of a plan for several ranks, behind others; empty for one process."""
+    if world is None:
+        return ""
+    nodes = {} if world.nodes == 1 else {"nodes": world.nodes}
+    return f", {_keywords({'world_size': world.size, **nodes, 'parallel': world.parallel})}"
+
+
 def lines_for(
-    before: Recipe, after: Recipe, *, budget: str, levers: Sequence[str] | None = None, device: str | None = None
+    before: Recipe,
+    after: Recipe,
+    *,
+    budget: str,
+    levers: Sequence[str] | None = None,
+    device: str | None = None,
+    world: World | None = None,
 ) -> Lines:
     """The lines for a recipe in the place of another one, with a plan within `budget`.
 
     `levers` are the names that the plan may use, where they are others than before. `device` is the key of another
-    device.
+    device. `world` is that of a plan for several ranks.
     """
     statements = statements_for(before, after)
     arguments: dict[str, Any] = {} if device is None else {"device": device}
@@ -217,7 +232,7 @@ def lines_for(
         sections["training"]["device"] = device
         flags += [f"--device {device}", f"--budget {budget}"]
     changed = sections if levers is None else {**sections, "memory": {"levers": memory["levers"]}}
-    keywords = f", {_keywords(arguments)}" if arguments else ""
+    keywords = (f", {_keywords(arguments)}" if arguments else "") + keywords_of(world)
     plan = f'plan = tightfit.plan(model, batch, "{budget}"{keywords})'
     return Lines(
         python="; ".join(["import tightfit", *statements, plan]),

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from torch import nn
-
 from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
 from tightfit.planner.api import plan_of_ranks
 from tightfit.planner.asked import Asked
@@ -19,9 +17,8 @@ from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
-from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import Parallel, World
-from tightfit.recipes.choices import Wanted, half_of, least_state_bytes
+from tightfit.recipes.choices import Wanted, half_of, least_bytes_of_rank
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
@@ -159,14 +156,3 @@ def recipes_of_ranks(asked: Asked, wanted: Wanted) -> list[Recipe]:
     if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
         found.append(Recipe("bf16", optimizer=optimizer, precision=wanted.precision or "fp32"))
     return found
-
-
-def least_bytes_of_rank(recipe: Recipe, model: nn.Module, world: World) -> int:
-    """The least bytes of the first rank's weights, gradients and states, by arithmetic."""
-    weights = sum(p.nbytes for p in model.parameters())
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    whole = weights + trained + least_state_bytes(recipe, model)
-    if world.parallel == "ddp":
-        return whole + trained  # its buckets
-    shares = [rows_of(p.shape[0], world.size, 0) / p.shape[0] for p in model.parameters() if p.dim()]
-    return int(min(shares, default=1.0) * whole)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tightfit.planner.asked import Asked
     from tightfit.planner.plans import Plan
 
-Kind = Literal["exact", "rounding", "inexact", "size", "device"]
-KINDS: tuple[Kind, ...] = ("exact", "rounding", "inexact", "size", "device")  # as ways out are ranked
+Kind = Literal["exact", "rounding", "inexact", "size", "cards", "device"]
+KINDS: tuple[Kind, ...] = ("exact", "rounding", "inexact", "size", "cards", "device")  # as ways out are ranked
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Remedy:
 class WayOut:
     """A way to train where a step does not fit, with the lines that take it. Bytes are ints.
 
-    `kind` is how it is ranked: the results stay the same bits, to rounding, or not; another size of the batch; another
-    device. `changes` says that in words. `peak_bytes` is the peak of a dry run with the way and `levers` applied, and
-    `needed_bytes` the smallest budget for that step. A way that does not fit has the least peak that was found.
-    `budget` is the budget of the way's plan.
+    `kind` is how it is ranked: the results stay the same bits, to rounding, or not; another size of the batch; more
+    cards; another device. `changes` says that in words. `peak_bytes` is the peak of a dry run with the way and `levers`
+    applied, and `needed_bytes` the smallest budget for that step. A way that does not fit has the least peak that was
+    found. `budget` is the budget of the way's plan.
     """
 
     name: str
