@@ -10,6 +10,7 @@ from torch import nn
 from command_line import tightfit as run
 from made_up_devices import even
 from tightfit import TokenBatch, fit, plan
+from tightfit.config import AdapterConfig
 from tightfit.errors import CannotFit, InputError
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
@@ -22,6 +23,7 @@ from tightfit.recipes.finding_of_ranks import RanksFinder
 from tightfit.recipes.of_ranks import recipes_of_ranks, sizes_of
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.sizes_of_ranks import RankStep
+from tiny_adapters import adapted, saved_llama
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 
@@ -96,10 +98,34 @@ def test_what_rows_of_several_cards_do_not_have_is_one_line(arguments, message):
     assert message in asked.error
 
 
-@pytest.mark.parametrize("settled", [{"trains": "adapters"}, {"step_in_backward": True}])
-def test_rows_of_several_cards_train_all_weights_after_backward(settled):
+@pytest.mark.parametrize("settled", [{"base": "nf4"}, {"step_in_backward": True}])
+def test_rows_of_several_cards_have_whole_weights_and_step_after_backward(settled):
     with pytest.raises(InputError, match="and world_size are both given"):
-        recipes_of_ranks(Asked(tiny(), BATCH, device=even()), Wanted(**settled))
+        recipes_of_ranks(Asked(tiny(), BATCH, device=even()), Wanted(**settled), may_adapt=True)
+
+
+def test_adapters_are_tried_on_several_cards_where_the_model_can_have_them():
+    asked = Asked(tiny(), BATCH, device=even())
+    tried = recipes_of_ranks(asked, Wanted(), may_adapt=True)
+    assert [recipe.adapter.base for recipe in tried if recipe.adapter is not None] == ["fp32"]  # a CPU's usual base
+    assert tried[:-1] == recipes_of_ranks(asked, Wanted(), may_adapt=False)
+    alone = recipes_of_ranks(asked, Wanted(trains="adapters"), may_adapt=True)
+    assert alone == tried[-1:]
+    with pytest.raises(InputError, match="no recipe is left to try: adapters are for models of `transformers`"):
+        fit(tiny(), BATCH, device=even(), adapter=AdapterConfig(), world_size=2)
+
+
+def test_a_row_of_adapters_is_a_plan_for_all_ranks_of_what_is_trained(tmp_path):
+    folder = str(saved_llama(tmp_path))
+    asked = {"device": even(), "world_size": 2, "parallel": "fsdp2", "precision": "fp32"}
+    (row,) = fit(folder, TokenBatch(1, 16, 600), adapter=AdapterConfig(r=4), **asked)
+    assert (row.fits, row.world_size, row.recipe.trains) == (True, 2, "LoRA r 4")
+    made = adapted(tmp_path, r=4)
+    alone = plan(made, TokenBatch(1, 16, 600), "80%", optimizer="adamw_fused", levers="rounding", **asked)
+    assert row.rank_peak_bytes == alone.rank_peak_bytes
+    whole = fit(folder, TokenBatch(1, 16, 600), dtype="fp32", **asked)
+    everything = next(each for each in whole if each.recipe.adapter is None)
+    assert row.peak_bytes < everything.peak_bytes
 
 
 def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits():

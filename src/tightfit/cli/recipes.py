@@ -67,7 +67,7 @@ def fit(
     the optimizer and the precision. Each is run dry, with the levers that
     a plan for the budget takes. Options that are given are not searched.
     Where no recipe fits, the exit code is 3. With --world-size, rows are
-    of full training on 2, 4, 8 cards up to so many, with FSDP2 and DDP.
+    of training on 2, 4, 8 cards up to so many, with FSDP2 and DDP: all weights, and adapters.
 
     [dim]tightfit fit --model llama-3.1-8b --device rtx4090 --seq-len 2048[/]
 

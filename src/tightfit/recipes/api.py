@@ -33,6 +33,7 @@ from tightfit.tracing.twin import real_tensors, twin_of
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
 RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
 FASTER = 0.98  # of another recipe's time: a gain worth a row
+NOTHING_TO_TRY = "no recipe is left to try: adapters are for models of `transformers`, and need peft"
 LENGTH = 1024  # tokens of the one sequence that is meant where no batch is given
 Notice = Callable[[str], None]
 
@@ -64,8 +65,9 @@ def fit(
     those that a plan may use. `notice` is called with a line for each recipe as it is found. The other arguments are
     those of `plan`.
 
-    With `world_size` the rows are of full training on 2, 4, 8 cards up to so many, and on so many, with FSDP2 and DDP
-    (`parallel` names one of them). Each has one plan for all ranks; `batch` is that of one rank.
+    With `world_size` the rows are of training on 2, 4, 8 cards up to so many, and on so many, with FSDP2 and DDP
+    (`parallel` names one of them): of all weights, and of adapters on a base in fp32 or bf16. Each has one plan for all
+    ranks; `batch` is that of one rank.
 
     The result is a sequence of outcomes, best first: those that fit, by what they change in the result and by their
     speed, then the others, by what they need. Nothing is computed: the model is run dry, once for all optimizers.
@@ -127,7 +129,10 @@ def recipes_of(
         budget = "100%" if device.kind == "cuda" else "80%"
     if (world := world_of(asked.world_size, asked.nodes, asked.parallel)) is not None:
         ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing, processes)
-        if not (outcomes := ranks.run(recipes_of_ranks(asked, wanted))):
+        tried = recipes_of_ranks(asked, wanted, may_adapt=not isinstance(asked.model, Decoder))
+        if not tried:
+            raise InputError(NOTHING_TO_TRY)
+        if not (outcomes := ranks.run(tried)):
             raise InputError(f"no recipe could be tried: {'; '.join(ranks.notes)}")
         return Recipes(
             outcomes=tuple(outcomes),
@@ -142,7 +147,7 @@ def recipes_of(
         device, wanted, may_adapt=not isinstance(asked.model, Decoder), clips=asked.grad_clip is not None
     )
     if not recipes:
-        raise InputError("no recipe is left to try: adapters are for models of `transformers`, and need peft")
+        raise InputError(NOTHING_TO_TRY)
     with Shares(search, recipes, processes) as shares:
         rows = shares.rows()
         if not rows:

@@ -11,7 +11,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.names.optimizers import parse_optimizer
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import World
-from tightfit.recipes.records import Autocast, Dtype, Recipe
+from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
 BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16
@@ -53,8 +53,8 @@ class Wanted:
 def recipes_for(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips: bool = False) -> list[Recipe]:
     """The recipes to try. `clips` says that gradients are clipped together, which a step in backward cannot do."""
     found = [*_full(device, wanted)] if wanted.trains != "adapters" else []
-    if may_adapt and wanted.trains != "all" and find_spec("peft") is not None:
-        found += _adapted(device, wanted)
+    if may_adapt and wanted.trains != "all":
+        found += adapter_recipes(device, wanted)
     if wanted.step_in_backward is not None or clips:
         asked = bool(wanted.step_in_backward)
         found = [r for r in found if r.step_in_backward == asked]
@@ -93,7 +93,10 @@ def _is_available(kind: str, device: DeviceSpec) -> bool:
     return not missing and not (device.kind == "cpu" and kind in NOT_ON_CPU)
 
 
-def _adapted(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+def adapter_recipes(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+    """Adapters on each base that can be had here; none without `peft`."""
+    if find_spec("peft") is None:
+        return
     half = half_of(device)
     precision = wanted.precision or ("fp32" if device.kind == "cpu" else half)
     kept: Dtype = wanted.dtype or ("bf16" if precision == "bf16" else "fp32")
@@ -103,7 +106,7 @@ def _adapted(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
         if base == "nf4" and find_spec("bitsandbytes") is None:
             continue
         adapter = (wanted.adapter or ADAPTER).model_copy(update={"base": base})
-        dtype: Dtype = kept if base in ("int8", "nf4") else "bf16" if base == "bf16" else "fp32"
+        dtype: Dtype = kept if base in FEW_BITS else "bf16" if base == "bf16" else "fp32"
         yield Recipe(dtype, adapter, wanted.optimizer or "adamw_fused", precision=precision)
 
 

@@ -10,10 +10,9 @@ from tightfit.errors import InputError
 from tightfit.names.optimizers import parse_optimizer
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.recipes.lines import in_short
-from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
 
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
-FEW_BITS = ("int8", "nf4")
 RATES = {True: "2e-4", False: "1e-5"}  # of adapters, which start at zero, and of whole models that are fine-tuned
 
 # Class, imports and settings of each optimizer.

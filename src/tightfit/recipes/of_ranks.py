@@ -1,4 +1,4 @@
-"""Full training on several cards: a plan for all ranks, for each recipe, engine and number of cards.
+"""Training on several cards: a plan for all ranks, for each recipe, engine and number of cards.
 
 Whole steps of a played rank are planned, one by one: what recipes of one process share (a forward and backward without
 an optimizer) is not what ranks share, whose shards and buckets are part of both. Last resorts are not tried: they take
@@ -18,9 +18,9 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.ranks.world import Parallel, World
-from tightfit.recipes.choices import Wanted, half_of, least_bytes_of_rank
+from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, least_bytes_of_rank
 from tightfit.recipes.ranking import ranked
-from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
 from tightfit.recipes.search import token_count
 from tightfit.recipes.sizes_of_ranks import RankStep, SizesOfRanks
 from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
@@ -136,11 +136,13 @@ def sizes_of(world: World) -> list[int]:
     return [world.size, *reversed(fewer)]
 
 
-def recipes_of_ranks(asked: Asked, wanted: Wanted) -> list[Recipe]:
-    """The recipes that are tried on several cards: all weights, in each dtype. Raises `InputError`."""
-    if wanted.trains == "adapters" or wanted.adapter is not None:
+def recipes_of_ranks(asked: Asked, wanted: Wanted, *, may_adapt: bool) -> list[Recipe]:
+    """The recipes that are tried on several cards: all weights, in each dtype, and adapters on whole weights. Raises
+    `InputError`.
+    """
+    if wanted.base in FEW_BITS:
         raise InputError(
-            "adapters and world_size are both given, and rows for several cards train all weights: leave one out"
+            f"base {wanted.base} and world_size are both given, and ranks share whole weights only: take bf16 or fp32"
         )
     if wanted.step_in_backward:
         raise InputError(
@@ -151,8 +153,12 @@ def recipes_of_ranks(asked: Asked, wanted: Wanted) -> list[Recipe]:
     optimizer = wanted.optimizer or OPTIMIZER
     usual = "fp32" if asked.device.kind == "cpu" else half
     found = []
-    if wanted.dtype in (None, "fp32"):
-        found.append(Recipe("fp32", optimizer=optimizer, precision=wanted.precision or usual))
-    if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
-        found.append(Recipe("bf16", optimizer=optimizer, precision=wanted.precision or "fp32"))
+    if wanted.trains != "adapters":
+        if wanted.dtype in (None, "fp32"):
+            found.append(Recipe("fp32", optimizer=optimizer, precision=wanted.precision or usual))
+        if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
+            found.append(Recipe("bf16", optimizer=optimizer, precision=wanted.precision or "fp32"))
+    if may_adapt and wanted.trains != "all":
+        adapted = adapter_recipes(asked.device, wanted)
+        found += [recipe for recipe in adapted if recipe.adapter is not None and recipe.adapter.base not in FEW_BITS]
     return found

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["fp32", "bf16"]
 Autocast = Literal["fp32", "bf16", "fp16"]
+FEW_BITS = ("int8", "nf4")  # bases of adapters
 
 OPTIMIZERS_IN_WORDS = {
     "adamw": "AdamW",
@@ -87,7 +88,7 @@ class Recipe:
         base = None if self.adapter is None else self.adapter.base
         if self.dtype == "fp32" and self.precision != "fp32" and base in (None, "fp32"):
             found.append(PRODUCTS)
-        if base in ("int8", "nf4"):
+        if base in FEW_BITS:
             found.append(f"frozen weights in {8 if base == 'int8' else 4} bits")
         elif "bf16" in (base, self.dtype):
             found.append(WEIGHTS)

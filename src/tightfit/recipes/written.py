@@ -12,7 +12,7 @@ from tightfit.models.decoder_config import PRESETS
 from tightfit.models.pretrained import find
 from tightfit.models.published import published
 from tightfit.recipes.code import LIBRARIES, Job, as_code
-from tightfit.recipes.records import Outcome
+from tightfit.recipes.records import FEW_BITS, Outcome
 
 YAML = "yaml"
 KINDS = (YAML, *LIBRARIES)
@@ -113,7 +113,7 @@ def _model(outcome: Outcome, setting: Setting) -> dict[str, Any]:
     if recipe.adapter is None:
         has_weights = bool(model.get("gguf_file")) or find(model["path"]).has_weights
         return {**model, "dtype": recipe.dtype, **({} if has_weights else {"random_init": True})}
-    if recipe.adapter.base in ("int8", "nf4") and recipe.dtype != "fp32":
+    if recipe.adapter.base in FEW_BITS and recipe.dtype != "fp32":
         model["dtype"] = recipe.dtype
     return {**model, "adapter": _adapter(recipe.adapter)}
 
