@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from accuracy_page import Record, rows, where
+from peer_trainings import AGAINST_ACTIVATIONS
 
 NO_CARD = "empty: no card at hand"
 BY_HAND = ("recompute whole blocks", "recompute, every block", "captured, keep all", "captured, recompute all")
-AGAINST_ACTIVATIONS = ("checkpoint", "save_on_cpu", "activation_memory_budget")  # the peers that T4 names
 FEW = 3  # peers: no verdict on fewer
 NEAR = 0.9  # of a peak: a plan below that was made for another budget
 # The files of results that verdicts are read from

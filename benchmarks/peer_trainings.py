@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tightfit.step import Loss, model_loss
 
 REFERENCE = "torch.utils.checkpoint, every block"
+# Parts of the names of peers that save memory of activations, beside which plans are made.
+AGAINST_ACTIVATIONS = ("checkpoint", "save_on_cpu", "activation_memory_budget")
 LEARNING_RATE = 1e-4
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)

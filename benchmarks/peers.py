@@ -27,7 +27,7 @@ from torch import nn
 
 import tightfit
 from environment import environment
-from peer_trainings import PEERS, REFERENCE, NotHere, adamw
+from peer_trainings import AGAINST_ACTIVATIONS, PEERS, REFERENCE, NotHere, adamw
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import RECOMPUTE_ALL
@@ -40,10 +40,12 @@ from tightfit.training.measure import resident_tensors
 SECONDS = 1200  # after which a process is given up
 LEAVING = 10  # seconds that a process has to end by itself
 TOGETHER = 8  # processes at a time, the reference included: each holds a model with its states
+APART = 1.01  # peaks that are nearer to each other share a plan
 LEVERS: dict[str, str | list[str]] = {
     "exact": "exact",
     "captured": ["exact", "capture"],
     "rounding": "rounding",
+    "captured rounding": ["rounding", "capture"],
     "compiled": ["recompute", "chunked_loss", "micro_batch", "compile"],
 }
 
@@ -266,12 +268,24 @@ def compare(case: str, peers: Sequence[str], levers: Sequence[str], options: arg
     device = made_up() if options.made_up else None
     how = {"rounds": options.rounds, "device": device, "threads": options.threads}
     found = grouped(case, [Way(name) for name in (*peers, *(BY_HAND if levers else ()))], **how)
-    peaks = sorted({row["peak_bytes"] for name, row in found.items() if name in PEERS and "peak_bytes" in row})
+    against = {name for name in PEERS if any(word in name for word in AGAINST_ACTIVATIONS)}
+    peaks = sorted({row["peak_bytes"] for name, row in found.items() if name in against and "peak_bytes" in row})
     plain = found["plain"]["peak_bytes"] if "peak_bytes" in found.get("plain", {}) else None
-    budgets = [peak for peak in peaks if plain is None or peak < plain][-options.budgets :]
+    budgets = spread([peak for peak in peaks if plain is None or peak < plain], options.budgets)
     plans = [Way(f"plan {kind} at {budget / 2**20:.1f} MiB", kind, budget) for budget in budgets for kind in levers]
     found |= grouped(case, plans, **how)
     return {"case": case, "variants": found}
+
+
+def spread(peaks: Sequence[int], count: int) -> list[int]:
+    """At most so many of some rising peaks, the lowest and the highest among them; none next to another."""
+    apart: list[int] = []
+    for peak in peaks:
+        if not apart or peak > APART * apart[-1]:
+            apart.append(peak)
+    if len(apart) <= count:
+        return apart
+    return [apart[round(place * (len(apart) - 1) / max(count - 1, 1))] for place in range(count)]
 
 
 def grouped(case: str, ways: Sequence[Way], **how: Any) -> dict[str, dict[str, Any]]:
@@ -297,7 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", choices=CASES, action="append", help="default: CPU26")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help="default: all")
     parser.add_argument("--levers", nargs="*", choices=LEVERS, default=list(LEVERS), help="of our plans; default: all")
-    parser.add_argument("--budgets", type=int, default=4, help="plans at so many of the peers' peaks")
+    parser.add_argument(
+        "--budgets", type=int, default=4, help="plans at so many of the peaks of peers that save activations"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="0: peaks only")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--made-up", action="store_true", help="plan with round figures of a CPU")

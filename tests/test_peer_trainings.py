@@ -77,6 +77,13 @@ def test_a_ratio_is_taken_within_a_round(peers):
     assert peers.timed({reference: Played(1.0)}, reference, 0) == {}
 
 
+def test_budgets_are_spread_over_the_peaks_of_peers(peers):
+    assert peers.spread([100, 100.5, 120, 130, 150, 151, 190], 9) == [100, 120, 130, 150, 190]
+    assert peers.spread([100, 100.5, 120, 130, 150, 151, 190], 3) == [100, 130, 190]
+    assert peers.spread([100, 200], 1) == [100]
+    assert peers.spread([], 4) == []
+
+
 @pytest.mark.slow  # three processes, each of which imports PyTorch
 def test_every_way_has_a_process_and_plans_are_made_at_the_peaks_of_peers(peers, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "BY_HAND", {})
