@@ -35,6 +35,7 @@ PAIRS = (
 )
 # model, card, tokens of a rank's sequence, cards, nodes
 MANY_CARDS = (
+    ("llama-3.1-8b", "rtx4090", 2048, 2, 1),
     ("llama-3.1-8b", "h100", 8192, 8, 1),
     ("llama-3.1-8b", "h100", 8192, 64, 8),
     ("llama-3.1-70b", "h100", 8192, 8, 1),
@@ -101,17 +102,19 @@ def section_of_many(row: dict[str, Any]) -> str:
         f"\n## {row['model']} on {row['cards']} {row['device']}{nodes}\n\n"
         f"{len(fitting)} of {len(row['recipes'])} recipes fit one sequence of {row['length']} tokens a card, "
         f"in {row['processor_seconds']:.0f} s of processor time. Peaks are those of the largest rank.\n\n"
-        "| recipe | peak | step | tokens/s of all cards | changes | levers |\n|---|---|---|---|---|---|\n"
+        "| recipe | peak | longest sequence | largest batch | step | tokens/s of all cards | changes | levers |\n"
+        "|---|---|---|---|---|---|---|---|\n"
     ) + "".join(map(line_of_many, (fitting or row["recipes"])[:ROWS]))
 
 
 def line_of_many(recipe: dict[str, Any]) -> str:
     if not recipe["fits"]:
-        return f"| {recipe['name']} | needs {recipe['needed_bytes'] / GIB:.1f} GiB | | | {recipe['changes']} | |\n"
+        return f"| {recipe['name']} | needs {recipe['needed_bytes'] / GIB:.1f} GiB | | | | | {recipe['changes']} | |\n"
     levers = ", ".join(recipe["levers"]) or "none"
+    longest, largest = sizes(recipe)
     return (
-        f"| {recipe['name']} | {recipe['peak_bytes'] / GIB:.1f} GiB | {recipe['step_seconds']:.2f} s "
-        f"| {recipe['tokens_per_second']:,.0f} | {recipe['changes']} | {levers} |\n"
+        f"| {recipe['name']} | {recipe['peak_bytes'] / GIB:.1f} GiB | {longest} | {largest} "
+        f"| {recipe['step_seconds']:.2f} s | {recipe['tokens_per_second']:,.0f} | {recipe['changes']} | {levers} |\n"
     )
 
 
@@ -131,21 +134,25 @@ def section(row: dict[str, Any]) -> str:
 
 def line(recipe: dict[str, Any]) -> str:
     """One recipe."""
-    mark = "" if recipe["confirmed"] else "~"
     if not recipe["fits"]:
         needed = f"needs {recipe['needed_bytes'] / GIB:.1f} GiB"
         return f"| {recipe['name']} | {needed} | | | | | {recipe['changes']} | |\n"
-    sizes = ["" if recipe[key] is None else f"{mark}{recipe[key]:,}" for key in ("longest_sequence", "largest_batch")]
     cells = (
         recipe["name"],
         f"{recipe['peak_bytes'] / GIB:.1f} GiB",
-        *sizes,
+        *sizes(recipe),
         f"{recipe['step_seconds']:.2f} s",
         f"{recipe['tokens_per_second']:,.0f}",
         recipe["changes"],
         ", ".join(recipe["levers"]) or "none",
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def sizes(recipe: dict[str, Any]) -> list[str]:
+    """The longest sequence and the largest batch, where they were looked for."""
+    mark = "" if recipe["confirmed"] else "~"
+    return ["" if recipe[key] is None else f"{mark}{recipe[key]:,}" for key in ("longest_sequence", "largest_batch")]
 
 
 def main() -> None:
