@@ -39,13 +39,15 @@ def apply_budget(
     The plan does not split the batch, because the loop does not change. Gradient checkpointing of `transformers` is
     switched off until `undo()`, with a warning, because the plan decides what is recomputed.
 
-    Where `prepare` has put the model into DDP, every rank calls this with a batch of the same shape, and rank 0 plans.
+    Where `prepare` has put the model into DDP, or sharded it with FSDP2, every rank calls this with a batch of the same
+    shape, and rank 0 plans.
 
     Returns a handle with `plan` and `undo()`. A later call replaces the plan that is in force. Raises `CannotFit`, and
-    `LeverError` for a model that is sharded or compiled.
+    `LeverError` for a model that is compiled, or sharded in another way.
     """
     every_batch: Any = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    joined = joined_by(model, "apply_budget", no_sync=not every_batch)
+    defers = accelerator.is_fsdp2 and not every_batch
+    joined = joined_by(model, "apply_budget", no_sync=not every_batch, shards_no_sync=defers)
     model = without_ddp(model)
     take_off_earlier(model)
     mixed: Any = accelerator.mixed_precision

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError
+from tightfit.processes.once import said_once
 from tightfit.units import format_bytes
 
 SWITCH = "gradient_checkpointing"  # the attribute of a layer or model that `transformers` asks
@@ -53,18 +54,22 @@ def take_over(model: nn.Module) -> TakenOver | None:
 
 
 def refuse_wrapped(model: Any, who: str) -> None:
-    """Raise `LeverError` for a model that is sharded, in `DataParallel` or compiled, or in DDP inside of a part."""
+    """Raise `LeverError` for a model that is sharded by FSDP1, in `DataParallel` or compiled, or in DDP inside of a
+    part.
+    """
     wrapper = wrapper_of(model)
     if wrapper is not None:
-        raise LeverError(
-            f"{who}: the model is {wrapper}: a plan is for one process and an uncompiled model; "
-            "train without that, or without the budget"
+        raise said_once(
+            LeverError(
+                f"{who}: the model is {wrapper}: a plan is for one process, DDP or FSDP2 (fully_shard), and an "
+                "uncompiled model; train without that, or without the budget"
+            )
         )
 
 
 def wrapper_of(model: Any) -> str | None:
     """The wrapper of a model in words; None if it has none."""
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_sharded(model):
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_flattened(model):
         return f"wrapped in {type(model).__name__}"
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         return "compiled by torch.compile"
@@ -73,9 +78,10 @@ def wrapper_of(model: Any) -> str | None:
     return None
 
 
-def _is_sharded(model: Any) -> bool:
+def _is_flattened(model: Any) -> bool:
+    """Whether the first FSDP has joined parameters of the model to flat ones."""
     if not torch.distributed.is_available():
         return False
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

@@ -58,12 +58,13 @@ class MemoryBudget(TrainerCallback):
     With `recover=True` a step that runs out of memory is undone and runs again with a tighter plan: the same batches,
     random numbers and schedule. Not with `fp16` inside the optimizer's step, which accelerate's scaler wraps.
 
-    In DistributedDataParallel (torchrun) rank 0 makes the plan for all ranks, without `recover`.
+    In DistributedDataParallel (torchrun) rank 0 makes the plan for all ranks, without `recover`; with FSDP2 (of
+    accelerate, or of `transformers`) too, and without `verify`.
 
-    When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is sharded or
-    compiled, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in force,
-    `own_peak_bytes` the predicted peak under the gradient checkpointing that it takes over. A `budget` that is none
-    raises `BudgetError` at once.
+    When the training begins, raises `CannotFit` where nothing fits, `LeverError` for a model that is compiled or
+    sharded in another way, `VerificationFailed`; the model and the trainer are then as they were. `plan` is the plan in
+    force, `own_peak_bytes` the predicted peak under the gradient checkpointing that it takes over. A `budget` that is
+    none raises `BudgetError` at once.
     """
 
     def __init__(
@@ -97,9 +98,15 @@ class MemoryBudget(TrainerCallback):
         who = type(self).__name__
         refuse_wrapped(model, who)
         every_batch: Any = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        self._joined = joined_by(trainer.model_wrapped, who, no_sync=not every_batch)
+        # Of a model that `transformers` has sharded itself, the trainer is the one that holds messages back.
+        shards = trainer.accelerator.is_fsdp2 or getattr(trainer, "is_distributed_loading_by_transformers", False)
+        self._joined = joined_by(
+            trainer.model_wrapped, who, no_sync=not every_batch, shards_no_sync=shards and not every_batch
+        )
         if self.recovers:
             self._joined.refuse_recovery(who)
+        if self.verifies:
+            self._joined.refuse_verification(who)
         self._alone_and_first_among(trainer.callback_handler.callbacks)
         take_off_earlier(model)
         model.train()
@@ -184,6 +191,8 @@ class MemoryBudget(TrainerCallback):
         adds a loss of its router to every batch, of which there would be more.
         """
         config = getattr(trainer.model, "config", None)
+        if self._joined.shards is not None:
+            raise LeverError("FSDP2 has sharded the model, whose parts were compared on no rank")
         if not isinstance(trainer, FrugalTrainer):
             raise LeverError("only FrugalTrainer does")
         if getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):

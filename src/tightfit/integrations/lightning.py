@@ -92,12 +92,13 @@ class MemoryBudget(Callback):
     `optimizer_zero_grad` or `on_before_zero_grad`, they are left to it, and planned for: as if two batches were
     accumulated at least.
 
-    With `strategy="ddp"` each rank plans for its own batches, without `recover`.
+    With `strategy="ddp"`, and with `ModelParallelStrategy` where `configure_model` calls `fully_shard`, each rank plans
+    for its own batches, without `recover`.
 
     Raises `CannotFit` where nothing fits, `InputError` for a batch without tensors that can be seen, and `LeverError`
-    for a model that is sharded or compiled, that steps its optimizers itself or has none, or whose `training_step`
-    takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a budget that is
-    none. A batch for which `training_step` returns None is not planned for.
+    for a model that is compiled or sharded in another way, that steps its optimizers itself or has none, or whose
+    `training_step` takes a `dataloader_iter`; all of them before anything is trained, and `BudgetError` at once for a
+    budget that is none. A batch for which `training_step` returns None is not planned for.
 
     With `recover=True` a step that runs out of memory is undone and runs again with a tighter plan: the same batches,
     random numbers and schedule. What `training_step` logs is then logged again.
@@ -199,7 +200,7 @@ class MemoryBudget(Callback):
             if plan.budget_bytes != step.budget_bytes(self.plan_settings.budget, plan.plain):
                 return False
             self._apply(step.model, plan)
-        return step.step_figures(leaves, step.accumulated).peak_bytes <= plan.budget_bytes - UNSEEN_BYTES
+        return step.peak_bytes([leaves], step.accumulated) <= plan.budget_bytes - UNSEEN_BYTES
 
     def _plan_anew(self, step: GuestStep, leaves: Batch, traits: Hashable) -> Plan:
         """A plan in the place of the one in force, if there is one: within the same bytes, but where the step is

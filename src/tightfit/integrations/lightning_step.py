@@ -81,11 +81,14 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int, 
 
 
 def _trained_step(trainer: Any, module: Any, model: nn.Module, arguments: tuple[Any, ...]) -> Any:
-    """The result of `training_step`: of the module, or of a rank's copy of it through the DDP around it."""
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
+    """The result of `training_step`: of the module, or of a rank's copy of it, through the DDP around that."""
+    if model is module:
         return module.training_step(*arguments)
-    own: Any = model.module
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    own: Any = model.module if is_ddp else model
     own.trainer = trainer  # which Lightning leaves out of copies
+    if not is_ddp:
+        return own.training_step(*arguments)
     forward = own.forward
 
     def redirected(*args: Any, **kwargs: Any) -> Any:

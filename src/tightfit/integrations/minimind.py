@@ -21,6 +21,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
+from tightfit.planner.wrapped import is_distributed
 from tightfit.runtime.module_paths import without_ddp
 from tightfit.units import check_budget
 
@@ -131,6 +132,8 @@ def check_unwrapped(model: nn.Module) -> None:
     """Raise `ModelError` for a model that is compiled, or distributed over devices by one process."""
     if hasattr(without_ddp(model), "_orig_mod"):
         raise ModelError("the model is compiled, and planned blocks run as eager code: leave out --use_compile 1")
+    if any(map(is_distributed, model.parameters())):
+        raise ModelError("the model is sharded, and MiniMind's scripts are planned in DistributedDataParallel only")
     if isinstance(model, nn.DataParallel):
         raise ModelError("the model is wrapped in DataParallel: start one process for each device with torchrun")
 

@@ -65,11 +65,12 @@ class GuestStep:
 
     def asked(self, batch: Batch, micro_batches: int) -> Asked:
         """The planner's arguments for the step, with all its batches like this one in the worst case."""
+        model, optimizer = self.joined.whole(self.model, self.optimizer)
         return Asked(
-            model=self.model,
+            model=model,
             batch=self.fullest(batch),
             loss=self.loss,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             precision="fp32" if self.device.type == "cpu" else self.precision,
             device=self.device,
             micro_batches=micro_batches,
@@ -90,6 +91,11 @@ class GuestStep:
         """The figures of the step under the levers now in force, with all batches like this one in the worst case."""
         return estimate_asked(self.asked(batch, micro_batches)).step_figures
 
+    def peak_bytes(self, batches: Sequence[Batch], micro_batches: int) -> int:
+        """The highest peak of the step under the levers now in force, with all batches like one of these."""
+        with self.joined.apart():
+            return max(self.step_figures(batch, micro_batches).peak_bytes for batch in batches)
+
     def budget_bytes(self, budget: int | str, plain: StepFigures) -> int:
         """The budget in bytes. Raises `BudgetError` for an invalid one."""
         device_bytes = device_of_a_rank(self.device, in_ranks=self.joined is not ALONE).memory_bytes
@@ -108,6 +114,11 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanS
 
 
 def _plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+    with step.joined.apart():
+        return _plan_apart(step, batches, plan_settings)
+
+
+def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
     # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
     # batch fits all, plans for the others are tried.
     plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]
@@ -138,7 +149,7 @@ def own_peak(step: GuestStep, batches: Sequence[Batch], taken: TakenOver | None)
         return None
     try:
         with taken.given_back():
-            return max(step.step_figures(batch, step.accumulated).peak_bytes for batch in batches)
+            return step.peak_bytes(batches, step.accumulated)
     except TraceError as error:
         logger.info("the peak under the model's own gradient checkpointing is not known: %s", error)
         return None

@@ -87,7 +87,8 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool, micro_ba
     """Raise `InputError` for a step that no rank of a world can be played with."""
     if world is None:
         return
-    of_several = world.parallel != "ddp"  # FSDP2 replaces the parameters, DDP keeps them
+    # FSDP2 replaces the parameters, DDP keeps them. Where a guest's model is sharded, its optimizer is known.
+    of_several = world.parallel != "ddp" and world.shards is None
     if isinstance(optimizer, torch.optim.Optimizer) and of_several:
         raise InputError(
             f"optimizer: this {type(optimizer).__name__} holds the parameters of one process, and each rank makes its "

@@ -139,10 +139,13 @@ class Request:
 
 
 def _of_copies(
-    optimizer: torch.optim.Optimizer, copies: Mapping[torch.Tensor, torch.Tensor], _: Iterable[nn.Parameter]
+    optimizer: torch.optim.Optimizer, model: nn.Module, copies: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The user's optimizer over a rank's copies of the parameters."""
-    return optimizer_over(optimizer, copies)
+    """The user's optimizer over a rank's copies of a model's trained parameters, which are in the model's order."""
+    # FSDP2 makes parameters of its own from those of the rank's copy, in their order.
+    known: dict[torch.Tensor, torch.Tensor] = {}
+    known.update(zip((p for p in model.parameters() if p.requires_grad), copies, strict=True))
+    return optimizer_over(optimizer, known)
 
 
 def role_of(device: DeviceSpec) -> CudaRole | None:
@@ -184,16 +187,12 @@ class Tracer:
         self, model: nn.Module, combination: Combination, routing: Routing, rank: PlayedRank | None = None
     ) -> StepTrace:
         """A step of a model that has its levers on."""
-        request, optimizer = self.request, self.request.optimizer
-        if rank is not None and isinstance(optimizer, torch.optim.Optimizer):
-            copies: dict[torch.Tensor, torch.Tensor] = {}
-            copies.update(zip(request.model.parameters(), model.parameters(), strict=True))
-            optimizer = partial(_of_copies, optimizer, copies)
+        request = self.request
         return trace_step(
             model,
             request.parts(combination.micro_batches),
             request.loss,
-            optimizer=optimizer,
+            optimizer=request.optimizer if rank is None else self.optimizer_of_rank,
             settings=request.settings if rank is None else self.settings_of_rank,
             cost=request.cost,
             executor=request.executor,
@@ -204,7 +203,8 @@ class Tracer:
 
     def rank(self, world: World, number: int = 0) -> PlayedRank:
         """A rank of a world, which shards the blocks of the request's model one by one."""
-        blocks = find_blocks(self.request.model, self.request.blocks) if world.parallel == "fsdp2" else []
+        are_sharded = world.parallel == "fsdp2" and world.shards is None
+        blocks = find_blocks(self.request.model, self.request.blocks) if are_sharded else []
         return PlayedRank(world, number, blocks, self.request.settings.precision)
 
     @property
@@ -213,6 +213,13 @@ class Tracer:
         world, settings = self.request.world, self.request.settings
         # FSDP2 casts weights and activations itself, so autocast has nothing to do.
         return replace(settings, precision="fp32") if world is not None and world.parallel == "fsdp2" else settings
+
+    @property
+    def optimizer_of_rank(self) -> Optimizer:
+        """The optimizer of a rank, over its own parameters."""
+        optimizer = self.request.optimizer
+        is_the_users = isinstance(optimizer, torch.optim.Optimizer)
+        return partial(_of_copies, optimizer, self.request.model) if is_the_users else optimizer
 
     def of_rank(
         self,
@@ -248,7 +255,12 @@ class Tracer:
         def update(model: nn.Module) -> StepTrace:
             trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             return trace_update(
-                model, request.optimizer, settings=settings, with_gradient=trained, cost=request.cost, role=request.role
+                model,
+                self.optimizer_of_rank,
+                settings=settings,
+                with_gradient=trained,
+                cost=request.cost,
+                role=request.role,
             )
 
         return trace_ranks(request.model, world, self.rank(world).blocks, request.settings.precision, trace, update)

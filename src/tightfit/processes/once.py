@@ -133,6 +133,13 @@ def _from_json(said: Mapping[str, Any]) -> TightfitError:
     return PeerFailed(f"rank 0 ended: {said['error']}: {said['line']}", said.get("exit_code", 1))
 
 
+def said_once(error: TightfitError) -> TightfitError:
+    """An error that every rank raises. Where nobody catches it, only rank 0 shows it."""
+    if not is_first():
+        show_nothing_of(error)
+    return error
+
+
 def show_nothing_of(error: BaseException) -> None:
     """Where nobody catches this error, this process ends with it and writes nothing: rank 0 writes it."""
     shown = sys.excepthook

@@ -4,15 +4,15 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from tightfit.errors import InputError, ModelError
+from tightfit.ranks.found import kept_as_they_are, sharded_alike
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.runtime.internals import fake_process_group
-from tightfit.runtime.module_paths import named_modules, tensors_of
+from tightfit.runtime.module_paths import named_modules
 from tightfit.step import Precision
 from tightfit.tracing.shapes import TensorShape
 
@@ -34,7 +34,8 @@ class PlayedRank:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are added up in the last micro-batch only."""
-        return self.world.parallel == "ddp" and self.world.ddp.no_sync
+        shards = self.world.shards
+        return self.world.ddp.no_sync if self.world.parallel == "ddp" else shards is not None and shards.no_sync
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -53,6 +54,8 @@ class PlayedRank:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (self.world.size,))
+        if self.world.shards is not None:
+            return sharded_alike(model, self.world.shards, mesh)
         reshard = self.world.reshard_after_forward
         return in_fsdp2(model, self.blocks, mesh, precision=self.precision, reshard_after_forward=reshard)
 
@@ -75,10 +78,8 @@ def own_copy(model: nn.Module) -> nn.Module:
 
     Raises `ModelError` where Python cannot copy the modules, and for parameters of classes that cannot be sharded.
     """
-    memo: dict[int, Any] = {}
+    memo = kept_as_they_are(model)
     for path, module in named_modules(model):
-        for tensor in tensors_of(module):
-            memo[id(tensor)] = tensor
         for name, parameter in module.named_parameters(recurse=False):
             if type(parameter) is not nn.Parameter:
                 raise ModelError(

@@ -67,7 +67,11 @@ class DDPSettings:
 
 
 def world_of(
-    size: int | None, nodes: int | None, parallel: str | None, ddp: Mapping[str, Any] | None = None
+    size: int | None,
+    nodes: int | None,
+    parallel: str | None,
+    ddp: Mapping[str, Any] | None = None,
+    shards: "Shards | None" = None,
 ) -> "World | None":
     """The world that these arguments name; None for one process. Raises `InputError`."""
     if ddp is not None and parallel != "ddp":
@@ -81,7 +85,41 @@ def world_of(
             )
         return None
     settings = DDPSettings() if ddp is None else DDPSettings.of(ddp)
-    return World(size, cast(Parallel, parallel or "fsdp2"), 1 if nodes is None else nodes, ddp=settings)
+    keeps = False if shards is not None and shards.keeps_all else None
+    engine = cast(Parallel, parallel or "fsdp2")
+    return World(size, engine, 1 if nodes is None else nodes, keeps, settings, shards)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A call of `fully_shard`: the paths of its modules, its arguments, and the names of the parameters that it took.
+
+    `policy` is PyTorch's `MixedPrecisionPolicy`.
+    """
+
+    paths: tuple[str, ...]
+    policy: Any
+    reshard_after_forward: bool | None
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How somebody else has sharded a model with FSDP2: the calls, inner modules first.
+
+    `no_sync` is the loop's: whether it exchanges gradients in the last of several micro-batches only.
+    """
+
+    units: tuple[Unit, ...]
+    no_sync: bool = False
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no unit frees its gathered weights after forward. FSDP2's own default is that the root keeps them."""
+        return not any(
+            unit.paths != ("",) if unit.reshard_after_forward is None else unit.reshard_after_forward
+            for unit in self.units
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +131,7 @@ class World:
     nodes: int = 1
     reshard_after_forward: bool | None = None  # of FSDP2: whether gathered weights are freed; None: its own default
     ddp: DDPSettings = field(default_factory=DDPSettings)
+    shards: Shards | None = None  # of FSDP2: how a running model is sharded; None: as this package shards
 
     def __post_init__(self) -> None:
         """Raise `InputError` for what no training can have."""

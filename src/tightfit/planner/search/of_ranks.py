@@ -40,7 +40,7 @@ def search_ranks(request: Request, world: World, budget: int | str, *, resorts: 
     Without `resorts`, levers that are tried only where nothing else fits are left out.
     """
     default = Search(request, budget, resorts=resorts)
-    if world.parallel == "ddp":
+    if world.parallel == "ddp" or world.shards is not None:  # which a plan does not change
         return _searched(default, world, default)
     keeps = replace(world, reshard_after_forward=False)
     search = Search(replace(request, world=keeps), budget, resorts=resorts)

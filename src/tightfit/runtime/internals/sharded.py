@@ -1,0 +1,74 @@
+"""FSDP2's records of what it has sharded, and modules as they were before.
+
+The private names are those of `torch.distributed.fsdp._fully_shard`, alike in torch 2.11 to 2.13, with one exception
+that says so here.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_PACKAGE = "torch.distributed.fsdp"
+_KINDS_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # for the compiler, on modules with managed parameters
+
+
+def states_of_fsdp2(modules: Iterable[nn.Module]) -> list[Any]:
+    """What FSDP2 knows of these modules, one record for each call of `fully_shard`, in the order of the modules."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]  # pyright: ignore
+    return list({id(state): state for state in found}.values())
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """The groups of parameters that are gathered together: one for each mesh."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; one group before
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@contextmanager
+def classes_before_fsdp2(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which modules have the classes that they had before `fully_shard`: those can be copied."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [(module, type(module)) for module in modules if isinstance(module, FSDPModule)]
+    try:
+        for module, kind in sharded:
+            module.__class__ = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
+def forget_fsdp2(module: nn.Module) -> None:
+    """Remove from a module, a copy with its class of before, FSDP2's hooks and marks: it can be sharded anew."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    for name in (REGISTRY_KEY, STATE_KEY, *_MARKS):
+        module.__dict__.pop(name, None)
+    for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
+        for number in [number for number, hook in hooks.items() if _is_of_fsdp2(hook)] if hooks else []:
+            del hooks[number]
+            for beside in _KINDS_OF_HOOKS:
+                getattr(module, beside, {}).pop(number, None)
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # hooks of state dicts are wrapped
+    return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+
+
+def forget_placements() -> None:
+    """Have PyTorch plan anew where results of operators on distributed tensors lie.
+
+    It keeps the plans by mesh, and the mesh of a played group equals that of a real one.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
