@@ -13,9 +13,10 @@ import torch
 
 from command_line import tightfit
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
-from tightfit.integrations.minimind import MemoryFlags, check_unwrapped, run_minimind
-from tightfit.integrations.minimind_report import against_prediction
+from tightfit.integrations.minimind import MemoryFlags, check_compiling, check_unwrapped, run_minimind
+from tightfit.integrations.minimind_report import against_prediction, describe_run
 from tightfit.monitoring.script import profile_script
+from tightfit.planner.levers import CompiledBlocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"
@@ -184,10 +185,138 @@ def test_flags_that_cannot_be_followed_are_refused_before_a_step_is_computed(fla
     assert said in outcome.error
 
 
-def test_a_compiled_model_is_refused():
+# A checkout of its own says the peak of its third step by the allocator's record.
+MEASURED = """
+
+def batches(args, own=batches):
+    import gc
+    import sys
+
+    from tightfit.memory.allocator import collector_off, recorded_rise, storage_bytes
+
+    for number, given in enumerate(own(args), start=1):
+        if number != 3:
+            yield given
+            continue
+        gc.collect()
+        with collector_off():
+            things = gc.get_objects()
+            optimizer = next(each for each in things if issubclass(type(each), torch.optim.Optimizer))
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+            modules = [each for each in things if issubclass(type(each), torch.nn.Module)]
+            mine = [each for each in modules if any(parameter is held[0] for parameter in each.parameters())]
+            held += [buffer for each in mine for buffer in each.buffers()]
+            del things, modules, mine
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
+                yield given
+        print(f"peak={storage_bytes([*held, *given]) + recorded_rise(profile).highest}", file=sys.stderr)
+"""
+COMPILED = ("--use_compile", "1")
+OF_THE_COMPILER = (  # within PyTorch's compiler
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+)
+
+
+def compiling(test):
+    for mark in OF_THE_COMPILER:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """`train_pretrain.py` of a checkout that measures its third step."""
+    shutil.copytree(TRAINER.parent, tmp_path / "checkout", ignore=shutil.ignore_patterns("__pycache__"))
+    utils = tmp_path / "checkout" / "trainer" / "trainer_utils.py"
+    utils.write_text(utils.read_text("utf-8") + MEASURED, "utf-8")
+    return utils.parent / PRETRAIN.name
+
+
+def losses(text):
+    return [float.fromhex(line.split()[1]) for line in text.splitlines() if line[0].isdigit()]
+
+
+def peaks(text):
+    return [int(line.removeprefix("peak=")) for line in text.splitlines() if line.startswith("peak=")]
+
+
+@compiling
+@pytest.mark.slow  # compiles C++ for some ten seconds
+@pytest.mark.parametrize("budget", ["0.6x", "2x"])
+def test_a_model_that_the_script_compiles_has_its_blocks_compiled_by_the_plan(
+    budget, measured, alone, capsys, tmp_path
+):
+    expected = losses(alone(measured))
+    saved = tmp_path / "saved.pth"
+    run = under(measured, *COMPILED, "--save_to", str(saved), memory_budget=budget)
+    said = capsys.readouterr()
+    assert losses(said.out) == pytest.approx(expected, rel=1e-4)
+    assert run.plan.lever(CompiledBlocks) is not None
+    assert peaks(said.err) == [pytest.approx(run.plan.peak_bytes, abs=64)]  # counters of steps
+    assert run.plan.peak_bytes <= run.plan.budget_bytes
+    assert run.plan.peak_bytes < run.plan.plain_peak_bytes
+    keys = list(torch.load(saved)["model"])
+    assert keys
+    assert all(key.startswith("_orig_mod.") for key in keys), "as the script saves a compiled model without a plan"
+    text = describe_run(run)
+    assert "the plan has compiled its blocks instead" in text
+    assert "predicted)" not in text, "resident memory of a process is compared with nothing"
+
+
+@pytest.mark.slow  # two processes that compile
+def test_two_ranks_compile_blocks_under_one_plan(measured):
+    plain = torchrun(PRETRAIN)
+    ended = torchrun("-m", "tightfit", "minimind", measured, *COMPILED, "--memory_budget", "0.7x")
+    assert (plain.returncode, ended.returncode) == (0, 0), ended.stderr
+    assert losses(ended.stdout) == pytest.approx(losses(plain.stdout), rel=1e-4)
+    said = " ".join(ended.stderr.split())
+    assert "2 ranks in DDP, this is rank 0;" in said
+    assert "the plan has compiled its blocks instead" in said
+    planned = float(re.search(r"planned peak ([0-9.]+) MiB", said)[1])
+    # Each rank's buckets hold a number for each of the model's, and stay where they are between steps.
+    numbers = sum(p.numel() for p in MiniMind().parameters())
+    assert [round((peak + 4 * numbers) / 2**20, 2) for peak in peaks(ended.stderr)] == [planned] * 2
+
+
+def MiniMind():
+    sys.path.insert(0, str(TRAINER.parent))
+    from model.model_minimind import MiniMindForCausalLM
+
+    return MiniMindForCausalLM()
+
+
+@compiling
+@pytest.mark.slow  # the compiler looks at the blocks
+def test_experts_that_cannot_be_compiled_run_within_the_budget_as_eager_code_and_it_is_said(capsys):
+    run = under(PRETRAIN, *COMPILED, "--use_moe", "1", memory_budget="0.7x")
+    assert run.plan.lever(CompiledBlocks) is None
+    assert run.record.peak_bytes <= run.plan.budget_bytes
+    assert "runs as eager code: cannot be compiled under a plan: Data-dependent" in " ".join(describe_run(run).split())
+
+
+@compiling
+def test_blocks_by_rule_and_a_compiled_model_are_refused_in_one_line():
+    outcome = tightfit("minimind", PRETRAIN, *COMPILED, "--use_checkpoint")
+    assert outcome.code == 2
+    assert "--use_checkpoint recomputes blocks as eager code, and the script compiles the model" in outcome.error
+    assert torch.compile.__module__ == "torch", "the script's end gives it back"
+
+
+def test_a_card_and_a_compiled_model_are_refused_in_one_line():
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="predicted on a CPU only: leave out --use_compile 1"):
+        check_compiling(model, MemoryFlags(memory_budget="1GiB"))
+
+
+def test_a_model_that_is_compiled_otherwise_is_refused():
     compiled = torch.nn.Module()
     compiled._orig_mod = torch.nn.Linear(2, 2)  # what `torch.compile` wraps: to call it here would load the compiler
-    with pytest.raises(ModelError, match="the model is compiled"):
+    with pytest.raises(ModelError, match="the model is compiled, and not by"):
         check_unwrapped(compiled)
 
 

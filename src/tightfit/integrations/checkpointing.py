@@ -11,6 +11,7 @@ from tightfit.errors import LeverError
 from tightfit.processes.once import said_once
 from tightfit.units import format_bytes
 
+COMPILED = "compiled by torch.compile"
 SWITCH = "gradient_checkpointing"  # the attribute of a layer or model that `transformers` asks
 
 
@@ -72,9 +73,9 @@ def wrapper_of(model: Any) -> str | None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_flattened(model):
         return f"wrapped in {type(model).__name__}"
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        return "compiled by torch.compile"
+        return COMPILED
     if getattr(model, "_compiler_ctx", None) is not None:  # a compiled LightningModule
-        return "compiled by torch.compile"
+        return COMPILED
     return None
 
 

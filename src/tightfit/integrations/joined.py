@@ -103,18 +103,25 @@ ALONE = Joined()
 
 
 def joined_by(
-    model: Any, who: str, *, no_sync: bool = True, shards_no_sync: bool = False, shares: bool = True
+    model: Any,
+    who: str,
+    *,
+    no_sync: bool = True,
+    shards_no_sync: bool = False,
+    shares: bool = True,
+    inner: nn.Module | None = None,
 ) -> Joined:
     """The ranks of a guest's model, which DDP may be around, or which FSDP2 has sharded.
 
     `no_sync`: its loop exchanges gradients in the last of the accumulated batches only, with DDP around the model, and
-    `shards_no_sync` with FSDP2. `shares`: rank 0 plans for all.
+    `shards_no_sync` with FSDP2. `shares`: rank 0 plans for all. `inner`: the model that is planned, where a wrapper is
+    around it that the caller knows.
 
     Raises `LeverError` for other wrappers, and for what DDP or FSDP2 does that no rank is played with.
     """
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    inner = model.module if is_ddp else model
-    refuse_wrapped(inner, who)
+    planned: nn.Module = inner or (model.module if is_ddp else model)
+    refuse_wrapped(planned, who)
     if is_ddp and model.process_group is not default_group():
         raise said_once(
             LeverError(f"{who}: DistributedDataParallel has a process group of its own: use the default group")
@@ -123,10 +130,10 @@ def joined_by(
         if is_ddp:
             settings = replace(settings_of_ddp(model), no_sync=no_sync)
             return Joined(default_group().size(), tuple(settings.own.items()), shares)
-        free_gathered(inner)
-        if not any(map(is_distributed, inner.parameters())):
+        free_gathered(planned)
+        if not any(map(is_distributed, planned.parameters())):
             return ALONE
         size = default_group().size()
-        return Joined(size, None, shares, shards_of(inner, size, no_sync=shards_no_sync))
+        return Joined(size, None, shares, shards_of(planned, size, no_sync=shards_no_sync))
     except ModelError as error:
         raise said_once(LeverError(f"{who}: {error}")) from None

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
+from tightfit.integrations.checkpointing import COMPILED, wrapper_of
+from tightfit.integrations.compiling import TakenOverCompile
 from tightfit.integrations.joined import joined_by
 from tightfit.integrations.running_step import RunningRequest, running_request
 from tightfit.levers.recompute.rule import every_block
 from tightfit.monitoring.record import Record
-from tightfit.monitoring.script import profile_script
+from tightfit.monitoring.script import Prepared, profile_script
 from tightfit.planner.api import as_plan, plan_of_ranks
 from tightfit.planner.apply import AppliedPlan
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.levers import CompiledBlocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
@@ -61,12 +64,14 @@ class MemoryFlags:
 class MiniMindRun:
     """The result of a script: its plan, the monitor's record, and the exception that ended it, if any.
 
-    The plan is None if the script ended before it trained anything.
+    The plan is None if the script ended before it trained anything. `compiles` says that the script compiles its model,
+    so the plan was free to compile blocks.
     """
 
     plan: Plan | None
     record: Record
     error: BaseException | None
+    compiles: bool = False
 
 
 def run_minimind(script: Path, arguments: Sequence[str], flags: MemoryFlags) -> MiniMindRun:
@@ -78,13 +83,14 @@ def run_minimind(script: Path, arguments: Sequence[str], flags: MemoryFlags) -> 
     """
     check_script(script)
     planner = _Planner(flags)
-    run = profile_script(script, arguments, prepare=planner)
+    with planner.compiling.active():
+        run = profile_script(script, arguments, prepare=planner)
     planner.undo()
     if planner.refusal is not None:
         raise planner.refusal
     if planner.plan is None and run.error is None:
         raise ModelError(f"{script}: it ended without having trained a model in this process")
-    return MiniMindRun(planner.plan, run.watch.record(), run.error)
+    return MiniMindRun(planner.plan, run.watch.record(), run.error, planner.compiles)
 
 
 def check_script(script: Path) -> None:
@@ -107,18 +113,28 @@ class _Planner:
     plan: Plan | None = None
     refusal: TightfitError | None = None
     applied: list[AppliedPlan] = field(default_factory=list)
+    compiling: TakenOverCompile = field(default_factory=TakenOverCompile)
+    compiles: bool = False
 
-    def __call__(self, model: nn.Module) -> tuple[Tensor, ...]:
+    def __call__(self, model: nn.Module) -> Prepared:
+        self.compiling.end()
         try:
-            check_unwrapped(model)
-            joined = joined_by(model, WHO, no_sync=False)  # the scripts add up gradients in every micro-batch
-            inner = without_ddp(model)
+            held = without_ddp(model)
+            taken = self.compiling.under(held)
+            inner = held if taken is None else taken
+            check_unwrapped(inner)
+            if taken is not None:
+                self.compiles = True
+                check_compiling(inner, self.flags)
+            # The scripts add up gradients in every micro-batch.
+            joined = joined_by(model, WHO, no_sync=False, inner=inner)
             blocks = blocks_of(inner, self.flags)
-            with running_request(inner, blocks=blocks, called=model, world=joined.world) as request:
+            compiles = taken is not None
+            with running_request(inner, blocks=blocks, called=model, world=joined.world, compiles=compiles) as request:
                 batch = request.batch
                 self.plan = joined.plan(inner, [batch], self.flags, lambda: make_plan(request, self.flags))
             self.applied.append(self.plan.apply(inner))
-            return request.resident
+            return Prepared(request.resident, is_compiled=self.plan.lever(CompiledBlocks) is not None)
         except TightfitError as error:  # kept, because the script may catch the exception
             self.refusal = error
             raise
@@ -128,10 +144,29 @@ class _Planner:
             self.applied.pop().undo()
 
 
+def check_compiling(model: nn.Module, flags: MemoryFlags) -> None:
+    """Raise `ModelError` where a plan cannot compile the blocks of a model that the script compiles."""
+    if flags.memory_budget is None:
+        raise ModelError(
+            "--use_checkpoint recomputes blocks as eager code, and the script compiles the model: leave out "
+            "--use_compile 1, or give a --memory_budget, whose plan compiles blocks"
+        )
+    if next(model.parameters()).device.type != "cpu":
+        raise ModelError(
+            "the script compiles the model, and the memory of compiled code is predicted on a CPU only: leave out "
+            "--use_compile 1"
+        )
+
+
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise `ModelError` for a model that is compiled, or distributed over devices by one process."""
-    if hasattr(without_ddp(model), "_orig_mod"):
-        raise ModelError("the model is compiled, and planned blocks run as eager code: leave out --use_compile 1")
+    """Raise `ModelError` for a model that is compiled otherwise than by the script's `torch.compile(model)`, or
+    distributed over devices by one process.
+    """
+    if wrapper_of(model) == COMPILED:
+        raise ModelError(
+            "the model is compiled, and not by torch.compile(model) of the script: leave out its compiling, or the "
+            "budget"
+        )
     if any(map(is_distributed, model.parameters())):
         raise ModelError("the model is sharded, and MiniMind's scripts are planned in DistributedDataParallel only")
     if isinstance(model, nn.DataParallel):

@@ -22,7 +22,7 @@ from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.optim.by_name import state_tensors
 from tightfit.planner.asked import device_of_a_rank
-from tightfit.planner.levers import allowed_levers
+from tightfit.planner.levers import CompiledBlocks, allowed_levers
 from tightfit.planner.request import Request
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import set_version_counters
@@ -77,15 +77,20 @@ class RunningRequest(Request):
 
 @contextmanager
 def running_request(
-    model: nn.Module, *, blocks: str | None = None, called: nn.Module | None = None, world: World | None = None
+    model: nn.Module,
+    *,
+    blocks: str | None = None,
+    called: nn.Module | None = None,
+    world: World | None = None,
+    compiles: bool = False,
 ) -> Iterator[RunningRequest]:
     """A context with the planner's request for the running step, called inside the call of `model` on this thread.
 
     In DDP the loop calls `called`, which holds the model, in each rank of `world`. The loss is the lines of the loop
     from the model's call to `backward()`. The optimizer is the one with parameters of the model. Only bit-exact levers
-    are allowed. Inside the context the loop's other models may run dry too, and no position of the batch is masked, so
-    that the plan fits later batches of its shape. Afterwards everything is restored. Raises `ModelError` if the step
-    cannot be found.
+    are allowed, and with `compiles` compiled blocks. Inside the context the loop's other models may run dry too, and no
+    position of the batch is masked, so that the plan fits later batches of its shape. Afterwards everything is
+    restored. Raises `ModelError` if the step cannot be found.
     """
     step = find_step(loop_frames())
     variables = {**step.frame.f_globals, **step.frame.f_locals}
@@ -93,7 +98,8 @@ def running_request(
     here = next(model.parameters()).device
     device = device_of_a_rank(here, in_ranks=world is not None)
     called = None if called is model else called
-    others = [m for m in names.values() if isinstance(m, nn.Module) and not _is_part(m, called or model)]
+    whole = model if called is None else called  # no truth is asked of a wrapper: it may ask the model for its length
+    others = [m for m in names.values() if isinstance(m, nn.Module) and not _is_part(m, whole)]
     if device.kind != "cpu":
         names = {name: _played(value) for name, value in names.items()}
     batch = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
@@ -108,7 +114,8 @@ def running_request(
         optimizer=optimizer,
         settings=StepSettings(grad_clip=_CLIPPED if step.clips else None),
         device=device,
-        levers=allowed_levers("exact"),
+        levers=allowed_levers(["exact", CompiledBlocks.name] if compiles else "exact"),
+        compiles=compiles,
         blocks=blocks,
         micro_batches=step.micro_batches(),
         world=world,

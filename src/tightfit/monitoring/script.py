@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,18 +28,26 @@ class ScriptRun:
     error: BaseException | None
 
 
+class Prepared(NamedTuple):
+    """What `prepare` has found: tensors to count besides the model, and whether it runs compiled code, which a trace
+    would run as eager code, in other bytes.
+    """
+
+    resident: Iterable[torch.Tensor] = ()
+    is_compiled: bool = False
+
+
 def profile_script(
     script: Path,
     arguments: Sequence[str] = (),
     *,
     traced_step: int | None = TRACED_STEP,
-    prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None,
+    prepare: Callable[[nn.Module], Prepared] | None = None,
 ) -> ScriptRun:
     """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and monitor its training.
 
     The model is the first module with trained parameters that the script calls at top level with gradients enabled. The
-    optimizers are those that step. `prepare(model)` is called inside the model's first call, before its forward, and
-    returns tensors to count besides the model.
+    optimizers are those that step. `prepare(model)` is called inside the model's first call, before its forward.
 
     Raises `InputError` if there is no such script. Exceptions of the script and of `prepare`, of any kind, are
     returned.
@@ -80,7 +88,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 class Discovery:
     """Finds the model and the optimizers of a running script by PyTorch's global hooks, and adds them to a monitor."""
 
-    def __init__(self, watch: Monitor, prepare: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None):
+    def __init__(self, watch: Monitor, prepare: Callable[[nn.Module], Prepared] | None = None):
         self.watch = watch
         self.prepare = prepare
         self.depth = 0  # of module calls
@@ -113,7 +121,10 @@ class Discovery:
         # Hooks registered now are not called for this call, so `enter_call` enters it.
         self.__exit__()
         if self.prepare is not None:
-            self.watch.add_resident(self.prepare(model))
+            prepared = self.prepare(model)
+            self.watch.add_resident(prepared.resident)
+            if prepared.is_compiled:
+                self.watch.traced_step = 0
         self.handles = [  # after `prepare`, whose dry runs step optimizers that are not the script's
             register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
             register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),

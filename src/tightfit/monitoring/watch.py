@@ -26,7 +26,7 @@ from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_sharded
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import compiled_code_off, is_innermost
-from tightfit.runtime.module_paths import without_ddp
+from tightfit.runtime.module_paths import unwrapped
 from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.record import Category, Phase, StepTrace
 
@@ -387,7 +387,7 @@ class Monitor:
             traced_step=self._traced,
             complete=self._complete,
             traced=traced,
-            model=" and ".join(type(without_ddp(model)).__name__ for model in self._models.values()),
+            model=" and ".join(type(unwrapped(model)).__name__ for model in self._models.values()),
             parameters=sum(p.numel() for model in self._models.values() for p in model.parameters()),
             optimizer=" and ".join(type(optimizer).__name__ for optimizer in self._optimizers) or None,
             device=str(self._device),

@@ -58,6 +58,7 @@ class Request:
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     world: World | None = None  # several ranks, each with a device of its own; None: one process
     steps: int | None = None  # how often the step will run, where that is known
+    compiles: bool = False  # compiled blocks were asked for, also where the plain step fits
 
     def __post_init__(self) -> None:
         for kind in lever_types():

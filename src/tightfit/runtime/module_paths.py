@@ -21,6 +21,13 @@ def without_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DDP and `torch.compile` are around; any other model itself."""
+    held = without_ddp(model)
+    inner = held._modules.get("_orig_mod")
+    return held if inner is None else inner
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a model with their paths, each once: those that PyTorch registers, in its order, then those in
     plain containers.

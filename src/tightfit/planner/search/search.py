@@ -52,6 +52,8 @@ class Search(Selection):
         if self.best is None:
             self.forbidden()
             self.solve_combinations()
+        elif self.request.compiles:
+            self.solve_below_plain()
         capture_blocks(self)
         if self.best is None and self.resorts:
             self.try_last_resorts()
@@ -88,6 +90,13 @@ class Search(Selection):
                 if self.best is not None:
                     return
         self.compile_blocks(waiting)
+
+    def solve_below_plain(self) -> None:
+        """Solve every combination within the plain peak. Within more, plain blocks are the cheapest that is guessed."""
+        budget_bytes = self.budget_bytes
+        self.budget_bytes = min(budget_bytes, self.plain.peak_bytes)
+        self.solve_combinations()
+        self.budget_bytes = budget_bytes
 
     def compile_blocks(self, combinations: Sequence[Combination]) -> None:
         """Try compiled blocks beside these combinations: under the plan's choices, or else with PyTorch's own."""
