@@ -158,16 +158,7 @@ def of_lightning(budget, **settings):
 
 GUESTS = {
     "lightning": of_lightning,
-    "mixed lightning": lambda budget: of_lightning(
-        budget, accumulated=1, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    ),
-    "trainer": of_trainer,
-    "frugal trainer": lambda budget: of_trainer(budget, frugal=True, bf16=True),
-    "accelerate": of_accelerate,
-    "keeping": lambda budget: of_accelerate(budget, reshard_after_forward=False, accumulated=1, clip=None),
-    "mixed": lambda budget: of_accelerate(budget, mixed="bf16", accumulated=1),
-    "tied": lambda budget: of_accelerate(budget, tied=True, accumulated=1, clip=None),
-    "rounding": lambda budget: of_accelerate(budget, levers="rounding", accumulated=1),
+    "mixed lightning": lambda budget: of_lightning(budget, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "growing lightning": lambda budget: of_lightning(budget, lengths=(48, 64)),
     # Refused
     "tensor lightning": lambda budget: of_lightning(budget, ranks_of_tensors=2),

@@ -130,10 +130,13 @@ def joined_by(
         if is_ddp:
             settings = replace(settings_of_ddp(model), no_sync=no_sync)
             return Joined(default_group().size(), tuple(settings.own.items()), shares)
+        group = default_group()
+        if group is None:
+            return ALONE
         free_gathered(planned)
         if not any(map(is_distributed, planned.parameters())):
             return ALONE
-        size = default_group().size()
+        size = group.size()
         return Joined(size, None, shares, shards_of(planned, size, no_sync=shards_no_sync))
     except ModelError as error:
         raise said_once(LeverError(f"{who}: {error}")) from None
