@@ -52,8 +52,9 @@ def forget_fsdp2(module: nn.Module) -> None:
 
     for name in (REGISTRY_KEY, STATE_KEY, *_MARKS):
         module.__dict__.pop(name, None)
-    for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
-        for number in [number for number, hook in hooks.items() if _is_of_fsdp2(hook)] if hooks else []:
+    tables = [value for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)]
+    for hooks in tables:
+        for number in [number for number, hook in hooks.items() if _is_of_fsdp2(hook)]:
             del hooks[number]
             for beside in _KINDS_OF_HOOKS:
                 getattr(module, beside, {}).pop(number, None)
