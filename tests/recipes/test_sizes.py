@@ -4,8 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tightfit.devices.families import Family, family_of
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.asked import Asked
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.recipes.records import Recipe
 from tightfit.recipes.sizes import CORRECTIONS, Dimension, Sizes, _Points
+from tightfit.recipes.variant_search import VariantSearch
+from tightfit.step import TokenBatch
 
 
 def convex(size):
@@ -31,12 +38,33 @@ def test_a_flat_start_says_nothing_about_what_comes_after():
     assert points.largest(1200, 640) == pytest.approx(120, rel=0.25)
 
 
+class Keeping:
+    """A variant with a batch of a size, with attention kept: that takes `saved` bytes less (None: it has none)."""
+
+    keeping_attention = ()
+
+    def __init__(self, size, saved, excess):
+        self.size, self.saved, self.over = size, saved, excess
+
+    def part_keeping_attention(self):
+        return None if self.saved is None else self.size - 40 - self.saved
+
+    def update(self, name):
+        return None
+
+    def candidate(self, update):
+        return self.over(self.size) - self.saved
+
+    def excess(self, candidate):
+        return candidate
+
+
 class Stepped(Sizes):
     """`excess` says by how many bytes a whole step of a size exceeds the budget; tensors alone are a straight line."""
 
-    def __init__(self, excess):
+    def __init__(self, excess, saved=None):
         super().__init__(search=None)
-        self.excess, self.ran = excess, []
+        self.excess, self.ran, self.saved = excess, [], saved
 
     def _points(self, found, dimension):
         return _Points({dimension.now: dimension.now, 2 * dimension.now: 2 * dimension.now})
@@ -55,10 +83,12 @@ class Stepped(Sizes):
         self.ran.append(size)
         return size - 40, self.excess(size)  # what was run takes a little less than the line
 
+    def _sized(self, found, shape):
+        return Keeping(shape[1], self.saved, self.excess)
+
     def largest(self, limit):
         """The largest size where the sums of tensors would have this limit."""
-        recipe = SimpleNamespace(optimizer="adamw")
-        found = SimpleNamespace(recipe=recipe, variant=SimpleNamespace(budget_bytes=limit + UNSEEN_BYTES))
+        found = SimpleNamespace(recipe=Recipe(), variant=SimpleNamespace(budget_bytes=limit + UNSEEN_BYTES))
         largest = self._largest(found, Dimension("length", 1024, 1, 32768, lambda n: (1, n)), confirm=True)
         assert largest.confirmed
         assert len(self.ran) <= CORRECTIONS
@@ -80,3 +110,30 @@ def test_where_a_size_that_fits_is_far_from_one_that_does_not_the_middle_is_trie
 def test_a_size_with_more_room_than_the_sums_say_is_not_the_last():
     sizes = Stepped(lambda size: size - 8000)
     assert 0.98 * 8000 <= sizes.largest(5000) <= 8000
+
+
+def test_where_a_kept_attention_has_the_lower_peak_a_larger_size_fits_with_it():
+    recomputed = Stepped(lambda size: size - 8000).largest(8000)
+    sizes = Stepped(lambda size: size - 8000, saved=1000)
+    assert 0.97 * 9000 <= sizes.largest(8000) <= 9000
+    assert recomputed <= 8000
+    worse = Stepped(lambda size: size - 8000, saved=-1000)
+    assert worse.largest(8000) == recomputed
+    assert len(worse.recomputing) == 1, "its other sizes are not tried with it"
+
+
+def test_attention_that_is_kept_runs_once_in_each_block_of_a_card():
+    asked = Asked(
+        Decoder(DecoderConfig(hidden_size=64, num_layers=3, num_heads=2, vocab_size=64)).bfloat16(),
+        TokenBatch(1, 128, 64),
+        device="rtx4090",
+        levers="rounding",
+    )
+    search = VariantSearch(asked.request(), "100%")
+    assert search.keeping_attention is not None
+    counts = [
+        sum(family_of(each.name) is Family.ATTENTION for each in search.applied_part(*levers).operators)
+        for levers in (search.frugal, search.keeping_attention)
+    ]
+    assert counts == [6, 3]
+    assert search.with_batch(TokenBatch(1, 256, 64)).keeping_attention == search.keeping_attention

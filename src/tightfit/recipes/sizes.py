@@ -5,6 +5,7 @@ with the levers of least memory give that line for all of its optimizers. The ot
 it has about the same line at another height. A dry run at the size that the line names confirms it, or corrects it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,7 @@ MULTIPLE = 64  # of a sequence's tokens, which matrix units like
 CORRECTIONS = 6  # dry runs that confirm one size
 NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
 WIDE = 0.1  # of a size that fits: how far away one that does not is worth another run, whatever the bytes say
+WITH_ATTENTION = 3  # dry runs that look for a larger size with attention kept
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
 NEAR = 0.5  # of a size: how near to a point a size is read off between points
@@ -108,6 +110,7 @@ class Sizes:
 
     search: RecipeSearch
     points: dict[tuple[Variant, str, int], _Points] = field(default_factory=dict)
+    recomputing: set[Variant] = field(default_factory=set)  # variants whose peak no kept attention lowers
 
     def of(self, found: Found, *, confirm: bool) -> Found:
         """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
@@ -164,8 +167,36 @@ class Sizes:
                 fails, lacking, most = value, excess, value - step
                 limit = min(limit, points[value]) - excess
                 value = within(points)
+        if fits in points and fits < dimension.most:
+            fits = self._keeping_attention(found, dimension, points, fits)
         # Where no run confirmed a larger size, the last one that the points name is a guess.
         return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
+
+    def _keeping_attention(self, found: Found, dimension: Dimension, points: "_Points", fits: int) -> int:
+        """A larger size that fits with attention kept in every block, where that has the lower peak; else this one.
+
+        What is kept is small where few blocks hold it: at the end of backward, where gradients are the most.
+        """
+        variant = Variant.of(found.recipe)
+        if variant in self.recomputing:
+            return fits
+        kept = self._sized(found, dimension.shape(fits)).part_keeping_attention()
+        if kept is None or kept >= points[fits]:
+            self.recomputing.add(variant)
+            return fits
+        step = dimension.multiple_of
+        other = max(points) if max(points) != fits else min(points)
+        rise = max(1.0, (points[other] - points[fits]) / (other - fits)) if other != fits else math.inf
+        low, high = fits, min(dimension.most, fits + 2 * int((points[fits] - kept) / rise)) + step
+        for _ in range(WITH_ATTENTION):
+            value = (low + high) // 2 // step * step
+            if value - low < max(step, NOT_WORTH_A_RUN * low):
+                break
+            search = self._sized(found, dimension.shape(value))
+            assert search.keeping_attention is not None, "its part was run"
+            excess = search.excess(search.candidate(search.update(found.recipe.optimizer), *search.keeping_attention))
+            low, high = (value, high) if excess <= 0 else (low, value)
+        return low
 
     def _explore(
         self, found: Found, dimension: Dimension, points: "_Points", within: Callable[["_Points"], int]

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tightfit.devices.families import Family, family_of
 from tightfit.errors import LeverError
-from tightfit.levers.recompute import Policy
+from tightfit.levers.recompute import RECOMPUTE_ALL, OperatorKey, Policy
 from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import Solution, least_peak, solve
 from tightfit.planner.levers import Combination, MicroBatches, Role
@@ -22,6 +23,7 @@ from tightfit.units import parse_budget
 Choice = tuple[int, ...]
 SOLVED_AGAIN = 4  # how often a choice whose trace is over the budget is solved again
 LOGITS = 4  # tensors of the logits' size that a plain loss holds at once
+IN_A_BLOCK = 4  # calls of attention in a block, at most
 COUNTS = 4  # numbers of micro-batches that are tried, the fewest first
 
 
@@ -195,12 +197,29 @@ class VariantSearch(Search):
         policies = [kind.frugal_policy(self.request.levers) for kind in inside]
         return self.rungs()[0], dict.fromkeys(self.paths, policies[-1]) if policies else {}
 
+    @cached_property
+    def keeping_attention(self) -> tuple[Combination, dict[str, Policy]] | None:
+        """The frugal levers with attention kept in every block; None where the model has none, or more than recompute
+        is allowed.
+        """
+        combination, policies = self.frugal
+        if not policies or any(policy != RECOMPUTE_ALL for policy in policies.values()):
+            return None
+        names = {each.name for each in self.plain.operators if family_of(each.name) is Family.ATTENTION}
+        kept = frozenset(OperatorKey(name, number) for name in names for number in range(IN_A_BLOCK))
+        return (combination, dict.fromkeys(policies, Policy(kept))) if names else None
+
+    def part_keeping_attention(self) -> int | None:
+        """The peak in bytes of forward and backward with attention kept; None where that is not possible."""
+        return None if self.keeping_attention is None else self.applied_part(*self.keeping_attention).peak_bytes
+
     def with_batch(self, batch: Batch) -> "VariantSearch":
         """The search of the same variant with another batch, whose plain step is not traced."""
         if batch is self.request.batch:
             return self
         other = VariantSearch(replace(self.request, batch=batch), self.budget, frees=self.frees, updates=self.updates)
         other.paths, other.budget_bytes, other.frugal = self.paths, self.budget_bytes, self.frugal
+        other.keeping_attention = self.keeping_attention
         return other
 
     def added_by_allocator(self, update: StepTrace) -> int:
