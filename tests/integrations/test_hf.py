@@ -260,10 +260,22 @@ def test_a_compiled_or_distributed_model_is_one_line(tmp_path):
         trainer = frugal(tmp_path, "0.5x", torch.nn.parallel.DistributedDataParallel(llama()))
         with pytest.raises(LeverError, match="wrapped in DistributedDataParallel"):
             trainer.train()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_shards_of_one_process_are_trained_within_the_budget(tmp_path):
+    plain = train(tmp_path)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
         sharded = llama()
         torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(LeverError, match="wrapped in FSDPLlamaForCausalLM"):
-            frugal(tmp_path, "0.5x", sharded).train()
+        trainer = frugal(tmp_path, "0.7x", sharded)
+        trainer.train()
+        assert losses(trainer) == losses(plain)
+        (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, MemoryBudget))
+        assert (callback.plan.world_size, callback.plan.parallel) == (1, "fsdp2")
+        assert callback.plan.peak_bytes <= callback.plan.budget_bytes
     finally:
         torch.distributed.destroy_process_group()
 

@@ -52,7 +52,8 @@ def test_what_is_left_out_is_the_same_everywhere(monkeypatch):
 
 
 def test_a_plan_takes_every_argument_that_a_step_has():
-    assert {field.name for field in fields(Asked)} == set(inspect.signature(tightfit.plan).parameters) - BESIDE
+    found = {field.name for field in fields(Asked)} - {"shards"}  # what a guest has made of a model, not an argument
+    assert found == set(inspect.signature(tightfit.plan).parameters) - BESIDE
 
 
 def test_only_a_plan_chooses_the_micro_batches():
