@@ -6,7 +6,7 @@ import torch
 from made_up_devices import even
 from tightfit.devices import in_steps as module
 from tightfit.devices.cost import MeasuredLaw
-from tightfit.devices.in_steps import in_steps
+from tightfit.devices.in_steps import StepTimes
 from tightfit.devices.spec import DeviceSpec
 from tightfit.devices.work import work_of
 
@@ -16,41 +16,47 @@ class Shape:
         self.shape, self.dtype, self.stride = shape, dtype, (shape[1], 1)
 
 
-def priced_and(monkeypatch, spec, measured):
-    """The prices of both steps, with `measured(prices by precision)` in the place of the clock."""
-    law, seen = MeasuredLaw(spec), []
-
-    def seconds(training, half):
-        training.step(half)  # the first one makes the optimizer's states
-        prices = training.priced(law, half)
-        seen.append(prices)
-        return measured(prices)
-
-    monkeypatch.setattr(module._Training, "seconds", seconds)
-    return seen
+@pytest.fixture
+def steps(monkeypatch):
+    """Two small steps of each precision."""
+    monkeypatch.setattr(module, "BATCH", (1, 32))
+    made = StepTimes()
+    made.sample()
+    return made
 
 
-def test_a_step_that_takes_its_price_and_more_gives_the_shares_of_both_precisions(monkeypatch):
-    spec = even()
-    shares = {"float32": 1.25, "half": 1.5}
-    seen = priced_and(monkeypatch, spec, lambda prices: sum(shares[key] * spent for key, spent in prices.items()))
-    assert in_steps(spec) == pytest.approx(shares)
-    full, half = seen
-    assert set(full) == {"float32"}
-    assert set(half) == {"float32", "half"}  # the loss and the optimizer stay in fp32 under autocast
+def test_a_step_that_takes_its_price_and_more_gives_the_shares_of_both_precisions(steps):
+    spec, shares = even(), {"float32": 1.25, "half": 1.5}
+    priced = {half: steps.priced(MeasuredLaw(spec), half) for half in (False, True)}
+    assert set(priced[False]) == {"float32"}
+    assert set(priced[True]) == {"float32", "half"}  # the loss and the optimizer stay in fp32 under autocast
+    for half, prices in priced.items():
+        took = sum(shares[key] * spent for key, spent in prices.items())
+        steps.seconds[half] = [100 * took, took, 0.5 * took, took, took]
+    assert steps.shares(spec) == pytest.approx(shares)
 
 
-def test_a_busy_machine_cannot_move_prices_without_limit(monkeypatch):
-    priced_and(monkeypatch, even(), lambda prices: 100 * sum(prices.values()))
-    assert set(in_steps(even()).values()) == {module.MOST}
+def test_a_busy_machine_cannot_move_prices_without_limit(steps):
+    steps.seconds = {False: [1e6], True: [1e12]}
+    assert set(steps.shares(even()).values()) == {module.MOST}
+
+
+def test_steps_are_timed_each_time(steps):
+    before = {half: list(seconds) for half, seconds in steps.seconds.items()}
+    steps.sample()
+    for half, seconds in steps.seconds.items():
+        assert seconds[: module.SAMPLES] == before[half]
+        assert len(seconds) == 2 * module.SAMPLES
+        assert min(seconds) > 0
 
 
 def test_the_users_generator_and_mode_stay(monkeypatch):
-    monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setattr(module, "BATCH", (1, 32))
     state = torch.get_rng_state()
     with torch.no_grad():
-        found = in_steps(even())
+        made = StepTimes()
+        made.sample()
+        found = made.shares(even())
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(1 / module.MOST <= share <= module.MOST for share in found.values())

@@ -26,7 +26,7 @@ from tightfit.devices.calls import (
 from tightfit.devices.cuda_figures import launch_seconds, link_rates, workspaces
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.fresh_memory import fresh_memory
-from tightfit.devices.in_steps import in_steps
+from tightfit.devices.in_steps import StepTimes
 from tightfit.devices.machine import device_name
 from tightfit.devices.own_time import own_time
 from tightfit.devices.quiet import LoadObserver
@@ -50,15 +50,22 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
         raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
     here = torch.device(kind)
     watch = LoadObserver(_probe(kind, Buffers.on(here)), torch.get_num_threads())
+    steps = StepTimes() if kind == "cpu" else None
+
+    def sample() -> None:
+        watch.sample()
+        if steps is not None:
+            steps.sample()
+
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         own = _figures_of_cpu() if kind == "cpu" else _figures_of_cuda()  # first: the allocator has nothing to reuse
-        watch.sample()
+        sample()
         products = _fit_products(_time_products(kind, Buffers.on(here)))
-        watch.sample()
+        sample()
         attention = _points(_time_attention(kind, Buffers.on(here)))
-        watch.sample()
+        sample()
         streams = _curves(_time_streams(kind, Buffers.on(here)))
-        watch.sample()
+        sample()
     spec = DeviceSpec(
         name=device_name(kind),
         kind=kind,
@@ -69,9 +76,8 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
         streams=streams,
         **own,
     )
-    if kind == "cpu":
-        spec = replace(spec, in_steps=in_steps(spec))
-        watch.sample()
+    if steps is not None:
+        spec = replace(spec, in_steps=steps.shares(spec))
     return replace(spec, disturbed_by=watch.observe().disturbed_by)
 
 

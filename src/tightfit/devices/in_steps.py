@@ -23,7 +23,7 @@ from tightfit.devices.work import work_of
 from tightfit.runtime.operators import tensors_among, traits_of
 
 WIDTH, HEADS, BLOCKS, VOCABULARY, BATCH = 256, 4, 3, 6400, (4, 256)
-WARM_UP, ROUNDS = 2, 5
+SAMPLES = 2  # steps each time, after one that warms up
 MOST = 3.0  # beyond this the machine was busy with something else
 
 
@@ -60,13 +60,29 @@ class _Shape:
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-class _Training:
-    """A decoder, its optimizer, and steps of both."""
+class StepTimes:
+    """Steps of a small decoder, run now and again: a machine's speed changes from one second to the next.
+
+    Mutable: the seconds measured so far, by whether the step was in bf16. Does not use the user's random generators.
+    """
 
     def __init__(self) -> None:
-        self.model = _Decoder()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = _Decoder()
+            self.tokens = torch.randint(VOCABULARY, BATCH)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.tokens = torch.randint(VOCABULARY, BATCH)
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+
+    @torch.enable_grad()
+    def sample(self) -> None:
+        """Time a few steps in each precision."""
+        for half, seconds in self.seconds.items():
+            self.step(half)
+            for _ in range(SAMPLES):
+                began = time.perf_counter()
+                self.step(half)
+                seconds.append(time.perf_counter() - began)
 
     def step(self, half: bool) -> None:
         with _precision(half):
@@ -76,35 +92,21 @@ class _Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def seconds(self, half: bool) -> float:
-        """The median step."""
-        spent = []
-        for _ in range(WARM_UP + ROUNDS):
-            began = time.perf_counter()
-            self.step(half)
-            spent.append(time.perf_counter() - began)
-        return statistics.median(spent[WARM_UP:])
-
+    @torch.enable_grad()
     def priced(self, law: MeasuredLaw, half: bool) -> dict[str, float]:
+        """Predicted seconds of a step's operators, by the keys of `DeviceSpec.in_steps`."""
         with _Prices(law) as prices:
             self.step(half)
         return prices.seconds
 
-
-def in_steps(spec: DeviceSpec) -> dict[str, float]:
-    """The figure `DeviceSpec.in_steps` of a CPU with these figures, for the present number of threads.
-
-    Does not use the user's random generators.
-    """
-    law = MeasuredLaw(spec)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        training = _Training()
-        measured = {half: training.seconds(half) for half in (False, True)}
-        priced = {half: training.priced(law, half) for half in (False, True)}
-    full = _bounded(measured[False] / priced[False]["float32"])
-    rest = measured[True] - full * priced[True]["float32"]
-    return {"float32": full, "half": _bounded(rest / priced[True]["half"])}
+    def shares(self, spec: DeviceSpec) -> dict[str, float]:
+        """The figure `DeviceSpec.in_steps` of a CPU with these figures, from the median steps."""
+        law = MeasuredLaw(spec)
+        measured = {half: statistics.median(seconds) for half, seconds in self.seconds.items()}
+        priced = {half: self.priced(law, half) for half in (False, True)}
+        full = _bounded(measured[False] / priced[False]["float32"])
+        rest = measured[True] - full * priced[True]["float32"]
+        return {"float32": full, "half": _bounded(rest / priced[True]["half"])}
 
 
 def _bounded(share: float) -> float:
