@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from accuracy_page import RESULTS, ROOT, Record, rows, where
 from benchmark_targets import NO_CARD, Found, is_ours, targets
@@ -134,37 +135,59 @@ def drawn(found: Found) -> Record | None:
 
 
 def draw(record: Record) -> bytes:
-    """Step time against peak: what others have, and the line through our plans. Points are numbered."""
-    from tightfit.report.picture import HEIGHT, PALETTE, new_figure, png
+    """Step time against peak: what others have, numbered, and the line through our plans."""
+    from tightfit.report.picture import HEIGHT, new_figure, png
 
     cases = record["results"]
-    figure = new_figure(HEIGHT * len(cases))
+    figure = new_figure(1.6 * HEIGHT * len(cases))
     for axis, measured in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases, strict=True):
-        timed = {name: row for name, row in measured["variants"].items() if "median_seconds" in row}
-        plain = timed["plain"]["median_seconds"]
-        points = {
-            name: (row["peak_bytes"] / MIB, row["median_seconds"] / plain)
-            for name, row in sorted(timed.items(), key=lambda each: each[1]["peak_bytes"])
-        }
-        line = [point for name, point in points.items() if name.startswith("plan ") or name == "plain"]
-        axis.plot(*zip(*lower_left(line), strict=True), color=PALETTE[0], linewidth=1.5, label="the line of our plans")
-        for number, (name, (x, y)) in enumerate(points.items(), start=1):
-            mark, colour = ("o", PALETTE[0]) if timed[name].get("ours", is_ours(name)) else ("D", PALETTE[1])
-            axis.plot(x, y, mark, color=colour, label=f"{number}  {name}", linestyle="none")
-            axis.annotate(str(number), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9)
-        axis.set_xlabel("measured peak of a step (MiB)")
-        axis.set_ylabel("step time, times plain")
+        draw_case(axis, measured)
         axis.set_title(f"{measured['case']}, {record['environment']['machine']['cpu']}: blue is ours")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     return png(figure)
+
+
+def draw_case(axis: Any, measured: Record) -> None:
+    from tightfit.report.picture import PALETTE
+
+    points = dict(sorted(points_of(measured).items(), key=lambda each: each[1]))
+    plans = [name for name in points if name.startswith("plan ")]
+    line = lower_left([points[name] for name in (*plans, "plain") if name in points])
+    axis.plot(*zip(*sorted(line), strict=True), color=PALETTE[0], linewidth=1.5, label="the line of our plans")
+    for kind, mark in zip(dict.fromkeys(map(kind_of, plans)), "os^vP*", strict=False):
+        own = [points[name] for name in plans if kind_of(name) == kind]
+        axis.plot(*zip(*own, strict=True), mark, color=PALETTE[0], label=kind, linestyle="none")
+    for number, name in enumerate((name for name in points if name not in plans), start=1):
+        ours = measured["variants"][name].get("ours", is_ours(name))
+        mark, colour = ("x", PALETTE[0]) if ours else ("D", PALETTE[1])
+        axis.plot(*points[name], mark, color=colour, label=f"{number}  {name}", linestyle="none")
+        axis.annotate(str(number), points[name], xytext=(5, 5), textcoords="offset points", fontsize=9)
+    axis.set_xlabel("measured peak of a step (MiB)")
+    axis.set_ylabel("step time, times plain")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=9, ncols=2)
+
+
+def points_of(measured: Record) -> dict[str, tuple[float, float]]:
+    """MiB of peak and times the plain step of each way, from ratios within a round: groups of processes ran at
+    different times.
+    """
+    ratio = "times_as_fast_as_checkpoint"
+    timed = {name: row for name, row in measured["variants"].items() if "median_seconds" in row}
+    within = all(ratio in row for row in timed.values())
+    taken = {name: 1 / row[ratio] if within else row["median_seconds"] for name, row in timed.items()}
+    return {name: (row["peak_bytes"] / MIB, taken[name] / taken["plain"]) for name, row in timed.items()}
+
+
+def kind_of(plan: str) -> str:
+    """The levers of a plan, without its budget."""
+    return plan.partition(" at ")[0]
 
 
 def lower_left(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points, by rising peak, that no earlier one beats."""
     kept: list[tuple[float, float]] = []
-    for point in points:
+    for point in sorted(points):
         if not kept or point[1] < kept[-1][1]:
             kept.append(point)
     return kept
