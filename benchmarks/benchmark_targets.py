@@ -183,7 +183,11 @@ TARGETS: tuple[tuple[str, Callable[[Found], list[Verdict]], str], ...] = (
     ("T7", questions, "0.2-0.4 s for each traced point, at 40 µs a dispatch"),
     ("T11", nothing_applied, "rounds of these turns are 3% apart, so 1% cannot be told"),
     ("T11", on_cards("the same on an H200"), ""),
-    ("T15", small_steps, "the recorder runs Python for each operator; captured blocks do not"),
+    (
+        "T15",
+        small_steps,
+        "the recorder runs Python for each operator, and a captured block dynamo's guards for each call",
+    ),
     ("T15", at_checkpoint(EXACT, 1.10, "exact levers"), AT_PEAK),
     ("T15", at_checkpoint(ROUNDING, 1.15, "levers exact to rounding"), AT_PEAK),
     ("T15", at_checkpoint(("compile",), 1.25, "compiled blocks"), PRODUCTS),
