@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from joined_guests import Warnings
 from tiny_trainings import arguments, llama, losses, padded, samples
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -167,17 +168,6 @@ GUESTS = {
     "recovering": lambda budget: of_trainer(budget, memory={"recover": True}),
     "verifying": lambda budget: of_trainer(budget, memory={"verify": True}),
 }
-
-
-class Warnings(logging.Handler):
-    """What this rank says."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def main(guest, budget):
