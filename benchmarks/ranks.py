@@ -39,8 +39,8 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.playing import PlayedRank, own_copy
-from tightfit.ranks.world import DDPSettings, Parallel, World
-from tightfit.ranks.wrapping import in_ddp, in_fsdp2
+from tightfit.ranks.world import DDPSettings, Parallel, Sharding, World
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2, modules_apart
 from tightfit.step import Precision, StepSettings, TokenBatch, forward_backward, model_loss, update
 from tightfit.tracing.step import trace_step
 
@@ -63,11 +63,16 @@ class Case:
     recompute: bool = False  # every block, by PyTorch's own checkpoint
     budget: str | None = None  # of a plan for all ranks, which is applied before the model is wrapped
     ddp: tuple[tuple[str, Any], ...] = ()  # arguments of DistributedDataParallel, and the loop's no_sync
+    apart: bool = False  # embedding and head are sharded by themselves
+    once: bool = False  # gradients are exchanged in the last of several micro-batches
 
     def model(self) -> Decoder:
         hidden, heads, vocabulary = self.shape
         torch.manual_seed(0)
-        model = Decoder(DecoderConfig(hidden_size=hidden, num_layers=4, num_heads=heads, vocab_size=vocabulary))
+        config = DecoderConfig(
+            hidden_size=hidden, num_layers=4, num_heads=heads, vocab_size=vocabulary, tie_embeddings=not self.apart
+        )
+        model = Decoder(config)
         for number, layer in enumerate(model.layers):
             model.layers[number] = checkpoint_wrapper(layer) if self.recompute else layer
         return model
@@ -78,6 +83,10 @@ class Case:
     def parts(self, plan: Plan | None = None) -> list[Any]:
         count = self.micro_batches if plan is None else plan.micro_batches
         return as_parts(split_batch(self.batch(), count), model_loss)
+
+    def sharding(self, model: Decoder) -> Sharding:
+        apart = modules_apart(model, find_blocks(model)) if self.apart else ()
+        return Sharding(self.reshard, apart, self.once)
 
     @property
     def settings(self) -> StepSettings:
@@ -111,6 +120,11 @@ CASES = [
     Case(2, "fsdp2", "bf16", recompute=True, shape=UNEVEN),
     Case(2, "fsdp2", grad_clip=1.0, shape=UNEVEN),
     Case(2, "fsdp2", micro_batches=2, shape=UNEVEN),
+    *(Case(2, "fsdp2", precision, shape=UNEVEN, apart=True) for precision in ("fp32", "bf16")),
+    Case(4, "fsdp2", reshard=False, shape=UNEVEN, apart=True),
+    *(Case(2, "fsdp2", precision, None, 3, shape=UNEVEN, once=True) for precision in ("fp32", "bf16")),
+    Case(2, "fsdp2", reshard=False, micro_batches=2, shape=UNEVEN, apart=True, once=True),
+    Case(2, "fsdp2", recompute=True, shape=UNEVEN, apart=True),
     Case(2, "ddp", grad_clip=1.0, micro_batches=2, shape=UNEVEN),
     *(Case(2, "fsdp2", shape=UNEVEN, budget=budget) for budget in ("0.85x", "0.7x")),
     Case(2, "fsdp2", "bf16", shape=UNEVEN, budget="0.85x"),
@@ -151,7 +165,8 @@ def predicted(case: Case, rank: int) -> dict[str, Any]:
     if plan is not None:
         return {"predicted_bytes": plan.rank_peak_bytes[rank], "planned_levers": [str(lever) for lever in plan.levers]}
     model = case.model()
-    world = World(case.world_size, case.parallel, 1, case.reshard, DDPSettings.of(dict(case.ddp)))
+    sharding = case.sharding(model) if case.parallel == "fsdp2" else Sharding()
+    world = World(case.world_size, case.parallel, 1, sharding, DDPSettings.of(dict(case.ddp)))
     played = PlayedRank(world, rank, find_blocks(model), case.precision)
     trace = trace_step(own_copy(model), case.parts(), model_loss, settings=case.settings, rank=played)
     without = (
@@ -187,15 +202,17 @@ def work(case: Case, rank: int, folder: str) -> None:
     gc.collect()
     before = counts.live
     model = case.model()
-    reshard = case.reshard
     if plan is not None:
         plan.apply(model)
-        reshard = None if plan.reshard_after_forward in (True, None) else False
     if case.parallel == "ddp":
         held = in_ddp(model, DDPSettings.of(dict(case.ddp)))
     else:
         mesh = dist.init_device_mesh("cpu", (case.world_size,))
-        held = in_fsdp2(model, find_blocks(model), mesh, precision=case.precision, reshard_after_forward=reshard)
+        sharding = case.sharding(model)
+        if plan is not None:
+            held = plan.shard(model, mesh)
+        else:
+            held = in_fsdp2(model, find_blocks(model), mesh, sharding, precision=case.precision)
     parts = case.parts(plan)
     optimizer = build_optimizer("adamw", held.parameters())
     gc.collect()  # the first import of a part of PyTorch leaves cycles that hold the whole weights of one block
@@ -261,7 +278,8 @@ def compare(case: Case, library: Path) -> list[dict[str, Any]]:
         print(
             f"{case.parallel} x{case.world_size} {case.precision} reshard={case.reshard} {case.shape} rank {rank}, "
             f"recompute={case.recompute}, budget {case.budget}, {case.micro_batches} micro-batches, "
-            f"clip {case.grad_clip}, {dict(case.ddp)}: predicted {made['predicted_bytes']:,}, "
+            f"clip {case.grad_clip}, {dict(case.ddp)}, apart={case.apart}, once={case.once}: "
+            f"predicted {made['predicted_bytes']:,}, "
             f"measured {least:,} ({rows[-1]['difference']:+,}; up to {most:,})",
             flush=True,
         )
@@ -300,7 +318,7 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = built(folder)
         rows = [] if options.output is None or not options.output.exists() else _rows_of(options.output)
-        done = [{name: row.get(name) for name in asdict(CASES[0])} for row in rows]
+        done = [{name: row.get(name, value) for name, value in asdict(CASES[0]).items()} for row in rows]
         for case in cases:
             if json.loads(json.dumps(asdict(case))) in done:
                 continue

@@ -15,7 +15,7 @@ from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.step_figures import fingerprint
 from tightfit.ranks.found import as_before_sharding, sharded_alike, shards_of
-from tightfit.ranks.world import World
+from tightfit.ranks.world import Sharding, World
 from tightfit.runtime.internals import fake_process_group, forget_placements
 from tightfit.tracing.unbacked import is_unbacked
 from tiny import decoder
@@ -110,7 +110,7 @@ def test_gathered_weights_are_let_go_of_first(rank):
     model.unshard()
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     joined = joined_by(model, "apply_budget", shards_no_sync=True)
-    assert joined.world == World(RANKS, reshard_after_forward=False, shards=joined.shards)
+    assert joined.world == World(RANKS, sharding=Sharding(False), shards=joined.shards)
     assert joined.shards.no_sync
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert joined_by(decoder(num_layers=1), "apply_budget") is ALONE

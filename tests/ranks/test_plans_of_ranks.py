@@ -51,8 +51,7 @@ def sharded(made):
 
 def played_with(made, found, rank):
     """The peak of a rank that runs the plan, without the search that found it."""
-    freed = None if found.reshard_after_forward else False
-    played = PlayedRank(World(RANKS, found.parallel, 1, freed), rank, find_blocks(made))
+    played = PlayedRank(World(RANKS, found.parallel, sharding=found.sharding), rank, find_blocks(made))
     own = own_copy(made)
     parts = as_parts(split_batch(BATCH.tensors(), found.micro_batches), model_loss)
     with found.apply(own):

@@ -18,7 +18,7 @@ from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.playing import PlayedRank, own_copy
-from tightfit.ranks.world import World
+from tightfit.ranks.world import Sharding, World
 from tightfit.step import StepSettings, TokenBatch, model_loss
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.step import trace_step
@@ -95,7 +95,7 @@ def test_gathered_weights_stay_where_they_are_not_freed_after_a_blocks_forward()
     made, parts = model(), as_parts(split_batch(BATCH.tensors(), 1), model_loss)
 
     def at_end_of_forward(reshard):
-        rank = PlayedRank(World(2, "fsdp2", 1, reshard), 0, find_blocks(made))
+        rank = PlayedRank(World(2, "fsdp2", sharding=Sharding(reshard)), 0, find_blocks(made))
         trace = trace_step(own_copy(made), parts, model_loss, rank=rank)
         return trace.starts[trace.end_of_forward]
 

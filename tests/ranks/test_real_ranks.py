@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_a_played_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, 
     with tempfile.TemporaryDirectory() as folder:
         rows = ranks.compare(case, ranks.built(folder))
     assert [row["difference"] for row in rows] == [0, 0]
+
+
+# Slow: as above.
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
+@pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
+@pytest.mark.parametrize("choice", [{"apart": True}, {"once": True, "micro_batches": 3}], ids=str)
+def test_what_a_plan_may_choose_of_fsdp2_has_the_peak_of_the_real_one(ranks, choice):
+    case = ranks.Case(2, "fsdp2", shape=ranks.UNEVEN, **choice)
+    plain = replace(case, apart=False, once=False)
+    assert ranks.predicted(case, 0)["predicted_bytes"] != ranks.predicted(plain, 0)["predicted_bytes"]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = ranks.compare(case, ranks.built(folder))
+    assert all(row["difference"] in (0, -4) for row in rows)
 
 
 # Slow: as above, and a plan is searched for each case first, some 30 s of processor time.

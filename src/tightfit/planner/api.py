@@ -25,6 +25,7 @@ from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
 from tightfit.planner.shared import plan_of_one_rank
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
+from tightfit.ranks.world import Sharding
 from tightfit.runtime.activity import aside
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import Batch, Loss, Precision
@@ -288,10 +289,20 @@ def plan_of_ranks(found: RanksFound) -> Plan:
         nodes=world.nodes,
         parallel=world.parallel,
         ddp=tuple(world.ddp.own.items()),
-        reshard_after_forward=None if world.parallel == "ddp" else world.reshard_after_forward is not False,
+        **({} if world.parallel == "ddp" else as_fields(world.sharding, found.search.tracer.rank(world).blocks)),
         rank_peak_bytes=found.peaks,
         communicator_bytes=request.communicator_bytes,
     )
+
+
+def as_fields(sharding: Sharding, blocks: Sequence[str]) -> dict[str, Any]:
+    """A choice of FSDP2 as a plan's fields, with the blocks that are sharded one by one."""
+    return {
+        "sharded_blocks": tuple(blocks),
+        "reshard_after_forward": sharding.reshard_after_forward is not False,
+        "sharded_apart": sharding.apart,
+        "reduces_once": sharding.reduces_once,
+    }
 
 
 def not_proved(gap_seconds: float) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
 """Applies a plan to a model."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from tightfit.errors import LeverError
+from tightfit.errors import InputError, LeverError
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.offload import HostStore
@@ -17,6 +18,7 @@ from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
+from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 
 
@@ -51,7 +53,9 @@ class AppliedPlan(Applied):
         `DistributedDataParallel` around the planned model, whose gradients are added up in the last micro-batch.
         """
         loss, model = loss or model_loss, self.model if model is None else model
-        return forward_backward(model, self.parts(batch, loss), loss, self.plan.precision)
+        # FSDP2 casts weights and activations itself.
+        precision = "fp32" if self.plan.parallel == "fsdp2" else self.plan.precision
+        return forward_backward(model, self.parts(batch, loss), loss, precision)
 
 
 def policy_of(choice: BlockChoice) -> Policy:
@@ -122,3 +126,20 @@ def apply_levers(
         Applied(handles).undo()
         raise
     return handles
+
+
+def shard_as_planned(plan: PlanRecord, model: nn.Module, mesh: Any) -> nn.Module:
+    """Shard a model with FSDP2 as its plan says. Raises `InputError`."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if plan.parallel != "fsdp2":
+        raise InputError("the plan is not one of FSDP2: plan with world_size and parallel='fsdp2', and apply that")
+    if mesh is None:
+        if not distributed.is_initialized():
+            raise InputError("no process group was made: call torch.distributed.init_process_group before plan.shard")
+        devices = {parameter.device.type for parameter in model.parameters()}
+        mesh = init_device_mesh(devices.pop() if len(devices) == 1 else "cpu", (distributed.get_world_size(),))
+    if mesh.size() != plan.world_size:
+        raise InputError(f"the plan is of {plan.world_size} ranks, and there are {mesh.size()}: plan again")
+    return in_fsdp2(model, plan.sharded_blocks, mesh, plan.sharding, precision=plan.precision)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.planner.levers import Combination, Lever, find
 from tightfit.planner.levers.base import L
 from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, Rejected, StepFigures
+from tightfit.ranks.world import Sharding
 
 if TYPE_CHECKING:
     from tightfit.step import Precision
@@ -109,6 +110,9 @@ class PlanRecord:
     nodes: int = 1
     parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
     reshard_after_forward: bool | None = None  # of FSDP2's blocks: whether gathered weights are freed after forward
+    sharded_blocks: tuple[str, ...] = ()  # the blocks, each of which FSDP2 shards by itself
+    sharded_apart: tuple[str, ...] = ()  # modules that it shards by themselves, beside the blocks
+    reduces_once: bool = False  # whether FSDP2 exchanges gradients in the last of several micro-batches only
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank under the plan, in their order; empty for one process
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
     ddp: tuple[tuple[str, Any], ...] = ()  # settings of DDP that are not PyTorch's defaults
@@ -133,10 +137,17 @@ class PlanRecord:
         return Combination(self.levers).micro_batches
 
     @property
+    def sharding(self) -> Sharding:
+        """What the plan chooses of FSDP2."""
+        freed = False if self.reshard_after_forward is False else None
+        return Sharding(freed, self.sharded_apart, self.reduces_once)
+
+    @property
     def hash(self) -> str:
         """A checksum of what a plan makes of a step, without its figures: ranks that share it do the same."""
         done = [
-            self.fingerprint, self.precision, self.world_size, self.parallel, self.reshard_after_forward, self.ddp,
+            self.fingerprint, self.precision, self.world_size, self.parallel, self.sharded_blocks, self.sharding,
+            self.ddp,
             [lever.to_dict() for lever in self.levers],
             [replace(choice, kept_bytes=0, recompute_seconds=0.0) for choice in self.choices],
         ]  # fmt: skip

@@ -22,6 +22,7 @@ EARLIER_FORMATS = (4, 5)  # of version 0.1.0
 # Fields that plans of one process had not, before there were plans of several ranks.
 OF_RANKS = (
     "world_size", "nodes", "parallel", "reshard_after_forward", "rank_peak_bytes", "communicator_bytes", "ddp",
+    "sharded_blocks", "sharded_apart", "reduces_once",
 )  # fmt: skip
 
 
@@ -38,6 +39,17 @@ class Plan(PlanRecord):
         from tightfit.planner.apply import apply_plan
 
         return apply_plan(self, model)
+
+    def shard(self, model: "nn.Module", mesh: Any = None) -> "nn.Module":
+        """Shard the model in place with FSDP2, over the ranks of `mesh` (None: all), as the plan was made for it, with
+        mixed precision for `bf16`. Apply the plan before or after. Returns the model.
+
+        Where the plan exchanges gradients once, `model.no_sync()` is a context for all micro-batches but the last.
+        Raises `InputError` for a plan that is not of FSDP2, or of another number of ranks.
+        """
+        from tightfit.planner.apply import shard_as_planned
+
+        return shard_as_planned(self, model, mesh)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON. `peak_bytes` and `step_seconds` come first, for people who read only these."""
@@ -119,6 +131,8 @@ class Plan(PlanRecord):
             "assumptions": tuple(raw["assumptions"]),
             "rank_peak_bytes": tuple(raw.get("rank_peak_bytes", ())),
             "ddp": tuple(raw.get("ddp", {}).items()),
+            "sharded_blocks": tuple(raw.get("sharded_blocks", ())),
+            "sharded_apart": tuple(raw.get("sharded_apart", ())),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
         }
         return cls(**fields)

@@ -1,8 +1,6 @@
 """A model that somebody else has sharded with FSDP2: how, the whole model, and a copy of that sharded alike."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import ModelError
-from tightfit.ranks.shards import free_gathered
+from tightfit.ranks.shards import free_gathered, without_messages
 from tightfit.ranks.world import Shards, Unit
 from tightfit.runtime.internals import classes_before_fsdp2, forget_fsdp2, groups_of_state, states_of_fsdp2
 from tightfit.runtime.module_paths import module_at, named_modules, tensors_of
@@ -163,22 +161,8 @@ def sharded_alike(model: nn.Module, shards: Shards, mesh: Any) -> nn.Module:
             "inner modules first, on the model as it is trained"
         )
     if shards.no_sync:
-        model.__dict__["no_sync"] = partial(_without_messages, model)
+        model.__dict__["no_sync"] = partial(without_messages, model)
     return model
-
-
-@contextmanager
-def _without_messages(model: nn.Module) -> Iterator[None]:
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [module for _, module in named_modules(model) if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
 
 
 def as_before_sharding(model: nn.Module) -> nn.Module:

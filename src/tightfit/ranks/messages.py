@@ -60,6 +60,12 @@ def sent_bytes(name: str, sizes: Sequence[int], ranks: int) -> float:
     return share * sum(sizes)
 
 
+def seconds_of_reductions(trace: StepTrace) -> float:
+    """The seconds of a step in which it waits for its gradients to be exchanged."""
+    inside = [operator for operator in trace.operators if operator.phase in _BACKWARD]
+    return sum(each.seconds for each in inside if each.name.startswith(PREFIX) and "reduce" in each.name)
+
+
 def overlapped(trace: StepTrace) -> StepTrace:
     """A trace in which the messages of forward and backward take only what outlasts the phase's computing.
 

@@ -34,8 +34,9 @@ class PlayedRank:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are added up in the last micro-batch only."""
-        shards = self.world.shards
-        return self.world.ddp.no_sync if self.world.parallel == "ddp" else shards is not None and shards.no_sync
+        if self.world.parallel == "ddp":
+            return self.world.ddp.no_sync
+        return self.world.sharding.reduces_once if self.world.shards is None else self.world.shards.no_sync
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -56,8 +57,7 @@ class PlayedRank:
         mesh = init_device_mesh("cpu", (self.world.size,))
         if self.world.shards is not None:
             return sharded_alike(model, self.world.shards, mesh)
-        reshard = self.world.reshard_after_forward
-        return in_fsdp2(model, self.blocks, mesh, precision=self.precision, reshard_after_forward=reshard)
+        return in_fsdp2(model, self.blocks, mesh, self.world.sharding, precision=self.precision)
 
 
 @contextmanager

@@ -1,9 +1,13 @@
 """Models that FSDP2 has sharded, in real processes: a rank's rows of a tensor, and whole tensors again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from tightfit.runtime.module_paths import named_modules
 
 
 class Rows(NamedTuple):
@@ -35,3 +39,18 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def without_messages(model: nn.Module) -> Iterator[None]:
+    """A context in which backward exchanges no gradients: each rank adds up its own, of whole weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for _, module in named_modules(model) if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)

@@ -85,7 +85,7 @@ def world_of(
             )
         return None
     settings = DDPSettings() if ddp is None else DDPSettings.of(ddp)
-    keeps = False if shards is not None and shards.keeps_all else None
+    keeps = Sharding(False if shards is not None and shards.keeps_all else None)
     engine = cast(Parallel, parallel or "fsdp2")
     return World(size, engine, 1 if nodes is None else nodes, keeps, settings, shards)
 
@@ -123,13 +123,27 @@ class Shards:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """What a plan may choose of FSDP2, which shards each block by itself. The defaults are FSDP2's own.
+
+    `reshard_after_forward`: whether gathered weights are freed; None: those of blocks are, those of the root are not.
+    `apart`: paths of the modules beside the blocks that are sharded by themselves, and not with all that is left.
+    `reduces_once`: whether gradients are exchanged in the last of several micro-batches only.
+    """
+
+    reshard_after_forward: bool | None = None
+    apart: tuple[str, ...] = ()
+    reduces_once: bool = False
+
+
+@dataclass(frozen=True)
 class World:
     """The processes of one training, each with a device of its own, and the engine that joins them."""
 
     size: int
     parallel: Parallel = "fsdp2"
     nodes: int = 1
-    reshard_after_forward: bool | None = None  # of FSDP2: whether gathered weights are freed; None: its own default
+    sharding: Sharding = field(default_factory=Sharding)
     ddp: DDPSettings = field(default_factory=DDPSettings)
     shards: Shards | None = None  # of FSDP2: how a running model is sharded; None: as this package shards
 

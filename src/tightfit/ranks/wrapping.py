@@ -1,16 +1,19 @@
 """Wraps a model in DDP or FSDP2: the plain recipe of both, which predictions and trainings share."""
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from tightfit.errors import ModelError
-from tightfit.ranks.world import DDPSettings
-from tightfit.runtime.module_paths import module_at
+from tightfit.ranks.shards import without_messages
+from tightfit.ranks.world import DDPSettings, Sharding
+from tightfit.runtime.module_paths import module_at, named_modules
 from tightfit.step import AUTOCAST_DTYPES, Precision
 
 
@@ -53,22 +56,41 @@ def in_fsdp2(
     model: nn.Module,
     blocks: Sequence[str],
     mesh: Any,
+    sharding: Sharding | None = None,
     *,
     precision: Precision = "fp32",
-    reshard_after_forward: bool | None = None,
 ) -> nn.Module:
-    """The model itself, sharded in place: each block by itself, then all that is left together.
-
-    `reshard_after_forward` None is FSDP2's own default: blocks free their gathered weights after forward, and what is
-    left keeps them until its backward.
-    """
+    """The model itself, sharded in place: each block, and what is apart, by itself; then all that is left together."""
     from torch.distributed.fsdp import fully_shard
 
-    policy = mixed_precision(precision)
-    for path in blocks:
-        fully_shard(module_at(model, path), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    sharding = sharding or Sharding()
+    frees, policy = sharding.reshard_after_forward, mixed_precision(precision)
+    for path in (*blocks, *sharding.apart):
+        module = module_at(model, path)
+        # The loss may read the head's weight after forward, so only a table of embeddings is freed like a block.
+        freed = frees if path in blocks or isinstance(module, nn.Embedding) else False
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+    if sharding.reduces_once:
+        model.__dict__["no_sync"] = partial(without_messages, model)
     return model
+
+
+LEAST_APART = 0.01  # of the model's elements: a smaller module is not worth messages of its own
+
+
+def modules_apart(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """The paths of the large modules beside the blocks: those that hold weights themselves, and share none."""
+    inside = {id(parameter) for path in blocks for parameter in module_at(model, path).parameters()}
+    held = [(path, [*module.parameters(recurse=False)]) for path, module in named_modules(model) if path]
+    holders = Counter(id(parameter) for _, parameters in held for parameter in parameters)
+    least = LEAST_APART * sum(parameter.numel() for parameter in model.parameters())
+    return tuple(
+        path
+        for path, parameters in held
+        if sum(parameter.numel() for parameter in parameters) >= max(1, least)
+        and all(holders[id(parameter)] == 1 and id(parameter) not in inside for parameter in parameters)
+    )
 
 
 def mixed_precision(precision: Precision) -> Any:

@@ -76,7 +76,14 @@ def resharding(plan: PlanRecord) -> list[str]:
     if plan.reshard_after_forward is None:
         return []
     keeps = "free their gathered weights after forward" if plan.reshard_after_forward else "keep gathered weights"
-    return [f"Blocks {keeps} (reshard_after_forward={plan.reshard_after_forward}). All ranks share plan {plan.hash}."]
+    apart = [f"{' and '.join(plan.sharded_apart)} are sharded by themselves."] if plan.sharded_apart else []
+    once = ["Gradients are exchanged in the last micro-batch only."] if plan.reduces_once else []
+    return [
+        f"Blocks {keeps} (reshard_after_forward={plan.reshard_after_forward}).",
+        *apart,
+        *once,
+        f"All ranks share plan {plan.hash}.",
+    ]
 
 
 def worst_case(peak: int, worst: int | None) -> list[str]:

@@ -22,6 +22,7 @@ from tightfit.planner.levers import MicroBatches, Recompute, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.ranks.world import Sharding
 from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss, model_loss
 from tightfit.tracing.record import Category
@@ -53,9 +54,9 @@ class Fit:
     is_sharded: bool = False  # the step of a rank of FSDP2
 
     @property
-    def reshard_after_forward(self) -> bool | None:
-        """What `fully_shard` is given: None is FSDP2's own default, which frees gathered weights of blocks only."""
-        return False if self.plan is not None and self.plan.reshard_after_forward is False else None
+    def sharding(self) -> Sharding:
+        """What is chosen of FSDP2."""
+        return Sharding() if self.plan is None else self.plan.sharding
 
     def micro_batches_for(self, length: int) -> int:
         """The micro-batches of a batch whose rows have `length` tokens."""

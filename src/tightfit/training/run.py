@@ -79,8 +79,7 @@ class Run:
             in_force = fitted if corrected is None else fit_of(corrected, model, ready.own, ready.device)
             with LeversInForce(in_force, model) as levers:
                 if fitted.is_sharded:
-                    precision, reshards = config.training.precision, in_force.reshard_after_forward
-                    shard(model, ready.blocks, ranks, precision=precision, reshard_after_forward=reshards)
+                    shard(model, ready.blocks, ranks, in_force.sharding, precision=config.training.precision)
                 if ready.data.objective == "dpo":
                     reference = Reference(self.folder, ranks, self.reporter, self.interrupt, ready.own.training)
                     data = reference.beside(ready.data, model, levers, is_resumed=checkpoint is not None)

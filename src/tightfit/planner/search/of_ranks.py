@@ -1,25 +1,28 @@
-"""Finds one plan for all ranks of a world: the levers inside blocks, and whether gathered weights are freed.
+"""Finds one plan for all ranks of a world: the levers inside blocks, and what is chosen of FSDP2 (`Sharding`).
 
 A rank's step is what the search plans, as it plans the step of one process otherwise: every trace plays FSDP2 or DDP
 around the levers. So prices include gathered weights and buffers, and the plan's peak is that of a rank as it will run.
+Each choice of FSDP2 is a search of its own, and the faster plan is taken.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from tightfit.errors import CannotFit
+from tightfit.errors import CannotFit, ModelError
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.records import Rejected
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
-from tightfit.ranks.world import World
+from tightfit.ranks.messages import seconds_of_reductions
+from tightfit.ranks.world import Sharding, World
+from tightfit.ranks.wrapping import modules_apart
 from tightfit.tracing.record import StepTrace
 from tightfit.units import is_share_of
 
 LOWERINGS = 3  # how often a plan is searched again where a rank other than the first exceeds the budget
 # Of a step. Where messages run beside the computing, kept weights save little even without the levers that they need.
 WORTH_A_SEARCH = 0.01
-KEEPS = "gathered weights kept until backward (reshard_after_forward=False)"
-FREES = "gathered weights freed after forward (reshard_after_forward=True)"
+LITTLE = f"saves less than {WORTH_A_SEARCH:.0%} of the step, even without the levers that it needs"
 
 
 @dataclass(frozen=True)
@@ -42,33 +45,109 @@ def search_ranks(request: Request, world: World, budget: int | str, *, resorts: 
     default = Search(request, budget, resorts=resorts)
     if world.parallel == "ddp" or world.shards is not None:  # which a plan does not change
         return _searched(default, world, default)
-    keeps = replace(world, reshard_after_forward=False)
-    search = Search(replace(request, world=keeps), budget, resorts=resorts)
-    if is_share_of(budget, "x"):  # of the plain step with FSDP2's defaults
-        search.budget_bytes = default.budget_bytes
-    try:
-        freed = _searched(default, world, default)
-    except CannotFit as error:
+    return _Shardings(request, world, default).found()
+
+
+@dataclass
+class _Shardings:
+    """Mutable: the plans found so far, and why the others were not taken."""
+
+    request: Request
+    world: World
+    default: Search
+    rejected: list[Rejected] = field(default_factory=list)
+    best: RanksFound | None = None
+    error: CannotFit | None = None  # that of least bytes
+
+    def found(self) -> RanksFound:
+        bases = self.bases()
+        for base in bases:
+            self.take(base)
+        self.keep_gathered(bases[0] if self.best is None else self.best.world.sharding)
+        if self.best is None:
+            assert self.error is not None, "at least one search has ended"
+            raise self.error
+        self.reduce_once(self.best)
+        self.best.search.rejected.extend(self.rejected)
+        return self.best
+
+    def bases(self) -> list[Sharding]:
+        """What is sharded by itself: the blocks, or embedding and head too where that takes less memory."""
+        whole = self.world.sharding
+        paths = modules_apart(self.request.model, find_blocks(self.request.model, self.request.blocks))
+        plain = self.default.plain
+        if not paths or plain.peak_bytes <= self.default.budget_bytes:
+            return [whole]
+        apart = replace(whole, apart=paths)
         try:
-            return _searched(search, keeps, default)  # its blocks can be joined to segments
-        except CannotFit as other:
-            raise min(error, other, key=lambda each: each.least_bytes) from None
-    plain = search.plain
-    if plain.peak_bytes > search.budget_bytes and plain.step_seconds > (1 - WORTH_A_SEARCH) * freed.candidate.seconds:
-        reason = f"saves less than {WORTH_A_SEARCH:.0%} of the step, even without the levers that it needs"
-        freed.search.rejected.append(Rejected(KEEPS, reason, plain.peak_bytes, plain.step_seconds))
-        return freed
-    try:
-        kept = _searched(search, keeps, default)
-    except CannotFit as error:
-        freed.search.rejected.append(Rejected(KEEPS, "over the budget at its least", error.least_bytes))
-        return freed
-    best, other, name = (
-        (kept, freed, FREES) if kept.candidate.seconds <= freed.candidate.seconds else (freed, kept, KEEPS)
-    )
-    row = Rejected(name, "fits, but is slower", other.candidate.peak_bytes, other.candidate.seconds)
-    best.search.rejected.append(row)
-    return best
+            step = self.search(apart).plain
+        except ModelError as error:
+            self.rejected.append(Rejected(in_words(apart), str(error)))
+            return [whole]
+        if step.peak_bytes >= plain.peak_bytes:
+            self.rejected.append(Rejected(in_words(apart), "takes no less", step.peak_bytes, step.step_seconds))
+            return [whole]
+        if step.step_seconds <= (1 + WORTH_A_SEARCH) * plain.step_seconds:
+            return [apart]
+        return [apart, whole]
+
+    def keep_gathered(self, base: Sharding) -> None:
+        """Try weights that stay gathered between forward and backward."""
+        keeps = replace(base, reshard_after_forward=False)
+        if self.best is not None:
+            plain = self.search(keeps).plain
+            most = (1 - WORTH_A_SEARCH) * self.best.candidate.seconds
+            if plain.peak_bytes > self.default.budget_bytes and plain.step_seconds > most:
+                self.rejected.append(Rejected(in_words(keeps), LITTLE, plain.peak_bytes, plain.step_seconds))
+                return
+        self.take(keeps)  # where nothing fits yet: its blocks can be joined to segments
+
+    def reduce_once(self, best: RanksFound) -> None:
+        """Try gradients that are exchanged in the last micro-batch only, where there are several."""
+        count = best.candidate.combination.micro_batches
+        if count == 1:
+            return
+        once = replace(best.world.sharding, reduces_once=True)
+        trace = best.candidate.trace
+        saved = seconds_of_reductions(trace) * (count - 1) / count
+        if saved < WORTH_A_SEARCH * best.candidate.seconds:
+            self.rejected.append(Rejected(in_words(once), LITTLE))
+            return
+        self.take(once)
+
+    def take(self, sharding: Sharding) -> None:
+        """Search with a choice of FSDP2, and keep the plan if it is the fastest."""
+        try:
+            found = _searched(self.search(sharding), replace(self.world, sharding=sharding), self.default)
+        except CannotFit as error:
+            if self.error is None or error.least_bytes < self.error.least_bytes:
+                self.error = error
+            self.rejected.append(Rejected(in_words(sharding), "over the budget at its least", error.least_bytes))
+            return
+        slower = found
+        if self.best is None or found.candidate.seconds <= self.best.candidate.seconds:
+            self.best, slower = found, self.best
+        if slower is not None:
+            row = in_words(slower.world.sharding), "fits, but is slower"
+            self.rejected.append(Rejected(*row, slower.candidate.peak_bytes, slower.candidate.seconds))
+
+    def search(self, sharding: Sharding) -> Search:
+        if sharding == self.world.sharding:
+            return self.default
+        world = replace(self.world, sharding=sharding)
+        search = Search(replace(self.request, world=world), self.default.budget, resorts=self.default.resorts)
+        if is_share_of(search.budget, "x"):  # of the plain step with FSDP2's defaults
+            search.budget_bytes = self.default.budget_bytes
+        return search
+
+
+def in_words(sharding: Sharding) -> str:
+    """A choice of FSDP2 in a few words."""
+    keeps = sharding.reshard_after_forward is False
+    words = ["gathered weights kept until backward" if keeps else "gathered weights freed after forward"]
+    words += [f"{' and '.join(sharding.apart)} sharded apart"] if sharding.apart else []
+    words += ["gradients exchanged in the last micro-batch"] if sharding.reduces_once else []
+    return f"FSDP2 with {', '.join(words)}"
 
 
 def _searched(search: Search, world: World, default: Search) -> RanksFound:

@@ -13,6 +13,7 @@ from tightfit.names.optimizers import parse_optimizer
 from tightfit.processes.ranks import Ranks, SeveralRanks
 from tightfit.ranks.playing import own_copy
 from tightfit.ranks.shards import whole
+from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Precision
 from tightfit.training.optimizer import optimizer_for
@@ -80,9 +81,9 @@ def shard(
     model: nn.Module,
     blocks: Sequence[str],
     ranks: Ranks,
+    sharding: Sharding,
     *,
     precision: Precision,
-    reshard_after_forward: bool | None,
 ) -> None:
     """Shard the model in place, over all ranks, as `ranks.playing` does it for the prediction. Levers are on it
     already. Raises `ModelError` for a model that PyTorch refuses.
@@ -93,7 +94,7 @@ def shard(
     with ranks.talking():
         mesh = init_device_mesh(ranks.device_type, (ranks.size,))
         try:
-            in_fsdp2(model, blocks, mesh, precision=precision, reshard_after_forward=reshard_after_forward)
+            in_fsdp2(model, blocks, mesh, sharding, precision=precision)
         except (ValueError, NotImplementedError, AssertionError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ModelError(f"{type(model).__name__} does not run in fsdp2: {reason}") from error

@@ -1,0 +1,168 @@
+"""What a plan chooses of FSDP2: what is sharded by itself, what stays gathered, and when gradients are exchanged."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from round_device import round_device
+from tightfit import Plan, estimate, plan
+from tightfit.devices.present import lookup
+from tightfit.errors import InputError
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.world import Sharding, World
+from tightfit.ranks.wrapping import in_fsdp2, modules_apart
+from tightfit.step import TokenBatch, forward_backward, model_loss
+from tightfit.tracing.step import trace_step
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
+
+BATCH = TokenBatch(4, 8, 301)
+APART = ("embedding", "head")
+
+
+def decoder(**settings) -> Decoder:
+    torch.manual_seed(0)
+    settings = {"tie_embeddings": False} | settings
+    return Decoder(DecoderConfig(hidden_size=24, num_layers=2, num_heads=2, vocab_size=301, **settings))
+
+
+def slow_card(bytes_per_second: float):
+    known = lookup("h100")
+    return replace(known, roofline=replace(known.roofline, peer_bytes_per_second=bytes_per_second))
+
+
+def peak(made: Decoder, sharding: Sharding, micro_batches: int = 1) -> int:
+    rank = PlayedRank(World(2, sharding=sharding), 0, find_blocks(made))
+    parts = as_parts(split_batch(BATCH.tensors(), micro_batches), model_loss)
+    return trace_step(own_copy(made), parts, model_loss, rank=rank).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def made_apart() -> Plan:
+    made = decoder()
+    return plan(made, BATCH, below_plain(made), device=round_device(), world_size=2, levers=[])
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> Plan:
+    return plan(decoder(), BATCH, "1x", device=round_device(), levers=[])
+
+
+@pytest.fixture
+def group(made_apart, of_one_process):  # in whose context no plan of ranks is made
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def below_plain(made: Decoder) -> int:
+    """A budget that the plain step fits with embedding and head apart, and not without."""
+    budget = peak(made, Sharding(apart=APART)) + UNSEEN_BYTES
+    assert budget < peak(made, Sharding())
+    return budget
+
+
+def test_large_modules_that_share_no_weight_can_be_apart():
+    assert modules_apart(decoder(), ["layers.0", "layers.1"]) == APART
+    assert modules_apart(decoder(tie_embeddings=True), ["layers.0", "layers.1"]) == ()
+    assert modules_apart(decoder(), [""]) == ()  # a block that is the whole model
+
+
+def test_embedding_and_head_are_apart_where_the_plan_needs_their_memory():
+    made = decoder()
+    found = plan(made, BATCH, below_plain(made), device=round_device(), world_size=2, levers=[])
+    plain = estimate(made, BATCH, device=round_device(), world_size=2).peak_bytes
+    assert found.sharded_apart == APART
+    assert found.plain_peak_bytes == plain > found.budget_bytes
+    assert found.peak_bytes == peak(made, found.sharding) <= found.budget_bytes
+    assert "embedding and head are sharded by themselves." in " ".join(str(found).split())
+    assert plan(made, BATCH, "1x", device=round_device(), world_size=2, levers=[]).sharded_apart == ()
+
+
+def test_gradients_are_exchanged_once_where_messages_take_the_step():
+    made = decoder()
+    given = {"micro_batches": 4, "device": slow_card(1e6), "world_size": 2, "levers": ["micro_batch"]}
+    once, each = (plan(made, BATCH, budget, **given) for budget in ("2x", "1x"))
+    assert (once.reduces_once, each.reduces_once) == (True, False)
+    assert once.step_seconds < each.step_seconds
+    assert once.peak_bytes > each.peak_bytes
+    assert any("gradients exchanged in the last micro-batch" in row.levers for row in each.rejected)
+    fast = plan(made, BATCH, "2x", **{**given, "device": slow_card(1e30)})
+    assert not fast.reduces_once
+    one = plan(made, BATCH, "2x", **{**given, "micro_batches": 1})
+    assert not one.reduces_once
+
+
+def test_accumulated_gradients_are_whole_where_they_are_exchanged_once():
+    made = decoder()
+    whole = sum(4 * p.numel() for p in made.parameters())
+    each, once = (peak(made, Sharding(reduces_once=is_once), 3) for is_once in (False, True))
+    assert each + whole // 4 < once <= each + whole + 4096  # peaks of different moments, and gradients of one more
+
+
+def test_a_plan_says_its_choices_in_json_and_in_its_hash(made_apart):
+    found = made_apart
+    written = found.to_dict()
+    assert (list(written["sharded_apart"]), written["reduces_once"]) == (list(APART), False)
+    assert Plan.from_dict(written) == found
+    assert len({found.hash, replace(found, sharded_apart=()).hash, replace(found, reduces_once=True).hash}) == 3
+    older = {name: value for name, value in written.items() if name not in ("sharded_apart", "reduces_once")}
+    assert Plan.from_dict(older) == replace(found, sharded_apart=())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_plan_shards_a_model_as_it_was_planned(made_apart):
+    made, alone = decoder(), replace(made_apart, world_size=1, reduces_once=True)
+    with alone.apply(made) as applied:
+        assert alone.shard(made) is made
+        assert {path for path, each in made.named_modules() if isinstance(each, FSDPModule)} == {
+            "", "layers.0", "layers.1", *APART,
+        }  # fmt: skip
+        applied.backward(BATCH.tensors())
+    with made.no_sync():
+        assert not made._get_fsdp_state()._fsdp_param_group.reduce_grads
+    assert made._get_fsdp_state()._fsdp_param_group.reduce_grads
+
+
+@pytest.mark.usefixtures("group")
+def test_a_plan_of_other_ranks_or_of_no_ranks_shards_nothing(made_apart, of_one_process):
+    made = decoder()
+    with pytest.raises(InputError, match="the plan is of 2 ranks, and there are 1: plan again"):
+        made_apart.shard(made)
+    with pytest.raises(InputError, match="not one of FSDP2: plan with world_size"):
+        of_one_process.shard(made)
+    assert not any(isinstance(each, FSDPModule) for each in made.modules())
+
+
+def test_without_a_process_group_there_is_nothing_to_shard_over(made_apart):
+    with pytest.raises(InputError, match="no process group was made"):
+        made_apart.shard(decoder())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("chunked", [False, True])
+def test_gradients_are_those_of_the_plain_model(chunked):
+    from tightfit.levers.chunked_loss import apply_chunked_loss
+
+    def gradients(sharding: Sharding | None) -> list[torch.Tensor]:
+        made = decoder()
+        if chunked:
+            apply_chunked_loss(made, "head", 8)
+        if sharding is not None:
+            in_fsdp2(made, find_blocks(made), dist.init_device_mesh("cpu", (1,)), sharding)
+        parts = as_parts(split_batch(BATCH.tensors(), 2), model_loss)
+        forward_backward(made, parts, model_loss)
+        return [p.grad if sharding is None else p.grad.to_local() for p in made.parameters()]
+
+    plain = gradients(None)
+    for sharding in (Sharding(apart=APART), Sharding(False, APART, True), Sharding(reduces_once=True)):
+        for mine, other in zip(gradients(sharding), plain, strict=True):
+            assert torch.equal(mine, other)
