@@ -1,5 +1,6 @@
 """What a plan chooses of FSDP2: what is sharded by itself, what stays gathered, and when gradients are exchanged."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,17 +10,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from round_device import round_device
 from tightfit import Plan, estimate, plan
+from tightfit.devices.cost import HOST_BYTES_PER_SECOND
 from tightfit.devices.present import lookup
-from tightfit.errors import InputError
+from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.search import Search
 from tightfit.ranks.playing import PlayedRank, own_copy
 from tightfit.ranks.world import Sharding, World
 from tightfit.ranks.wrapping import in_fsdp2, modules_apart
 from tightfit.step import TokenBatch, forward_backward, model_loss
+from tightfit.tracing.copies import TO_DEVICE, TO_HOST
+from tightfit.tracing.record import Category, Phase
 from tightfit.tracing.step import trace_step
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
@@ -118,6 +124,66 @@ def test_a_plan_says_its_choices_in_json_and_in_its_hash(made_apart):
     assert Plan.from_dict(older) == replace(found, sharded_apart=())
 
 
+OF_CARD = decoder(), BATCH
+
+
+def traced_on_card(sharding: Sharding, micro_batches: int = 1):
+    asked = Asked(*OF_CARD, device="rtx 4090", world_size=2, micro_batches=micro_batches, grad_clip=1.0)
+    return Search(replace(asked.request(), world=World(2, sharding=sharding)), "1x").plain
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_shards_on_the_host_take_no_memory_of_the_card(micro_batches):
+    here, there = (traced_on_card(Sharding(on_host=is_there), micro_batches) for is_there in (False, True))
+    shards = [s.bytes for s in here.storages if s.born == 0 and s.died is None and s.name in WEIGHTS]
+    assert len(shards) == len(WEIGHTS)
+    first = there.by_category(0)
+    assert here.by_category(0)[Category.OPTIMIZER_STATE] == 2 * sum(shards)
+    assert first[Category.OPTIMIZER_STATE] == 0
+    assert here.by_category(0)[Category.PARAMETER] - first[Category.PARAMETER] == sum(shards)
+    gradients = [there.by_category(at)[Category.GRADIENT] for at in range(len(there.levels))]
+    assert max(gradients[there.end_of_forward :]) <= max(4 * p.numel() for p in OF_CARD[0].parameters()) + 512
+    copies = [o.name for o in there.operators if o.name in (TO_DEVICE, TO_HOST)]
+    # The root's weights are gathered once, those of blocks again in backward. Each gradient leaves.
+    blocks = sum(len(list(layer.parameters())) for layer in OF_CARD[0].layers)
+    assert copies.count(TO_DEVICE) == micro_batches * (len(WEIGHTS) + blocks)
+    assert copies.count(TO_HOST) == micro_batches * len(WEIGHTS)
+
+
+WEIGHTS = [name for name, _ in OF_CARD[0].named_parameters()]
+
+
+def test_the_update_of_shards_on_the_host_takes_the_hosts_time():
+    trace = traced_on_card(Sharding(on_host=True))
+    update = [o for o in trace.operators if o.phase is Phase.OPTIMIZER and not o.name.startswith("c10d")]
+    assert not any(o.device_seconds for o in update)
+    # AdamW reads weights, gradients and two states, and writes all but the gradients.
+    moved = 7 * sum(4 * p.numel() // 2 for p in OF_CARD[0].parameters())
+    assert sum(o.seconds for o in update) >= moved / HOST_BYTES_PER_SECOND
+
+
+@pytest.mark.parametrize("levers", [[], ["offload"]])
+def test_shards_are_on_the_host_where_that_was_allowed_and_nothing_else_fits(levers):
+    made, batch = OF_CARD
+    given = {"world_size": 2, "device": "rtx 4090", "levers": levers}
+    budget = traced_on_card(Sharding(apart=APART, on_host=True)).peak_bytes + UNSEEN_BYTES
+    with pytest.raises(CannotFit) if "offload" not in levers else nullcontext():
+        found = plan(made, batch, budget, **given)
+        assert found.shards_on_host
+        shards = sum(-(-p.shape[0] // 2) * p[0].numel() * 4 for p in made.parameters())
+        # As many gradients, and twice as many states, which are counted as a card's allocator rounds them.
+        assert 4 * shards <= found.host_bytes <= 4 * shards + 2 * 512 * len(WEIGHTS)
+        assert found.sharding.on_host
+        assert Plan.from_dict(found.to_dict()) == found
+        assert "are on the host" in " ".join(str(found).split())
+    assert not plan(made, batch, "1x", **given).shards_on_host
+
+
+def test_on_a_cpu_shards_are_on_the_host_already():
+    with pytest.raises(InputError, match="lever offload and world_size are both given"):
+        plan(*OF_CARD, "1x", world_size=2, device=round_device(), levers=["rounding", "offload"])
+
+
 @pytest.mark.usefixtures("group")
 def test_a_plan_shards_a_model_as_it_was_planned(made_apart):
     made, alone = decoder(), replace(made_apart, world_size=1, reduces_once=True)
@@ -163,6 +229,7 @@ def test_gradients_are_those_of_the_plain_model(chunked):
         return [p.grad if sharding is None else p.grad.to_local() for p in made.parameters()]
 
     plain = gradients(None)
-    for sharding in (Sharding(apart=APART), Sharding(False, APART, True), Sharding(reduces_once=True)):
+    choices = Sharding(apart=APART), Sharding(False, APART, True), Sharding(reduces_once=True), Sharding(on_host=True)
+    for sharding in choices:
         for mine, other in zip(gradients(sharding), plain, strict=True):
             assert torch.equal(mine, other)

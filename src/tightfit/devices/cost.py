@@ -9,6 +9,7 @@ from tightfit.devices.families import STREAM_UNITS, Family, Unit
 from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
 from tightfit.devices.work import AttentionShape, ProductShape, TensorShape, Work, work_of
+from tightfit.runtime.activity import now
 
 # The dtype whose figures replace those of a dtype that was not measured for a family.
 _STAND_INS = {
@@ -17,6 +18,12 @@ _STAND_INS = {
     "float16": ("float16", "bfloat16", "float32"),
     "mixed": ("mixed", "bfloat16", "float16", "float32"),
 }
+
+
+# Bytes per second at which a card's host works in its own memory: an update of weights, in several threads. Assumed,
+# and the same for every host, since the name of a card says nothing about it. Two channels of DDR5-5600, as desktop
+# machines have them, move 89.6e9 at most.
+HOST_BYTES_PER_SECOND = 50e9
 
 
 class Law(Protocol):
@@ -40,7 +47,11 @@ class CostModel:
         `inputs` and `outputs` are the shapes of all input and output tensors. `arguments` are the positional arguments
         that are not tensors (a causal flag, an exponent, lists of tensors).
         """
-        return self.seconds(work_of(name, inputs, outputs, arguments))
+        work = work_of(name, inputs, outputs, arguments)
+        if now.host and now.playing_cuda:
+            moved = 0 if work.family is Family.FREE else work.bytes
+            return Seconds.of(host=moved / HOST_BYTES_PER_SECOND, device=0.0)
+        return self.seconds(work)
 
     def seconds(self, work: Work) -> float:
         """Predicted seconds of this work."""

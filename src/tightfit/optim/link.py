@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.runtime.activity import host_memory
+from tightfit.runtime.activity import host_memory, now
 from tightfit.runtime.streams import CudaStreams
 
 HOST = torch.device("cpu")
@@ -46,6 +46,8 @@ class Link:
         event = self._arrivals.pop(tensor.data_ptr(), None)
         if event is not None and self._streams is not None:
             self._streams.finish(event)
+        elif event is not None:
+            event.synchronize()
 
     def to_device(self, target: Tensor, source: Tensor) -> Any:
         """Copy `source`, in host memory, over `target`. Returns the event after which `source` may be written again;
@@ -55,10 +57,14 @@ class Link:
 
     def join(self) -> None:
         """Make everything that the device computes from here on wait for all copies."""
-        if self._streams is not None:
+        if now.link is not None:
+            now.link.wait()
+        elif self._streams is not None:
             self._streams.wait(self._streams.current(), self._streams.mark(self._lane))
 
     def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Any:
+        if now.link is not None:
+            return now.link.copy(target, source, to_host=on_device is source)
         if self._streams is None:
             target.copy_(source)
             return None

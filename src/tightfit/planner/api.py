@@ -18,13 +18,14 @@ from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offlo
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice
 from tightfit.planner.refusal import Refusal
-from tightfit.planner.request import Optimizer, Request
+from tightfit.planner.request import Optimizer, Request, state_bytes
 from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
 from tightfit.planner.shared import plan_of_one_rank
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
+from tightfit.ranks.peaks import shards_of
 from tightfit.ranks.world import Sharding
 from tightfit.runtime.activity import aside
 from tightfit.runtime.internals import process_group_exists
@@ -131,9 +132,11 @@ def plan(
     also has the trade-off curve, and figures for the levers that were not allowed. The other arguments are those of
     `estimate`.
 
-    With `world_size` the plan is one for all ranks, and the budget is the peak of each of them. For FSDP2 the plan also
-    says whether blocks free their gathered weights after forward (`plan.reshard_after_forward`). Apply it to the model
-    before or after `fully_shard` or `DistributedDataParallel`.
+    With `world_size` the plan is one for all ranks, and the budget is the peak of each of them. Apply it to the model
+    before or after `DistributedDataParallel`. For FSDP2 the plan also says what is sharded by itself, whether gathered
+    weights are freed after forward, and when gradients are exchanged; `plan.shard(model)` does that. On cards
+    `"offload"` then means that shards, gradients and states may be on the host where nothing else fits; activations
+    stay.
 
     In a process that torchrun has started, and that has called `init_process_group`, `parallel="ddp"` is enough: all
     ranks call `plan` alike, rank 0 makes the plan, and all get it. `batch` is then one of the rank's own batches, of
@@ -291,6 +294,7 @@ def plan_of_ranks(found: RanksFound) -> Plan:
         ddp=tuple(world.ddp.own.items()),
         **({} if world.parallel == "ddp" else as_fields(world.sharding, found.search.tracer.rank(world).blocks)),
         rank_peak_bytes=found.peaks,
+        host_bytes=bytes_on_host(request.model, found) if world.sharding.on_host else 0,
         communicator_bytes=request.communicator_bytes,
     )
 
@@ -302,7 +306,15 @@ def as_fields(sharding: Sharding, blocks: Sequence[str]) -> dict[str, Any]:
         "reshard_after_forward": sharding.reshard_after_forward is not False,
         "sharded_apart": sharding.apart,
         "reduces_once": sharding.reduces_once,
+        "shards_on_host": sharding.on_host,
     }
+
+
+def bytes_on_host(model: nn.Module, found: RanksFound) -> int:
+    """Bytes of the first rank's shards, gradients and states."""
+    parameters = list(shards_of(model, found.world, 0).parameters())
+    gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return sum(parameter.nbytes for parameter in parameters) + gradients + state_bytes(found.plain)
 
 
 def not_proved(gap_seconds: float) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import InputError
 from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.planner.levers import ChunkedLoss, MicroBatches, allowed_levers, lever_types
+from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
@@ -117,7 +118,7 @@ def check_steps(steps: Any) -> None:
         raise InputError(f"steps is {steps!r}, wanted None or the number of steps that the plan is for, at least 1")
 
 
-def levers_of_ranks(world: World | None, named: Any) -> frozenset[str]:
+def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> frozenset[str]:
     """The levers that a plan may use, on the ranks of a world. Raises `InputError` for one that no rank is played with,
     and for an unknown one.
     """
@@ -137,6 +138,9 @@ def levers_of_ranks(world: World | None, named: Any) -> frozenset[str]:
                 )
             levers -= {lever}
     requested = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]
+    if Offload.name in requested and world.parallel == "fsdp2" and world.shards is None and device.kind == "cuda":
+        requested.remove(Offload.name)  # shards may be on the host; activations stay
+        levers -= {Offload.name}
     if requested:
         raise InputError(
             f"lever {requested[0]} and world_size are both given, and a plan for several ranks does not use that "

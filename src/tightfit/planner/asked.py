@@ -20,7 +20,7 @@ from tightfit.planner.arguments import (
     check_world,
     levers_of_ranks,
 )
-from tightfit.planner.levers import MicroBatches
+from tightfit.planner.levers import MicroBatches, Offload, allowed_levers
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.processes.launch import launched
@@ -92,7 +92,8 @@ class Asked:
         check_world(world, self.optimizer, self.step_in_backward, 2 if chooses else count)
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
         model, batch = as_twins(self.model, self.batch, self.optimizer)
-        levers = levers_of_ranks(world, self.levers)
+        device = device_of_a_rank(self.device, in_ranks=world is not None)
+        levers = levers_of_ranks(world, self.levers, device)
         check_steps(self.steps)
         return Request(
             model=model,
@@ -100,13 +101,14 @@ class Asked:
             loss=self.loss or model_loss,
             optimizer=self.optimizer,
             settings=StepSettings(self.precision, self.grad_clip, keeps, self.step_in_backward),
-            device=device_of_a_rank(self.device, in_ranks=world is not None),
+            device=device,
             levers=levers | {MicroBatches.name} if chooses else levers,
             blocks=self.blocks,
             micro_batches=count,
             fewest_micro_batches=chooses,
             offload=OffloadSettings(self.offload_folder, positive_bytes(self.offload_budget)),
             world=world,
+            shards_leave=world is not None and Offload.name in allowed_levers(self.levers),
             steps=self.steps,
         )
 

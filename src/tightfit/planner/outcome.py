@@ -112,6 +112,8 @@ class PlanRecord:
     reshard_after_forward: bool | None = None  # of FSDP2's blocks: whether gathered weights are freed after forward
     sharded_blocks: tuple[str, ...] = ()  # the blocks, each of which FSDP2 shards by itself
     sharded_apart: tuple[str, ...] = ()  # modules that it shards by themselves, beside the blocks
+    shards_on_host: bool = False  # whether FSDP2 keeps weights, gradients and states on the host (CPUOffloadPolicy)
+    host_bytes: int = 0  # of these, for the rank with the largest shards
     reduces_once: bool = False  # whether FSDP2 exchanges gradients in the last of several micro-batches only
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank under the plan, in their order; empty for one process
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
@@ -140,7 +142,7 @@ class PlanRecord:
     def sharding(self) -> Sharding:
         """What the plan chooses of FSDP2."""
         freed = False if self.reshard_after_forward is False else None
-        return Sharding(freed, self.sharded_apart, self.reduces_once)
+        return Sharding(freed, self.sharded_apart, self.reduces_once, self.shards_on_host)
 
     @property
     def hash(self) -> str:

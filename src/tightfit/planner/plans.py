@@ -22,7 +22,7 @@ EARLIER_FORMATS = (4, 5)  # of version 0.1.0
 # Fields that plans of one process had not, before there were plans of several ranks.
 OF_RANKS = (
     "world_size", "nodes", "parallel", "reshard_after_forward", "rank_peak_bytes", "communicator_bytes", "ddp",
-    "sharded_blocks", "sharded_apart", "reduces_once",
+    "sharded_blocks", "sharded_apart", "reduces_once", "shards_on_host", "host_bytes",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
 from tightfit.ranks.world import World, communicator_bytes
 from tightfit.runtime.activity import now
 from tightfit.step import Batch, Loss, Part, StepSettings
-from tightfit.tracing.copies import AWAY, BACK
+from tightfit.tracing.copies import AWAY, BACK, TO_DEVICE, TO_HOST
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.replay import fits_device
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
@@ -57,6 +57,7 @@ class Request:
     fewest_micro_batches: bool = False  # stop at the first number that fits, even if a larger one would be faster
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     world: World | None = None  # several ranks, each with a device of its own; None: one process
+    shards_leave: bool = False  # with FSDP2 on cards: shards may be on the host, where nothing else fits
     steps: int | None = None  # how often the step will run, where that is known
     compiles: bool = False  # compiled blocks were asked for, also where the plain step fits
 
@@ -72,18 +73,18 @@ class Request:
         price = CostModel(self.device).operator_seconds
         if self.world is not None:
             price = with_messages(price, self.device, self.world)
-        if "offload" not in self.levers:
-            return price  # the rates of the disk are measured on first use, which takes time
         rates = copy_rates(self.device)
+        if rates is None and "offload" not in self.levers:
+            return price  # the rates of the disk are measured on first use, which takes time
         if rates is None:
             disk = disk_rates(self.offload.folder)
             rates = CopyRates(disk.write_bytes_per_second, disk.read_bytes_per_second)
         away, back = rates
 
         def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
-            if name == AWAY:
+            if name in (AWAY, TO_HOST):
                 return inputs[0].bytes / away
-            if name == BACK:
+            if name in (BACK, TO_DEVICE):
                 return inputs[0].bytes / back
             return price(name, inputs, outputs, arguments)
 

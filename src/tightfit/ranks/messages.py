@@ -12,12 +12,14 @@ from tightfit.devices.clocks import Seconds
 from tightfit.devices.figures import LINK_SHARE
 from tightfit.devices.spec import DeviceSpec
 from tightfit.ranks.world import World
+from tightfit.tracing.copies import TO_DEVICE, TO_HOST
 from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
 from tightfit.tracing.recording import OperatorCost
 from tightfit.tracing.shapes import TensorShape
 from tightfit.units import format_bytes
 
 PREFIX = "c10d."
+BESIDE = (PREFIX, TO_HOST, TO_DEVICE)  # what runs beside the computing: messages, and copies of shards on the host
 # One way, of each card: 400 Gb/s. The makers' servers have one such adapter for each of eight H100, H200 or B200
 # (docs.nvidia.com/dgx-basepod, "Core Components").
 NETWORK_BYTES_PER_SECOND = 50e9
@@ -74,7 +76,7 @@ def overlapped(trace: StepTrace) -> StepTrace:
     factors = {phase: _exposed(trace, phases) for phase, phases in _BESIDE.items()}
 
     def left(operator: OperatorRecord) -> OperatorRecord:
-        factor = factors.get(operator.phase, 1.0) if operator.name.startswith(PREFIX) else 1.0
+        factor = factors.get(operator.phase, 1.0) if operator.name.startswith(BESIDE) else 1.0
         if factor == 1.0:
             return operator
         return operator._replace(seconds=operator.seconds * factor, device_seconds=operator.device_seconds * factor)
@@ -90,8 +92,8 @@ _BESIDE = {Phase.FORWARD: (Phase.FORWARD,), Phase.BACKWARD: _BACKWARD, Phase.REC
 def _exposed(trace: StepTrace, phases: tuple[Phase, ...]) -> float:
     """The share of the messages' seconds that outlasts the computing of these phases."""
     inside = [operator for operator in trace.operators if operator.phase in phases]
-    sending = sum(operator.seconds for operator in inside if operator.name.startswith(PREFIX))
-    computing = sum(operator.seconds for operator in inside if not operator.name.startswith(PREFIX))
+    sending = sum(operator.seconds for operator in inside if operator.name.startswith(BESIDE))
+    computing = sum(operator.seconds for operator in inside if not operator.name.startswith(BESIDE))
     return max(0.0, sending - computing) / sending if sending else 1.0
 
 

@@ -42,6 +42,8 @@ def trace_ranks(
     largest = trace(own_copy(model), PlayedRank(world, 0, blocks, precision))
     lengths = row_counts(model) if world.parallel == "fsdp2" else []
     kinds = [tuple(rows_of(length, world.size, rank) for length in lengths) for rank in range(world.size)]
+    if world.sharding.on_host:  # of what ranks differ in, nothing is on the device
+        return RankTraces(largest, (largest.peak_bytes,) * world.size)
     peaks = {kinds[0]: largest.peak_bytes}
     if gathers_in_update(largest):
         # Muon multiplies whole matrices, so what a rank allocates is not a matter of its own shards.

@@ -2,16 +2,19 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from tightfit.errors import InputError, ModelError
 from tightfit.ranks.found import kept_as_they_are, sharded_alike
+from tightfit.ranks.moving import MovesOfShards
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
-from tightfit.runtime.internals import fake_process_group
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import around_messages_of_fsdp2, fake_process_group
 from tightfit.runtime.module_paths import named_modules
 from tightfit.step import Precision
 from tightfit.tracing.shapes import TensorShape
@@ -38,10 +41,21 @@ class PlayedRank:
             return self.world.ddp.no_sync
         return self.world.sharding.reduces_once if self.world.shards is None else self.world.shards.no_sync
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether shards are in host memory, where they are updated."""
+        return self.world.parallel == "fsdp2" and self.world.sharding.on_host
+
     @contextmanager
     def playing(self) -> Iterator[None]:
-        with fake_process_group(self.number, self.world.size):
+        with fake_process_group(self.number, self.world.size), self._copying():
             yield
+
+    def _copying(self) -> AbstractContextManager[Any]:
+        # CPU tensors play those of the card, so FSDP2's copies between both would not be made.
+        if not self.is_on_host or now.link is None:
+            return nullcontext()
+        return around_messages_of_fsdp2(MovesOfShards(to_host=False), MovesOfShards(to_host=True))
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Raises `ModelError` for a model that PyTorch's engine refuses."""

@@ -128,12 +128,14 @@ class Sharding:
 
     `reshard_after_forward`: whether gathered weights are freed; None: those of blocks are, those of the root are not.
     `apart`: paths of the modules beside the blocks that are sharded by themselves, and not with all that is left.
-    `reduces_once`: whether gradients are exchanged in the last of several micro-batches only.
+    `reduces_once`: whether gradients are exchanged in the last of several micro-batches only. `on_host`: whether
+    shards, their gradients and the optimizer's states are in the host's memory, where the update runs.
     """
 
     reshard_after_forward: bool | None = None
     apart: tuple[str, ...] = ()
     reduces_once: bool = False
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,22 @@ def in_fsdp2(
     precision: Precision = "fp32",
 ) -> nn.Module:
     """The model itself, sharded in place: each block, and what is apart, by itself; then all that is left together."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     sharding = sharding or Sharding()
-    frees, policy = sharding.reshard_after_forward, mixed_precision(precision)
+    frees = sharding.reshard_after_forward
+    pinned = mesh.device_type == "cuda"
+    alike: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed_precision(precision),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if sharding.on_host else OffloadPolicy(),
+    }
     for path in (*blocks, *sharding.apart):
         module = module_at(model, path)
         # The loss may read the head's weight after forward, so only a table of embeddings is freed like a block.
         freed = frees if path in blocks or isinstance(module, nn.Embedding) else False
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+        fully_shard(module, reshard_after_forward=freed, **alike)
+    fully_shard(model, reshard_after_forward=frees, **alike)
     if sharding.reduces_once:
         model.__dict__["no_sync"] = partial(without_messages, model)
     return model

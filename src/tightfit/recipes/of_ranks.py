@@ -17,7 +17,7 @@ from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
-from tightfit.ranks.world import Parallel, World
+from tightfit.ranks.world import Parallel, Sharding, World
 from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, least_bytes_of_rank
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
@@ -95,12 +95,14 @@ class RanksSearch:
         outcome = Outcome(recipe, False, 0, 0, world_size=world.size, parallel=world.parallel, nodes=world.nodes)
         least = least_bytes_of_rank(recipe, model, world)
         if least > self.budget_bytes - UNSEEN_BYTES:  # by arithmetic, so nothing of it is traced
-            return replace(outcome, peak_bytes=least, needed_bytes=least + UNSEEN_BYTES), None
+            if world.parallel != "fsdp2" or self.asked.device.kind == "cpu":
+                return replace(outcome, peak_bytes=least, needed_bytes=least + UNSEEN_BYTES), None
+            world, least = replace(world, sharding=Sharding(on_host=True)), 0
         asked = replace(
             with_recipe(self.asked, recipe, model, self.optimizer),
             world_size=world.size, nodes=world.nodes, parallel=world.parallel,
         )  # fmt: skip
-        request = asked.request(may_choose=True)
+        request = replace(asked.request(may_choose=True), world=world)
         try:
             found = search_ranks(request, world, self.budget, resorts=False)
         except CannotFit as error:
@@ -126,6 +128,7 @@ class RanksSearch:
             rounds=any(lever.exactness is not Exactness.EXACT for lever in plan.levers),
             rank_peak_bytes=plan.rank_peak_bytes,
             communicator_bytes=plan.communicator_bytes,
+            host_bytes=plan.host_bytes,
             plan=plan,
         )
 

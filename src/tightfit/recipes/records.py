@@ -143,12 +143,13 @@ class Outcome:
     parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank, in their order; empty for one process
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
+    host_bytes: int = 0  # of each rank, where shards, gradients and states are in the host's memory
     plan: "PlanRecord | None" = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         cards = "" if self.parallel is None else f"{self.world_size} cards, {self.parallel}, "
-        return cards + self.recipe.name
+        return f"{cards}{self.recipe.name}{', shards on the host' if self.host_bytes else ''}"
 
     @property
     def changes(self) -> str:
@@ -185,6 +186,7 @@ class Outcome:
             "parallel": self.parallel,
             "rank_peak_bytes": list(self.rank_peak_bytes),
             "communicator_bytes": self.communicator_bytes,
+            "host_bytes": self.host_bytes,
         }
 
 

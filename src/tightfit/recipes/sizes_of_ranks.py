@@ -14,7 +14,7 @@ from tightfit.planner.search.bisection import Line, Measured, near_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import RanksFound
 from tightfit.planner.search.search import Search
-from tightfit.ranks.world import World
+from tightfit.ranks.world import Sharding, World
 from tightfit.recipes.records import Largest
 from tightfit.recipes.sizes import Dimension, dimensions_of, resized
 
@@ -23,7 +23,7 @@ from tightfit.recipes.sizes import Dimension, dimensions_of, resized
 class RankStep:
     """The step of a row that fits, with the levers of little memory, for batches of any size.
 
-    `request` is of FSDP2's own defaults, which free gathered weights. `held_bytes` are a rank's weights, gradients and
+    `request` is of the units of the row's plan, which free gathered weights after forward. `held_bytes` are a rank's weights, gradients and
     states, by arithmetic, and `over_now` what the row's plan takes over the budget, below zero: what it leaves.
     """
 
@@ -40,13 +40,14 @@ class RankStep:
 
     @classmethod
     def of(cls, found: RanksFound, request: Request, budget: int | str, held_bytes: int) -> "RankStep":
-        search, world = found.search, request.world
-        assert world is not None, "rows of several cards"
+        search = found.search
+        kept = found.world.sharding
+        world = replace(found.world, sharding=Sharding(apart=kept.apart, on_host=kept.on_host))
         combinations = search.combinations()
         count = combinations[0].micro_batches
         inside = [kind.frugal_policy(request.levers) for kind in search.of_role(Role.INSIDE_BLOCKS)]
         return cls(
-            request=request,
+            request=replace(request, world=world),
             budget=budget,
             budget_bytes=found.budget_bytes,
             world=world,

@@ -78,10 +78,12 @@ def resharding(plan: PlanRecord) -> list[str]:
     keeps = "free their gathered weights after forward" if plan.reshard_after_forward else "keep gathered weights"
     apart = [f"{' and '.join(plan.sharded_apart)} are sharded by themselves."] if plan.sharded_apart else []
     once = ["Gradients are exchanged in the last micro-batch only."] if plan.reduces_once else []
+    held = f"Shards, gradients and states are on the host ({format_bytes(plan.host_bytes)} a rank), which updates them."
     return [
         f"Blocks {keeps} (reshard_after_forward={plan.reshard_after_forward}).",
         *apart,
         *once,
+        *([held] if plan.shards_on_host else []),
         f"All ranks share plan {plan.hash}.",
     ]
 

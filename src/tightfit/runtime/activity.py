@@ -37,6 +37,8 @@ class Activity(threading.local):
     # In a dry run: simulates the copy of a tensor's storage out of the counted memory and back (`HostTransfer` in
     # levers/offload/transfers.py). On CUDA the copy may run in parallel with the computation.
     dry_copy: Callable[[Any, bool], Any] | None = None
+    # While playing CUDA: copies weights and gradients between host and device (`PlayedLink` in tracing/copies.py).
+    link: Any = None
     # In a dry run: runs the compiled code of a block with kernels that compute nothing (`tracing/compiled_code.py`).
     dry_compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     # In a dry run: `outside()`, in which blocks are captured, and `run(program, args)` (`tracing/compiled_code.py`).

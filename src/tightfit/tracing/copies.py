@@ -7,12 +7,13 @@ computation waits for it.
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
 from tightfit.devices.clocks import Seconds
-from tightfit.runtime.activity import now, offload
+from tightfit.runtime.activity import host_memory, now, offload
 from tightfit.runtime.operators import fresh_memory
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.record import OperatorRecord
@@ -20,6 +21,7 @@ from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.unbacked import is_unbacked
 
 AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
+TO_HOST, TO_DEVICE = "tightfit.to_host", "tightfit.to_device"  # copies of weights and gradients
 
 
 @contextmanager
@@ -27,10 +29,11 @@ def copies_played(dry: DryRun) -> Iterator[None]:
     """A context in which offload copies nothing large, and the trace records the time of each copy."""
     clock = Clock(dry) if now.playing_cuda else None
     now.dry_copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
+    now.link = None if clock is None else PlayedLink(dry, clock)
     try:
         yield
     finally:
-        now.dry_copy = None
+        now.dry_copy = now.link = None
 
 
 class Clock:
@@ -40,7 +43,8 @@ class Clock:
         self._dry = dry
         self._first: OperatorRecord | None = None
         self._counted, self._seconds = 0, 0.0
-        self._ends = {AWAY: 0.0, BACK: 0.0}
+        self.step = 0  # how often `begin_again` was noticed
+        self._ends: dict[str, float] = dict.fromkeys((AWAY, BACK, TO_HOST, TO_DEVICE), 0.0)
 
     def time(self) -> float:
         """The seconds of all operators recorded so far."""
@@ -49,6 +53,7 @@ class Clock:
         if first is not self._first:  # `begin_again` cleared the operators: the second step starts at zero
             self._first, self._counted, self._seconds = first, 0, 0.0
             self._ends = dict.fromkeys(self._ends, 0.0)
+            self.step += 1
         self._seconds += sum(operator.seconds for operator in operators[self._counted :])
         self._counted = len(operators)
         return self._seconds
@@ -57,6 +62,61 @@ class Clock:
         """The end of a copy that is requested now and may not begin before `after`."""
         self._ends[way] = max(self.time(), self._ends[way], after) + seconds
         return self._ends[way]
+
+
+class PlayedLink:
+    """The copies of an optimizer between the host and a card, beside what both compute."""
+
+    def __init__(self, dry: DryRun, clock: Clock):
+        self._dry, self._clock = dry, clock
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_host: bool) -> "PlayedCopy":
+        """Copy a tensor, on a stream of its own."""
+        way = TO_HOST if to_host else TO_DEVICE
+        copied(self._dry, target, source)
+        return PlayedCopy(self, self._clock.step, self._clock.copy(way, link_seconds(self._dry, source, way)))
+
+    def moved(self, tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
+        """A copy of a tensor in the other memory. Its seconds stand in the trace as an event of their own."""
+        with host_memory() if to_host else nullcontext():
+            target = torch.empty_like(tensor)
+        copied(self._dry, target, tensor)
+        way = TO_HOST if to_host else TO_DEVICE
+        self._dry.begin([])
+        self._dry.note(way, Seconds.of(host=0.0, device=link_seconds(self._dry, tensor, way)))
+        return target
+
+    def wait(self, copy: "PlayedCopy | None" = None) -> None:
+        """Make everything that is computed from here on wait for a copy of this step, or for all to the device."""
+        step, end = (self._clock.step, self._clock.copy(TO_DEVICE, 0.0)) if copy is None else (copy.step, copy.end)
+        late = end - self._clock.time()
+        if step == self._clock.step and late > 0:
+            self._dry.begin([])
+            self._dry.note(WAIT, Seconds.of(host=late, device=late))
+
+
+class PlayedCopy(NamedTuple):
+    """A copy that ends at a time of a step. Its name and its method are those of an event of CUDA."""
+
+    link: PlayedLink
+    step: int
+    end: float
+
+    def synchronize(self) -> None:
+        self.link.wait(self)
+
+
+def copied(dry: DryRun, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the content of a tensor by an operator that takes no time: another clock has it."""
+    before = len(dry.operators)
+    target.copy_(source)
+    for number, operator in enumerate(dry.operators[before:], start=before):
+        dry.operators[number] = operator._replace(seconds=0.0, host_seconds=0.0, device_seconds=0.0)
+
+
+def link_seconds(dry: DryRun, tensor: torch.Tensor, way: str) -> float:
+    """The seconds of a copy between host and device."""
+    return dry.cost(way, [TensorShape((tensor.nbytes,), (1,), torch.uint8)], [], ())
 
 
 class SimulatedTransfer:

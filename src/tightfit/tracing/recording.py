@@ -183,6 +183,7 @@ class Recording(TorchDispatchMode):
     def priced(
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
     ) -> tuple[float, int]:
+        key = key, now.host > 0  # the host's prices are not the device's
         price = self._costs.get(key)
         if price is None:
             shapes = [TensorShape.of(t) for t in inputs]

@@ -11,7 +11,7 @@ from torch import nn
 from tightfit.memory.allocator import memory_of
 from tightfit.optim.by_name import host_states, named_states
 from tightfit.optim.gradients import gradient_memory
-from tightfit.runtime.activity import accumulation
+from tightfit.runtime.activity import accumulation, host_memory
 from tightfit.step import Loss, Part, StepSettings, adding_up, forward_backward, update
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.record import Category, Phase
@@ -45,6 +45,7 @@ class DryStep:
     on_cuda: bool
     optimizer: torch.optim.Optimizer  # without states; later it holds them until the trace is made
     built: Callable[[], torch.optim.Optimizer]  # gives another one like it
+    updates_on_host: bool = False  # weights, gradients and states are in the host's memory
 
     def until_steady(self, steps: int = 2) -> list[int]:
         """Run whole steps, and record the last one. The first one has no states before its optimizer phase."""
@@ -90,7 +91,8 @@ class DryStep:
             self.dry.drop_original(state)
 
     def update(self) -> None:
-        update(self.model, self.optimizer, self.settings, observer=Phases(self.dry))
+        with host_memory() if self.updates_on_host else nullcontext():
+            update(self.model, self.optimizer, self.settings, observer=Phases(self.dry))
         label_states(self.dry, self.model, self.optimizer, on_cuda=self.on_cuda)
 
 

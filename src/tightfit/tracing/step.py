@@ -55,6 +55,11 @@ class Rank(Protocol):
         """Whether gradients are added up in the last micro-batch only."""
         ...
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its weights, gradients and states are in the host's memory between forward and backward."""
+        ...
+
     def playing(self) -> AbstractContextManager[Any]:
         """A context in which this process is that rank."""
         ...
@@ -97,6 +102,7 @@ def trace_step(
         step = DryStep(
             dry, model, traced, loss, settings, on_cuda=role is not None,
             optimizer=twin, built=lambda: _built(optimizer, model, settings),
+            updates_on_host=rank is not None and rank.is_on_host,
         )  # fmt: skip
         del twin
         if rank is None and needs_no_gradients(model, settings):
@@ -111,6 +117,9 @@ def _joined(dry: DryRun, model: nn.Module, rank: Rank) -> nn.Module:
     """The model as a rank holds it, which wraps it first."""
     dry.ledger.track_all(model.parameters())
     wrapped = rank.wrapped(model)
+    if rank.is_on_host and now.playing_cuda:
+        for shard in (memory for parameter in wrapped.parameters() for memory in memory_of(parameter)):
+            dry.ledger.on_host(shard)
     announce(dry.ledger, wrapped, [], [])
     return wrapped
 

@@ -64,6 +64,9 @@ class _Shardings:
         for base in bases:
             self.take(base)
         self.keep_gathered(bases[0] if self.best is None else self.best.world.sharding)
+        if self.best is None and self.request.shards_leave:
+            # The update runs on the host then, so this is slower than whatever fits.
+            self.take(replace(bases[0], on_host=True))
         if self.best is None:
             assert self.error is not None, "at least one search has ended"
             raise self.error
@@ -146,6 +149,7 @@ def in_words(sharding: Sharding) -> str:
     keeps = sharding.reshard_after_forward is False
     words = ["gathered weights kept until backward" if keeps else "gathered weights freed after forward"]
     words += [f"{' and '.join(sharding.apart)} sharded apart"] if sharding.apart else []
+    words += ["shards on the host"] if sharding.on_host else []
     words += ["gradients exchanged in the last micro-batch"] if sharding.reduces_once else []
     return f"FSDP2 with {', '.join(words)}"
 

@@ -90,6 +90,7 @@ from tightfit.runtime.internals.graphs import (
     sizes_are_static,
 )
 from tightfit.runtime.internals.sharded import (
+    around_messages_of_fsdp2,
     classes_before_fsdp2,
     forget_fsdp2,
     forget_placements,
@@ -113,6 +114,7 @@ __all__ = [
     "RecordedCall",
     "active_modes",
     "allocator_settings",
+    "around_messages_of_fsdp2",
     "as_outside_of_kernels",
     "at_end_of_backward",
     "attention_priority",

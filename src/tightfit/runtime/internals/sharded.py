@@ -4,8 +4,9 @@ The private names are those of `torch.distributed.fsdp._fully_shard`, alike in t
 that says so here.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,31 @@ def groups_of_state(state: Any) -> list[Any]:
     if groups is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@contextmanager
+def around_messages_of_fsdp2(
+    gathering: AbstractContextManager[Any], reducing: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """A context in which FSDP2 prepares its gathers in one context, and its reductions in another."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as module
+
+    groups: Any = module
+
+    def within(context: AbstractContextManager[Any], function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    gather, reduce = groups.foreach_all_gather, groups.foreach_reduce
+    groups.foreach_all_gather, groups.foreach_reduce = within(gathering, gather), within(reducing, reduce)
+    try:
+        yield
+    finally:
+        groups.foreach_all_gather, groups.foreach_reduce = gather, reduce
 
 
 @contextmanager

@@ -42,6 +42,9 @@ def demand_shardable(config: Config) -> None:
         f"memory.recompute is set by hand, which no rank of FSDP2 is predicted with: set memory.budget, {_OR_DDP}": (
             memory.recompute is not None
         ),
+        "memory.levers names offload, with which no training on cards was tried: leave it out": (
+            memory.levers is not None and not isinstance(memory.levers, str) and "offload" in memory.levers
+        ),
         f"memory.compile_blocks was compared on no rank of FSDP2: set it to false, {_OR_DDP}": memory.compile_blocks,
         f"checkpoint.in_background is of one process that writes: set it to false, {_OR_DDP}": (
             config.checkpoint.in_background
