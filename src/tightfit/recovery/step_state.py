@@ -9,7 +9,7 @@ copied from then on. The copies lie in host memory outside of the allocator, unt
 
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,8 +94,9 @@ class RandomStates:
 class StepState:
     """Mutable: what a step is about to change in a model, and what the steps so far have shown that they change."""
 
-    def __init__(self, model: nn.Module, *, in_objects: bool = True):
+    def __init__(self, model: nn.Module, *, in_objects: bool = True, apart: Sequence[Any] = ()):
         self._model = model
+        self._apart = apart  # objects in modules that somebody else brings back
         self._in_objects = in_objects  # attributes of objects that modules hold: a guest's whole trainer may be there
         devices = {p.device for p in model.parameters()} | {torch.device("cpu")}
         self._generators = [default_generator(device) for device in sorted(devices, key=str)]
@@ -168,7 +169,7 @@ class StepState:
 
     def _look_around(self) -> None:
         containers = (module.__dict__ for _, module in named_modules(self._model))
-        contents = Contents(containers, in_objects=self._in_objects)
+        contents = Contents(containers, in_objects=self._in_objects, apart=self._apart)
         self._contents = contents.contents
         self._own_generators = {id(generator): generator for generator, _ in contents.generators}
         known = {id(held.reference()): held for held in self._tensors}

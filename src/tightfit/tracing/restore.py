@@ -64,13 +64,15 @@ def attributes_of(model: nn.Module) -> "Contents":
 
 
 class Contents:
-    """The saved contents of containers, nested ones too. With `in_objects`, also the attributes of objects in them."""
+    """The saved contents of containers, nested ones too. With `in_objects`, also the attributes of objects in them,
+    but for those that are `apart`.
+    """
 
-    def __init__(self, containers: Iterable[Any], in_objects: bool = True):
+    def __init__(self, containers: Iterable[Any], in_objects: bool = True, apart: Iterable[Any] = ()):
         self.contents: list[tuple[Any, Any]] = []
         self.generators: list[tuple[Any, Any]] = []  # of random numbers, with their states
         self._in_objects = in_objects
-        self._seen: set[int] = set()
+        self._seen = {id(item) for item in apart}
         for container in containers:
             self._remember(container, depth=0)
 

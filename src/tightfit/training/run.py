@@ -32,8 +32,10 @@ from tightfit.training.reporter import Reporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.sampling import sample_text
 from tightfit.training.saving import Saver
+from tightfit.training.sharded.fitting import planner_of_shards
 from tightfit.training.sharded.model import WholeModel, shard
-from tightfit.training.sharded.steps import ShardedStepper
+from tightfit.training.sharded.steps import ShardedStepper, Stranded
+from tightfit.training.sharded.tightening import TighterPlans
 from tightfit.training.stepper import Stepper
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.training.validating import Validation
@@ -155,12 +157,22 @@ class Run:
             # Weights and activations are cast by FSDP2, not by autocast.
             parts |= {"settings": StepSettings("fp32", training.grad_clip), "micro_batches_for": None}
             found = {"planned_bytes": fitted.planned.peak_bytes, "note": self.reporter.on_note, "frozen": whole.frozen}
-            return ShardedStepper(**parts, **found, recovers=memory.recover)
+            plans = self._tighter_plans(ready, levers, whole, parts["loss"]) if memory.recover else None
+            return ShardedStepper(**parts, **found, recovers=memory.recover, plans=plans)
         if not memory.recover:
             return Stepper(**parts)
         planner = StepPlanner(model, parts["loss"], ready.own, ready.device, ready.longest)
         note, slowdown = self.reporter.on_note, memory.max_slowdown
         return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
+
+    def _tighter_plans(
+        self, ready: Prepared, levers: LeversInForce, whole: WholeModel, loss: Objective
+    ) -> TighterPlans:
+        def within(budget_bytes: int) -> Fit:
+            make = planner_of_shards(whole.unfilled, ready.longest, loss, ready.own, ready.device, self.ranks.size)
+            return make(budget_bytes)
+
+        return TighterPlans(ready.model, levers, ready.own, self.ranks, within)
 
     def _restore(self, stepper: Stepper, checkpoint: Checkpoint, record: Record) -> None:
         """The state of a checkpoint, and metrics.jsonl as it was then."""
@@ -242,7 +254,8 @@ class Run:
         except (CannotFit, OtherCannotFit) as error:
             if isinstance(error, OtherCannotFit):
                 stepper.undo()
-            if record.steps and not stepper.is_sharded:  # the step that failed was undone: those before it are not lost
+            # The step that failed was undone: those before it are not lost.
+            if record.steps and not isinstance(error, Stranded):
                 saver.save(record, now=True)
                 self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
             raise

@@ -95,6 +95,8 @@ from tightfit.runtime.internals.sharded import (
     forget_fsdp2,
     forget_placements,
     groups_of_state,
+    reset_fsdp2,
+    send_messages_by,
     states_of_fsdp2,
 )
 from tightfit.runtime.internals.tensors import (
@@ -181,10 +183,12 @@ __all__ = [
     "recording_failures",
     "recording_settings",
     "register_pages",
+    "reset_fsdp2",
     "results_with_gradients",
     "run_kernel",
     "runs_with",
     "saves_by",
+    "send_messages_by",
     "set_allocator_settings",
     "set_version_counters",
     "sizes_are_static",

@@ -5,7 +5,7 @@ that says so here.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,6 +30,71 @@ def groups_of_state(state: Any) -> list[Any]:
     if groups is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def send_messages_by(group: Any, send: Callable[[str, Callable[..., Any], dict[str, Any]], Any]) -> None:
+    """Have a group of parameters send its messages through `send(kind, own, arguments)`, which sends one by
+    `own(**arguments)`, or does not. The arguments hold the tensors `output_tensor` and `input_tensor`.
+    """
+    group._all_gather_comm = _Sender("all_gather", group._all_gather_comm, send)
+    group._reduce_scatter_comm = _Sender("reduce_scatter", group._reduce_scatter_comm, send)
+
+
+class _Sender:
+    """What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take, around what was there."""
+
+    def __init__(self, kind: str, own: Any, send: Callable[[str, Callable[..., Any], dict[str, Any]], Any]):
+        self.allocate = own.allocate
+        self._kind, self._own, self._send = kind, own, send
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._send(self._kind, self._own, arguments)
+
+
+def reset_fsdp2(states: Iterable[Any]) -> None:
+    """Bring FSDP2's records to where they are between two steps, after an error in the middle of one. Gathered weights
+    and gradients that are not reduced are let go.
+
+    `FSDPModule.reset_iter_state` does most of this since torch 2.13. It keeps gradients of gathered weights, and the
+    memory of weights that were being gathered.
+    """
+    states = list(states)
+    for state in states:
+        # What was sent before the error ends, since all have sent it or will: it writes into memory that is freed here.
+        state._device_handle.synchronize()
+        for group in groups_of_state(state):
+            _reset_group(group)
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+    for shared in {id(state._state_ctx): state._state_ctx for state in states}.values():
+        shared.iter_forward_root = None
+        shared.post_backward_final_callback_queued = False
+    for messages in {id(state._comm_ctx): state._comm_ctx for state in states}.values():
+        _reset_messages(messages)
+
+
+def _reset_group(group: Any) -> None:
+    for name in ("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event", "_all_reduce_state"):
+        setattr(group, name, None)
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    for parameter in group.fsdp_params:
+        parameter.to_sharded()
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    group._sharded_state = type(group._sharded_state).SHARDED
+
+
+def _reset_messages(messages: Any) -> None:
+    messages.all_gather_state = None
+    messages.post_forward_order.clear()
+    getattr(messages, "_last_post_reduce_events", {}).clear()  # since torch 2.13
+    if hasattr(messages, "reduce_scatter_states"):  # since torch 2.12; one before
+        messages.reduce_scatter_states.clear()
+    else:
+        messages.reduce_scatter_state = None
 
 
 @contextmanager

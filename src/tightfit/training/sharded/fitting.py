@@ -1,6 +1,7 @@
 """The step of a rank of FSDP2, predicted and planned by a process that is such a rank itself."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -8,7 +9,7 @@ from torch import nn
 from tightfit.config.schema import Config
 from tightfit.devices.spec import DeviceSpec
 from tightfit.runtime.forked import in_a_fork
-from tightfit.runtime.internals import forget_process_groups
+from tightfit.runtime.internals import forget_placements, forget_process_groups
 from tightfit.step import Loss
 from tightfit.training.fitting import Fit, fit
 from tightfit.training.several import fit_as_json, fit_from_json
@@ -28,3 +29,26 @@ def fit_shards(
         return fit_as_json(fit(model, batch, loss, config, device, (), ranks), is_stored=False)
 
     return fit_from_json(in_a_fork(in_fork), config)[0]
+
+
+def planner_of_shards(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec, ranks: int
+) -> Callable[[int], Fit]:
+    """A function that returns the fastest plan of the ranks within so many bytes, in the middle of their training.
+
+    `model` is the one before it was sharded, without memory. The function raises as `fit` does.
+    """
+
+    def within(budget_bytes: int) -> Fit:
+        bounded = config.model_copy(update={"memory": config.memory.model_copy(update={"budget": budget_bytes})})
+        if device.kind == "cpu":
+            return fit_shards(model, batch, loss, bounded, device, ranks)
+        # Autograd has threads on a card, and runs in no fork: what PyTorch remembers of a played rank is cleared.
+        forget_placements()
+        try:
+            return fit(model, batch, loss, bounded, device, (), ranks)
+        finally:
+            forget_placements()
+            gc.collect()  # FSDP2's played modules and hooks hold each other
+
+    return within

@@ -113,6 +113,12 @@ class WholeModel:
         self.frozen = edges_digest(model)
         self._empty = own_copy(model) if ranks.is_first else None
 
+    @property
+    def unfilled(self) -> nn.Module:
+        """The model on the CPU, to plan with. On rank 0, before it is filled."""
+        assert self._empty is not None, "rank 0 plans for all"
+        return self._empty.to("cpu")  # its buffers are the sharded model's
+
     def filled(self, model: nn.Module) -> nn.Module:
         """With the weights of a sharded model, on the CPU; on the other ranks the sharded model. All ranks call it."""
         targets: dict[str, Any] = {} if self._empty is None else dict(self._empty.named_parameters())

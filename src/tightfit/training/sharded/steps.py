@@ -1,13 +1,16 @@
 """Steps that all ranks of FSDP2 compute together: each forward and backward exchanges weights and gradients.
 
 So every rank runs as many micro-batches as the others, and none is cut in the middle: a signal ends the training after
-the step that runs, and out of memory before the gradients are complete ends all. The update exchanges nothing, so a
-rank that runs out of memory there finishes it by itself. FSDP2 means gradients over ranks, and a loss is a sum over
-tokens. So each rank divides its own by the tokens of the whole batch over the number of ranks.
+the step that runs. A rank that is out of memory before its gradients are complete sends what the others wait for
+(`sharded.standing_in`) and says so with its loss. Then all undo the step, get a tighter plan from rank 0, and run it
+again. The update exchanges nothing, so a rank that runs out of memory there finishes it by itself.
+
+FSDP2 means gradients over ranks, and a loss is a sum over tokens. So each rank divides its own by the tokens of the
+whole batch over the number of ranks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,59 +18,83 @@ import torch
 from torch import nn
 
 from tightfit.data.samples import Samples
-from tightfit.errors import CannotFit
+from tightfit.errors import CannotFit, TightfitError
 from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.models.mode import evaluating
 from tightfit.processes.ranks import Ranks
+from tightfit.ranks.sent import SentMessages
 from tightfit.ranks.shards import free_gathered, whole
-from tightfit.recovery.catching import Failure, caught, insist
+from tightfit.recovery.catching import TRIES, Failure, caught, insist
+from tightfit.recovery.step_state import StepState
 from tightfit.recovery.update import UpdateGuard, carry_out
+from tightfit.runtime.internals import states_of_fsdp2
 from tightfit.step import forward_backward
+from tightfit.training.corrections import Corrections
 from tightfit.training.evaluation import HeldOutSums
+from tightfit.training.fitting import Fit
 from tightfit.training.joining import agree_on_signal
 from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, Objective, counted
+from tightfit.training.sharded.standing_in import small_parts
+from tightfit.training.sharded.tightening import TighterPlans, failures_of_all
 from tightfit.training.stepper import StepOutcome, Stepper, StepUnderWay, without_labels
+
+
+class Stranded(CannotFit):
+    """This rank is out of memory in the middle of what the others wait for, and cannot go on: no step can be undone on
+    all ranks, and nothing be written together.
+    """
 
 
 @dataclass
 class ShardedStepper(Stepper):
-    """A stepper of one rank of FSDP2. `planned_bytes` is the predicted peak of its step. Mutable: `one_by_one`."""
+    """A stepper of one rank of FSDP2. `planned_bytes` is the predicted peak of the step that it begins with.
+
+    With `recovers`, an update that runs out of memory is finished; with `plans`, a step is undone and run again under a
+    tighter one. Mutable: `one_by_one`, and what it has learnt (`corrections`).
+    """
 
     planned_bytes: int = field(default=0, kw_only=True)
     recovers: bool = field(default=True, kw_only=True)
+    plans: TighterPlans | None = field(default=None, kw_only=True)
     note: Callable[[str], None] = field(default=lambda line: None, kw_only=True)
+    corrections: Corrections = field(default_factory=Corrections, kw_only=True)
     one_by_one: bool = field(default=False, init=False)  # the update, since its memory ran out once
     is_sharded = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._state = StepState(self.model, apart=states_of_fsdp2(self.model.modules()))
+        self._messages = SentMessages(self.model)
 
     def goes_on(self) -> bool:
         return not agree_on_signal(self.ranks, self.interrupt)
 
     def count_for(self, batch: Mapping[str, Any]) -> int:
         """The micro-batches of a batch, on every rank: as many as the rank with most samples can have."""
-        together = getattr(self.loss, "rows_together", 1)
-        return min(self.micro_batches, max(1, self.ranks.largest_share(batch[WHOLE_ROWS] // together)))
+        return min(self.micro_batches, max(1, self.ranks.largest_share(batch[WHOLE_ROWS] // self._together)))
+
+    @property
+    def _together(self) -> int:
+        return getattr(self.loss, "rows_together", 1)
 
     def step(self, batch: Mapping[str, Any]) -> StepOutcome:
         step = _ShardedStep(self, batch)
-        step.exchange()
+        step.compute_gradients()
+        step.losses_joined(None)
+        step.clip()
         step.update()
         step.end()
         return step.outcome()
 
     def attempt(self, batch: Mapping[str, Any], number: int) -> StepOutcome:
-        """Raises `CannotFit` where this rank is out of memory before its gradients are complete, `RecoveryError` where
-        its update cannot be finished, `RankError` where another rank is lost.
+        """Step `number`, whatever it takes.
+
+        Raises `CannotFit` on rank 0, `OtherCannotFit` on the others, where no tighter plan is left: the step is undone.
+        `Stranded` where this rank cannot go on in the middle of a step, `RecoveryError` where the step cannot be undone
+        or finished, `RankError` where another rank is lost.
         """
-        step = _ShardedStep(self, batch)
-        with self.ranks.talking():
-            failure = caught(step.exchange, self.device)
-            if failure is not None:
-                raise CannotFit(
-                    f"step {number}: rank {self.ranks.rank} is {failure}; ranks of FSDP2 do not repeat a step: go on "
-                    "with --resume and a lower memory.budget",
-                    self.planned_bytes,
-                )
+        step = self._with_gradients(batch, number)
         if self.recovers:
             self._updated(step, number)
             insist(step.end, self.device)
@@ -75,6 +102,88 @@ class ShardedStepper(Stepper):
             step.update()
             step.end()
         return step.outcome()
+
+    # A step that fails before its gradients are complete
+
+    def _with_gradients(self, batch: Mapping[str, Any], number: int) -> "_ShardedStep":
+        tried: list[Fit] = []
+        while True:
+            step = _ShardedStep(self, batch)
+            if self.plans is not None:
+                insist(self._state.remember, self.device)
+            with self.ranks.talking():
+                failure = self._exchanged(step, batch, number)
+                if step.losses_joined(failure):
+                    self._clipped(step, number)
+                    break
+            del step
+            assert self.plans is not None, "without tighter plans, a rank that fails is stranded"
+            insist(self.undo, self.device)
+            tried.append(self.plans.levers.fitted)
+            self._tighten(self.plans, failure, number, tried)
+            self._state.put_back_random()
+        if self.plans is not None:
+            insist(self._state.settle, self.device)
+        return step
+
+    def _exchanged(self, step: "_ShardedStep", batch: Mapping[str, Any], number: int) -> Failure | None:
+        """All messages of forward and backward. Where this rank ran out of memory in them, with what was said of it."""
+        self._messages.begin(self.count_for(batch))
+        failure = caught(step.compute_gradients, self.device)
+        if failure is not None:
+            self._stand_in(batch, number, failure)
+        self._messages.end()
+        return failure
+
+    def _stand_in(self, batch: Mapping[str, Any], number: int, failure: Failure) -> None:
+        if self.plans is None:
+            raise self._stranded(number, failure, "memory.recover is false")
+        for _ in range(TRIES):
+            if self._messages.is_torn:
+                raise self._stranded(number, failure, "a message to the other ranks failed with it")
+            try:
+                if caught(lambda: self._send_the_rest(batch), self.device) is None:
+                    return
+            except Exception as error:
+                if isinstance(error, TightfitError) or self._messages.is_torn:
+                    raise
+                why = f"the model does not run a sample of few tokens ({type(error).__name__}: {error})"
+                raise self._stranded(number, failure, why) from error
+        raise self._stranded(number, failure, "there is no room for the messages that the other ranks wait for")
+
+    def _send_the_rest(self, batch: Mapping[str, Any]) -> None:
+        self._messages.begin_again()
+        self.undo()  # what levers and modules hold of the attempt before
+        parts = as_parts(small_parts(batch, self.count_for(batch), self._together), self.loss)
+        forward_backward(self.model, parts, self.loss, self.settings.precision)
+
+    def _clipped(self, step: "_ShardedStep", number: int) -> None:
+        failure = caught(step.clip, self.device)
+        if failure is not None:
+            raise self._stranded(number, failure, "it clips gradients together with the other ranks")
+
+    def _stranded(self, number: int, failure: Failure, why: str) -> Stranded:
+        planned = self.planned_bytes if self.plans is None else self.plans.levers.fitted.planned.peak_bytes
+        return Stranded(
+            f"step {number}: rank {self.ranks.rank} is {failure}, and the step is not repeated: {why}: go on with "
+            "--resume and a lower memory.budget",
+            planned,
+        )
+
+    def _tighten(self, plans: TighterPlans, own: Failure | None, number: int, tried: list[Fit]) -> None:
+        """Put the next tighter plan in force on all ranks. Raises as `attempt` does where there is none."""
+        failures = failures_of_all(self.ranks, own)
+        fitted = plans.next(failures, number, tried)
+        plans.put_in_force(fitted)
+        self._messages.forget()
+        self.micro_batches = fitted.micro_batches
+        learnt = {"plan": fitted.plan, "bound_bytes": fitted.planned.peak_bytes}
+        self.corrections = replace(self.corrections, **learnt, failures=self.corrections.failures + 1)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # the peak is the new plan's
+        self.note(plans.words(failures, number, tried[-1]))
+
+    # A step that fails in its update
 
     def _updated(self, step: StepUnderWay, number: int) -> None:
         def failed(failure: Failure) -> None:
@@ -87,26 +196,24 @@ class ShardedStepper(Stepper):
 
         carry_out(UpdateGuard(self.optimizer), step.update, self.device, single=self.one_by_one, failed=failed)
 
-    def undo(self) -> None:
-        """Nothing: a step is not cut."""
-
 
 class _ShardedStep(StepUnderWay):
-    def exchange(self) -> None:
-        """All that the other ranks take part in: the gradients, and their norm."""
-        self.compute_gradients()
-        self.join()
-
     def compute_gradients(self) -> None:
         stepper, batch = self._stepper, self._batch
         divided = {**batch, VALID_TOKENS: batch[VALID_TOKENS] / stepper.ranks.size}
         parts = as_parts(lockstep_parts(divided, stepper.count_for(batch)), stepper.loss)
         self._loss = forward_backward(stepper.model, parts, stepper.loss, stepper.settings.precision)
 
-    def join(self) -> None:
-        assert self._loss is not None, "the gradients were computed"
+    def losses_joined(self, failure: Failure | None) -> bool:
+        """The mean of all ranks' losses becomes the step's. False where a rank has failed: then the step is void."""
         ranks = self._stepper.ranks
-        self._loss = torch.tensor(ranks.total([float(self._loss)])[0] / ranks.size)
+        own = 0.0 if self._loss is None else float(self._loss)
+        total, failed = ranks.total([own, float(failure is not None)])
+        self._loss = torch.tensor(total / ranks.size)
+        return not failed
+
+    def clip(self) -> None:
+        """All ranks have their gradients."""
         self._clip()
         if self._norm is not None:
             self._norm = whole(self._norm)

@@ -1,0 +1,238 @@
+"""Small trainings under FSDP2 whose memory runs out at chosen operators, on one rank or several.
+
+As a script that torchrun starts on several ranks: `python sharded_recovering.py FOLDER STRIDE` makes memory run out at
+every so many operators, and writes what came out of that to `FOLDER/RANK.json`.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from recovering import BATCH, LENGTH, VOCABULARY, Awkward, config, plain_fit, planner_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from injected_out_of_memory import OutOfMemoryAt
+from tightfit.processes.launch import launched
+from tightfit.processes.ranks import ALONE, Ranks, SeveralRanks
+from tightfit.ranks.sent import SentMessages
+from tightfit.ranks.wrapping import in_fsdp2
+from tightfit.step import StepSettings
+from tightfit.training.fitting import Fit, LeversInForce
+from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.sharded import steps
+from tightfit.training.sharded.steps import ShardedStepper
+from tightfit.training.sharded.tightening import TighterPlans
+
+BLOCKS, STEPS, FAILING = ["blocks.0", "blocks.1"], 3, (1, 3)
+
+
+def batch(number: int, rank: int) -> dict[str, Any]:
+    """A rank's samples of a step: of unlike numbers of tokens to learn, all ranks' together in the counts."""
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 * number + rank))
+    labels = ids.clone()
+    labels[0, -3 - rank :] = -100
+    whole = counted({"input_ids": ids, "labels": labels})
+    return {**whole, "valid_tokens": 40, "whole_rows": 2 * BATCH}
+
+
+def fits() -> tuple[Fit, Fit, Fit]:
+    """The plain step; one that recomputes, bit for bit; one in more micro-batches."""
+    plain = plain_fit()
+    model = Awkward()
+    recomputing = planner_of(model, config()).within(batch(1, 0), int(plain.planned.peak_bytes * 0.93))
+    assert recomputing.micro_batches == 1
+    assert recomputing.plan is not None
+    assert recomputing.plan.levers
+    split = planner_of(model, config(memory={"levers": ["micro_batch"]})).within(
+        batch(1, 0), int(plain.planned.peak_bytes * 0.9)
+    )
+    assert split.micro_batches > 1
+    return plain, recomputing, split
+
+
+@dataclass
+class Training:
+    """A training of some steps, and what is left of it."""
+
+    stepper: ShardedStepper
+    notes: list[str]
+
+    def run(self, around: Callable[[int], Any], before: Mapping[int, Fit] | None = None) -> list[float]:
+        """The losses. `around` gives a context for the steps of a training by their numbers; `before` a plan that is
+        put in force before a step.
+        """
+        losses = []
+        for number in range(1, STEPS + 1):
+            if before and number in before:
+                assert self.stepper.plans is not None
+                self.stepper.plans.put_in_force(before[number])
+                self.stepper.micro_batches = before[number].micro_batches
+            given = batch(number, self.stepper.ranks.rank)
+            with around(number):
+                losses.append(self.stepper.attempt(given, number).loss)
+        return losses
+
+    def everything(self) -> list[torch.Tensor]:
+        """This rank's rows of weights and optimizer states, buffers, random states, and what the model remembers."""
+        model: Any = self.stepper.model
+        states = [v for p in model.parameters() for _, v in sorted(self.stepper.optimizer.state[p].items())]
+        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(())), *model.steps, float(model.seen)]
+        left = [*model.parameters(), *model.buffers(), *states, model.own.get_state()]
+        rows = [getattr(tensor, "_local_tensor", tensor) for tensor in left]
+        return [t.detach().clone() for t in rows] + [torch.tensor(numbers, dtype=torch.float64)]
+
+
+def training(mesh: Any, given: Sequence[Fit], ranks: Ranks = ALONE, *, recovers: bool = True) -> Training:
+    """A new training on fixed seeds. The first fit is in force, the others are those of tighter plans, in order."""
+    first, *tighter = given
+    torch.manual_seed(0)
+    model: nn.Module = Awkward()
+    levers = LeversInForce(first, model)
+    levers.__enter__()
+    in_fsdp2(model, BLOCKS, mesh, reshard_after_forward=first.reshard_after_forward)
+    random.seed(ranks.rank)
+    numpy.random.seed(ranks.rank)
+    torch.manual_seed(ranks.rank)
+    notes: list[str] = []
+
+    def make(bound: int) -> Fit:
+        _ = torch.rand(1), random.random(), numpy.random.rand()  # making a plan may draw
+        return tighter.pop(0) if len(tighter) > 1 else tighter[0]
+
+    plans = TighterPlans(model, levers, config(), ranks, make) if recovers else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Training(
+        ShardedStepper(
+            model, optimizer, CausalLMLoss(), StepSettings("fp32", 0.5), first.micro_batches, ranks=ranks, plans=plans,
+            note=notes.append,
+        ),
+        notes,
+    )  # fmt: skip
+
+
+class OutOfMemoryBetweenMessages(OutOfMemoryAt):
+    """What runs inside a message to other ranks is not counted: an error in one is not recovered from."""
+
+    def __init__(self, messages: SentMessages, *numbers: int):
+        super().__init__(*numbers)
+        self._messages = messages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self._messages.is_torn:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class FailingGradients:
+    """A context in which forward and backward run out of memory at operators, by the number of their call from 1 on: a
+    rank that stands in for itself calls them too. `counts` are the operators of each call.
+    """
+
+    def __init__(self, stepper: ShardedStepper, at: Mapping[int, int]):
+        self._messages, self._at, self._own = stepper._messages, at, steps.forward_backward
+        self.counts: list[int] = []
+        self.raised = 0
+
+    def __enter__(self) -> "FailingGradients":
+        steps.forward_backward = self._run
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        steps.forward_backward = self._own
+
+    def _run(self, *arguments: Any, **options: Any) -> Any:
+        at = self._at.get(len(self.counts) + 1)
+        mode = OutOfMemoryBetweenMessages(self._messages, *([] if at is None else [at]))
+        try:
+            with mode:
+                return self._own(*arguments, **options)
+        finally:
+            self.counts.append(mode.count)
+            self.raised += mode.raised
+
+
+def in_step(step: int, failing: Any) -> Callable[[int], Any]:
+    return lambda number: failing if number == step else nullcontext()
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def operators(mesh: Any, given: Sequence[Fit], ranks: Ranks, step: int) -> int:
+    """How many run in forward and backward of a step, those inside messages left out."""
+    run = training(mesh, given, ranks)
+    counted_in = FailingGradients(run.stepper, {})
+    run.run(in_step(step, counted_in))
+    return counted_in.counts[0]
+
+
+class RanksOfMany(SeveralRanks):
+    """Ranks of one training after the other, where a command has one."""
+
+    number = 0
+
+    def demand_same(self, facts: Mapping[str, str]) -> None:
+        self.number += 1
+        super().demand_same({f"{name} ({self.number})": fact for name, fact in facts.items()})
+
+
+def main(folder: Path, stride: int) -> None:
+    launch = launched()
+    assert launch is not None
+    with RanksOfMany(launch, timeout_seconds=120, on_cuda=False) as ranks:
+        mesh = init_device_mesh("cpu", (ranks.size,))
+        plain, recomputing, split = fits()
+        found: list[dict[str, Any]] = []
+
+        def expect(given: Sequence[Fit], before: Mapping[int, Fit] | None = None) -> tuple[list[float], list[Any]]:
+            run = training(mesh, given, ranks)
+            return run.run(lambda number: nullcontext(), before), run.everything()
+
+        def check(name: str, step: int, at: Mapping[int, int], given: Sequence[Fit], expected: Any) -> None:
+            run = training(mesh, given, ranks)
+            failing = FailingGradients(run.stepper, at)
+            losses = run.run(in_step(step, failing))
+            is_same = losses == expected[0] and same(run.everything(), expected[1])
+            said = {"raised": failing.raised, "failures": run.stepper.corrections.failures, "notes": len(run.notes)}
+            found.append({"case": name, "step": step, "at": dict(at), "same": is_same, **said})
+
+        undisturbed = expect([plain, recomputing])
+        for step in FAILING:
+            count, in_two = (operators(mesh, [fitted, recomputing], ranks, step) for fitted in (plain, split))
+            for number in range((7 * step) % stride, count, stride):
+                check("one rank", step, {1: number} if ranks.rank == 1 else {}, [plain, recomputing], undisturbed)
+            for number in range((5 * step) % stride, count, 3 * stride):
+                at = (number * (1 + 2 * ranks.rank) + 11 * ranks.rank) % count  # elsewhere on each rank
+                check("all ranks", step, {1: at}, [plain, recomputing], undisturbed)
+                # As a stand-in, too; then under the tighter plan again.
+                check(
+                    "stand-in", step, {1: at, 2: number // 2} if ranks.rank else {}, [plain, recomputing], undisturbed
+                )
+                again = {1: at, 3: number // 2} if ranks.rank else {}
+                check("again", step, again, [plain, recomputing, recomputing], undisturbed)
+            expected = expect([plain, split], {step: split})
+            for number in range((3 * step) % stride, count, 2 * stride):
+                at = {} if ranks.rank else {1: number}
+                check("in micro-batches", step, at, [plain, split], expected)
+            expected = expect([split, recomputing], {step: recomputing})
+            for number in range((3 * step) % stride, in_two, 2 * stride):
+                at = {1: number} if ranks.rank else {}
+                check("in the second micro-batch", step, at, [split, recomputing], expected)
+        (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)
