@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,47 +163,162 @@ def test_a_signal_to_one_sharded_rank_ends_all_with_a_checkpoint(nursery: Nurser
 
 
 OUT_OF_MEMORY = """
-import os, runpy, sys
-import torch
-from tightfit.training.sharded import steps
+import json, os, runpy, sys
+from sharded_recovering import FailingGradients
+from tightfit.training.sharded.steps import ShardedStepper
 
-own, calls, ranks = steps.forward_backward, [], sys.argv[1]
-
-
-def failing(*arguments, **options):
-    calls.append(1)
-    if len(calls) == 3 and os.environ["RANK"] in ranks:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    return own(*arguments, **options)
+own, wanted = ShardedStepper.__post_init__, json.loads(sys.argv[1]).get(os.environ["RANK"], {})
 
 
-steps.forward_backward = failing
+def failing(self):
+    own(self)
+    FailingGradients(self, {int(call): at for call, at in wanted.items()}).__enter__()
+
+
+ShardedStepper.__post_init__ = failing
 sys.argv = ["tightfit", "train", *sys.argv[2:]]
 runpy.run_module("tightfit", run_name="__main__")
 """
 
 
-@pytest.mark.slow  # two processes for each
-@pytest.mark.parametrize("ranks", ["1", "01"])
-def test_out_of_memory_in_a_sharded_step_is_one_line_of_one_rank_at_once(tmp_path: Path, ranks: str):
-    script = tmp_path / "failing.py"
-    script.write_text(OUT_OF_MEMORY)
-    config = sharded(training(tmp_path, training={"max_steps": 20}))
-    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), ranks]
-    ended = subprocess.run(
-        [*words, str(tmp_path / "run.yaml")], capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+def run_out_of_memory(
+    config: Config, count: int, at: dict[str, dict[int, int]], *options: str
+) -> subprocess.CompletedProcess[str]:
+    """`tightfit train` under torchrun, in which forward and backward of a rank fail at an operator, by the number of
+    their call; a rank that stands in for itself calls them too.
+    """
+    folder, tests = Path(config.output.folder).parent, Path(__file__).resolve().parents[1]
+    (folder / "failing.py").write_text(OUT_OF_MEMORY)
+    (folder / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    paths = [str(tests), str(tests / "training"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [*words, str(folder / "failing.py"), json.dumps(at), str(folder / "run.yaml"), *options],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
+
+
+def corrections(config: Config) -> dict[str, Any]:
+    checkpoint = Checkpoints(Path(config.output.folder) / "checkpoints").newest_intact().checkpoint
+    assert checkpoint is not None
+    return checkpoint.record["corrections"]
+
+
+def assert_equal(found: Config, expected: Config) -> None:
+    """To the last bit."""
+    same = ("step", "loss", "learning_rate", "grad_norm", "tokens")
+    steps = [[[line[name] for name in same] for line in lines(each)] for each in (found, expected)]
+    assert steps[0] == steps[1]
+    weights = [load_file(Path(each.output.folder) / "model.safetensors") for each in (found, expected)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+RECOVERED: dict[str, tuple[int, dict[str, dict[int, int]], int, dict[str, Any]]] = {
+    "rank 1 in forward of the first step": (2, {"1": {1: 100}}, 1, {}),
+    "both in backward of a later step": (2, {"0": {3: 560}, "1": {3: 400}}, 1, {}),
+    "again as a stand-in and under the tighter plan": (2, {"1": {2: 250, 3: 300, 5: 500}}, 2, {}),
+    "one of three in its second micro-batch": (
+        3, {"2": {2: 900}}, 1, {"batch_size": 12, "gradient_accumulation_steps": 6},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow  # two trainings and a plan for each
+@pytest.mark.parametrize("case", RECOVERED)
+def test_a_recovered_run_of_ranks_is_the_undisturbed_one(tmp_path: Path, case: str):
+    count, at, failures, steps = RECOVERED[case]
+    exact = {"levers": ["recompute"]}
+    whole = sharded(training(tmp_path, model={"dropout": 0.1}, memory=exact, training={"batch_size": 9, **steps}))
+    assert run_out_of_memory(whole, count, {}).returncode == 0
+    config = sharded(whole, "failing")
+    ended = run_out_of_memory(config, count, at)
+    assert ended.returncode == 0, ended.stderr
+    assert_equal(config, whole)
+    said = [line for line in (ended.stdout + ended.stderr).splitlines() if "is undone on all ranks" in line]
+    assert len(said) == failures, said
+    assert all(f"rank {rank} is out of memory" in said[0] for rank in at)
+    learnt = corrections(config)
+    assert learnt["failures"] == failures
+    result = json.loads((Path(config.output.folder) / "result.json").read_text())
+    assert result["predicted_peak_bytes"] == learnt["bound_bytes"] < result["plain_peak_bytes"]
+
+
+@pytest.mark.slow  # three trainings and a plan
+def test_a_resumed_run_of_ranks_goes_on_with_the_tighter_plan(nursery: Nursery, tmp_path: Path):
+    sections = {"memory": {"levers": ["recompute"]}, "training": {"schedule": "constant", "max_steps": 6}}
+    whole = sharded(training(tmp_path, **sections))
+    assert nursery.train_ranks(whole, 2).codes == [0, 0]
+    config = sharded(whole, "failing")
+    assert run_out_of_memory(config, 2, {"1": {2: 100}}, "training.max_steps=4").returncode == 0
+    learnt = corrections(config)
+    again = run_out_of_memory(config, 2, {}, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert_equal(config, whole)
+    assert corrections(config) == learnt
+    result = json.loads((Path(config.output.folder) / "result.json").read_text())
+    assert (result["resumed_from"], result["predicted_peak_bytes"]) == (4, learnt["bound_bytes"])
+
+
+def assert_one_error(ended: subprocess.CompletedProcess[str], line: str) -> None:
+    """Of one rank, and its exit code of all."""
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ended.stderr
-    assert "step 3: rank" in errors[0]
-    assert "is out of memory; ranks of FSDP2 do not repeat a step: go on with --resume" in errors[0]
+    assert re.match(f"error: {line}", errors[0]), errors[0]
     assert ended.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
     codes = re.findall(r"^  exitcode  : (\S+)", ended.stderr, flags=re.MULTILINE)  # in torchrun's report
     assert codes, ended.stderr
     assert set(codes) == {"3"}, ended.stderr
+
+
+@pytest.mark.slow  # two processes for each
+@pytest.mark.parametrize(
+    ("ranks", "calls", "recover", "line"),
+    [
+        ("1", [3], False, "step 3: rank 1 is out of memory on cpu .*, and the step is not repeated: memory.recover is"),
+        (
+            "01",
+            [3],
+            False,
+            "step 3: rank . is out of memory on cpu .*, and the step is not repeated: memory.recover is",
+        ),
+        (
+            "1",
+            range(3, 30),
+            True,
+            "step 3: rank 1 is out of memory .*: there is no room for the messages that the othe",
+        ),
+    ],
+)
+def test_out_of_memory_that_is_not_recovered_from_is_one_line_of_one_rank_at_once(
+    tmp_path: Path, ranks: str, calls: Any, recover: bool, line: str
+):
+    config = sharded(training(tmp_path, training={"max_steps": 20}, memory={"recover": recover}))
+    begun = time.monotonic()
+    ended = run_out_of_memory(config, 2, {rank: dict.fromkeys(calls, 100) for rank in ranks})
+    assert_one_error(ended, line)
+    assert "go on with --resume and a lower memory.budget" in ended.stderr
     assert [line["step"] for line in lines(config)] == [1, 2]
+    assert time.monotonic() - begun < config.training.rank_timeout
+
+
+@pytest.mark.slow  # three trainings, and plans
+def test_where_ranks_have_no_tighter_plan_the_steps_before_are_in_a_checkpoint(nursery: Nursery, tmp_path: Path):
+    sections = {"memory": {"levers": ["recompute"]}, "checkpoint": {"every_steps": None}}
+    whole = sharded(training(tmp_path, **sections))
+    assert nursery.train_ranks(whole, 2).codes == [0, 0]
+    config = sharded(whole, "failing")
+    every_attempt = dict.fromkeys(range(3, 60, 2), 100)  # the calls between them stand in
+    ended = run_out_of_memory(config, 2, {"1": every_attempt})
+    assert_one_error(
+        ended, "step 3: rank 1: out of memory on cpu .*, and no tighter plan is left: tried at a predicted"
+    )
+    assert "step 2 is in a checkpoint: go on with --resume and other memory.*" in ended.stdout + ended.stderr
+    assert [line["step"] for line in lines(config)] == [1, 2]
+    again = run_out_of_memory(config, 2, {}, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert_equal(config, whole)
 
 
 @pytest.mark.slow  # a process for each
