@@ -181,14 +181,37 @@ runpy.run_module("tightfit", run_name="__main__")
 """
 
 
+# From the third step on, a rank may have so many bytes more than it has.
+LIMITED = """
+import json, os, resource, runpy, sys
+import psutil
+from tightfit.training.sharded import steps
+
+own, calls, limits = steps.forward_backward, [], json.loads(sys.argv[1])
+
+
+def limited(*arguments, **options):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] in limits:
+        most = psutil.Process().memory_info().vms + limits[os.environ["RANK"]]
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    return own(*arguments, **options)
+
+
+steps.forward_backward = limited
+sys.argv = ["tightfit", "train", *sys.argv[2:]]
+runpy.run_module("tightfit", run_name="__main__")
+"""
+
+
 def run_out_of_memory(
-    config: Config, count: int, at: dict[str, dict[int, int]], *options: str
+    config: Config, count: int, at: dict[str, Any], *options: str, script: str = OUT_OF_MEMORY
 ) -> subprocess.CompletedProcess[str]:
     """`tightfit train` under torchrun, in which forward and backward of a rank fail at an operator, by the number of
-    their call; a rank that stands in for itself calls them too.
+    their call; a rank that stands in for itself calls them too. Or another script.
     """
     folder, tests = Path(config.output.folder).parent, Path(__file__).resolve().parents[1]
-    (folder / "failing.py").write_text(OUT_OF_MEMORY)
+    (folder / "failing.py").write_text(script)
     (folder / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     paths = [str(tests), str(tests / "training"), os.environ.get("PYTHONPATH", "")]
@@ -243,6 +266,25 @@ def test_a_recovered_run_of_ranks_is_the_undisturbed_one(tmp_path: Path, case: s
     assert learnt["failures"] == failures
     result = json.loads((Path(config.output.folder) / "result.json").read_text())
     assert result["predicted_peak_bytes"] == learnt["bound_bytes"] < result["plain_peak_bytes"]
+
+
+@pytest.mark.slow  # two trainings of longer rows, and plans
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are enforced on Linux")
+def test_ranks_recover_within_a_real_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Else the C library's arenas hold what was freed, and the room depends on their number.
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))
+    wide = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "head_dim": 32, "max_position_embeddings": 512}
+    steps = {"batch_size": 8, "max_steps": 3}
+    sections = {"model": wide, "data": {"sequence_length": 512, "buckets": False}, "training": steps}
+    whole = sharded(training(tmp_path, **sections, memory={"levers": ["recompute"]}))
+    assert run_out_of_memory(whole, 2, {}).returncode == 0
+    config = sharded(whole, "failing")
+    ended = run_out_of_memory(config, 2, {"1": 60 << 20}, script=LIMITED)
+    assert ended.returncode == 0, ended.stderr
+    assert_equal(config, whole)
+    assert corrections(config)["failures"] > 0
+    assert "step 3: rank 1 is out of memory on cpu (asked for" in ended.stdout + ended.stderr
 
 
 @pytest.mark.slow  # three trainings and a plan

@@ -32,7 +32,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     shown = sys.excepthook  # which is replaced by one that names the rank before each line, and never put back
-    with _groups_aside():
+    with process_groups_aside():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         try:
             yield
@@ -42,7 +42,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _groups_aside() -> Iterator[None]:
+def process_groups_aside() -> Iterator[None]:
     """A context in which PyTorch knows no process group. Those that it knew keep their connections, and are known again
     afterwards.
     """

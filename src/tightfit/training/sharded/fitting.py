@@ -4,12 +4,13 @@ import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from tightfit.config.schema import Config
 from tightfit.devices.spec import DeviceSpec
 from tightfit.runtime.forked import in_a_fork
-from tightfit.runtime.internals import forget_placements, forget_process_groups
+from tightfit.runtime.internals import forget_placements, forget_process_groups, process_groups_aside
 from tightfit.step import Loss
 from tightfit.training.fitting import Fit, fit
 from tightfit.training.several import fit_as_json, fit_from_json
@@ -41,12 +42,14 @@ def planner_of_shards(
 
     def within(budget_bytes: int) -> Fit:
         bounded = config.model_copy(update={"memory": config.memory.model_copy(update={"budget": budget_bytes})})
-        if device.kind == "cpu":
+        if device.kind == "cpu" and not torch.accelerator.is_available():
             return fit_shards(model, batch, loss, bounded, device, ranks)
-        # Autograd has threads on a card, and runs in no fork: what PyTorch remembers of a played rank is cleared.
+        # Where there is a card, autograd has threads by now, and runs in no fork. So what PyTorch remembers of a played
+        # rank is cleared.
         forget_placements()
         try:
-            return fit(model, batch, loss, bounded, device, (), ranks)
+            with process_groups_aside():
+                return fit(model, batch, loss, bounded, device, (), ranks)
         finally:
             forget_placements()
             gc.collect()  # FSDP2's played modules and hooks hold each other
