@@ -25,7 +25,8 @@ from tightfit.processes.ranks import ALONE, Ranks
 from tightfit.ranks.sent import SentMessages
 from tightfit.ranks.shards import free_after_forward
 from tightfit.ranks.wrapping import in_fsdp2
-from tightfit.runtime.internals import fake_process_group, forget_placements
+from tightfit.recovery.catching import caught
+from tightfit.runtime.internals import fake_process_group, forget_placements, groups_of_state, states_of_fsdp2
 from tightfit.training.fitting import Fit
 from tightfit.training.objective import CausalLMLoss
 from tightfit.training.sharded.fitting import planner_of_shards
@@ -191,6 +192,31 @@ def test_a_rank_that_fails_sends_what_the_others_wait_for(
         failing = FailingGradients(run.stepper, {1: number, 2: count // 3, 3: count // 2})
         assert sent_by(run, step, failing) == expected, number
         assert failing.raised == 3, "twice as a stand-in, too"
+
+
+def test_nothing_of_a_failed_step_is_held_when_the_stand_in_begins(mesh_of_two: Any, made: tuple[Fit, Fit, Fit]):
+    """Gathered weights, and gradients that were not reduced: the stand-in needs their memory."""
+
+    def held(group: Any) -> int:
+        gathered = [tensor for each in group.fsdp_params for tensor in each.all_gather_outputs]
+        left = [getattr(each, "_unsharded_param", None) for each in group.fsdp_params]
+        gradients = [each.grad for each in left if each is not None and each.grad is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in [*gathered, *gradients])
+
+    run = training(mesh_of_two, made[:2], FirstOfTwo())
+    groups = [group for state in states_of_fsdp2(run.stepper.model.modules()) for group in groups_of_state(state)]
+    found: set[bool] = set()
+    for number in range(5, 330, 13):
+        step, *_ = _begun(run, 1)
+        run.stepper._messages.begin(1)
+        with FailingGradients(run.stepper, {1: number}) as failing:
+            caught(step.compute_gradients, torch.device("cpu"))
+        found.add(failing.raised == 1 and any(map(held, groups)))
+        run.stepper._messages.begin_again()
+        assert not any(map(held, groups)), number
+        assert not groups[0].comm_ctx.post_forward_order
+        run.stepper.undo()
+    assert True in found, "there was something to let go of"
 
 
 def test_units_keep_or_free_their_weights_as_if_they_had_been_sharded_so(mesh_of_two: Any):
