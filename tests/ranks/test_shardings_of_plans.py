@@ -16,13 +16,14 @@ from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.api import plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.ranks.playing import PlayedRank, own_copy
 from tightfit.ranks.world import Sharding, World
-from tightfit.ranks.wrapping import in_fsdp2, modules_apart
+from tightfit.ranks.wrapping import change_sharding, in_fsdp2, modules_apart
 from tightfit.step import TokenBatch, forward_backward, model_loss
 from tightfit.tracing.copies import TO_DEVICE, TO_HOST
 from tightfit.tracing.record import Category, Phase
@@ -233,3 +234,30 @@ def test_gradients_are_those_of_the_plain_model(chunked):
     for sharding in choices:
         for mine, other in zip(gradients(sharding), plain, strict=True):
             assert torch.equal(mine, other)
+
+
+def test_a_model_that_is_sharded_already_keeps_its_units():
+    made = decoder()
+    budget = below_plain(made)
+    asked = Asked(made, BATCH, device=round_device(), world_size=2, levers=[], parallel="fsdp2")
+    assert plan_asked(replace(asked, apart=APART), budget).sharded_apart == APART
+    with pytest.raises(CannotFit):
+        plan_asked(replace(asked, apart=()), budget)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_model_does_what_another_choice_would_have_made_of_it():
+    made, mesh = decoder(), dist.init_device_mesh("cpu", (1,))
+    in_fsdp2(made, find_blocks(made), mesh, Sharding(False, APART, True))
+
+    def frees() -> dict[str, bool]:
+        units = {path: each for path, each in made.named_modules() if isinstance(each, FSDPModule) and path}
+        return {path: each._get_fsdp_state()._fsdp_param_group._reshard_after_forward for path, each in units.items()}
+
+    assert set(frees().values()) == {False}
+    change_sharding(made, Sharding(apart=APART))
+    assert frees() == {"layers.0": True, "layers.1": True, "embedding": True, "head": False}
+    assert "no_sync" not in vars(made)
+    change_sharding(made, Sharding(False, APART, True))
+    assert set(frees().values()) == {False}
+    assert "no_sync" in vars(made)

@@ -98,7 +98,7 @@ def training(mesh: Any, given: Sequence[Fit], ranks: Ranks = ALONE, *, recovers:
     model: nn.Module = Awkward()
     levers = LeversInForce(first, model)
     levers.__enter__()
-    in_fsdp2(model, BLOCKS, mesh, reshard_after_forward=first.reshard_after_forward)
+    in_fsdp2(model, BLOCKS, mesh, first.sharding)
     random.seed(ranks.rank)
     numpy.random.seed(ranks.rank)
     torch.manual_seed(ranks.rank)

@@ -23,8 +23,8 @@ from tightfit.devices.present import lookup_present
 from tightfit.errors import CannotFit, RecoveryError
 from tightfit.processes.ranks import ALONE, Ranks
 from tightfit.ranks.sent import SentMessages
-from tightfit.ranks.shards import free_after_forward
-from tightfit.ranks.wrapping import in_fsdp2
+from tightfit.ranks.world import Sharding
+from tightfit.ranks.wrapping import change_sharding, in_fsdp2
 from tightfit.recovery.catching import caught
 from tightfit.runtime.internals import fake_process_group, forget_placements, groups_of_state, states_of_fsdp2
 from tightfit.training.fitting import Fit
@@ -224,7 +224,7 @@ def test_units_keep_or_free_their_weights_as_if_they_had_been_sharded_so(mesh_of
 
     def sharded(reshards: bool | None) -> Awkward:
         model: Any = Awkward()
-        return in_fsdp2(model, BLOCKS, mesh_of_two, reshard_after_forward=reshards)
+        return in_fsdp2(model, BLOCKS, mesh_of_two, Sharding(reshards))
 
     def sent(model: Awkward) -> list[tuple[str, list[int]]]:
         with Messages() as messages:
@@ -236,7 +236,7 @@ def test_units_keep_or_free_their_weights_as_if_they_had_been_sharded_so(mesh_of
     for begun, then in ((None, False), (False, None)):
         model = sharded(begun)
         assert sent(model) == (frees if begun is None else keeps)
-        free_after_forward(model, then)
+        change_sharding(model, Sharding(then))
         assert sent(model) == (frees if then is None else keeps)
 
 

@@ -24,7 +24,7 @@ from tightfit.planner.levers import MicroBatches, Offload, allowed_levers
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.processes.launch import launched
-from tightfit.ranks.world import Shards, world_of
+from tightfit.ranks.world import Sharding, Shards, world_of
 from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss
 from tightfit.tracing.twin import has_no_memory, twin_of, with_memory
@@ -53,6 +53,7 @@ class Asked:
     parallel: str | None = None
     steps: int | None = None
     ddp: Mapping[str, Any] | None = None
+    apart: tuple[str, ...] | None = None  # of FSDP2, in a training that runs: what is sharded beside the blocks
     shards: Shards | None = None  # of FSDP2, as it was found around a running model, whose whole twin is `model`
 
     @property
@@ -89,6 +90,8 @@ class Asked:
         check_levers(self.levers)
         refuse_distributed(self.model, "a plan or an estimate")
         world = world_of(self.ranks, self.nodes, self.parallel, self.ddp, self.shards)
+        if world is not None and self.apart is not None:
+            world = replace(world, sharding=Sharding(apart=self.apart), keeps_units=True)
         check_world(world, self.optimizer, self.step_in_backward, 2 if chooses else count)
         keeps = gradients_are_zero(self.model) if self.keep_gradients is None else self.keep_gradients
         model, batch = as_twins(self.model, self.batch, self.optimizer)

@@ -54,14 +54,3 @@ def without_messages(model: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.set_requires_gradient_sync(True, recurse=False)
-
-
-def free_after_forward(model: nn.Module, reshards: bool | None) -> None:
-    """Have the units of a sharded model free their gathered weights after forward, or keep them, as if it had been
-    sharded with this `reshard_after_forward` (`ranks.wrapping.in_fsdp2`).
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and module is not model:  # the root keeps its own, whichever it is given
-            module.set_reshard_after_forward(reshards is not False, recurse=False)

@@ -87,7 +87,7 @@ def world_of(
     settings = DDPSettings() if ddp is None else DDPSettings.of(ddp)
     keeps = Sharding(False if shards is not None and shards.keeps_all else None)
     engine = cast(Parallel, parallel or "fsdp2")
-    return World(size, engine, 1 if nodes is None else nodes, keeps, settings, shards)
+    return World(size, engine, 1 if nodes is None else nodes, keeps, settings, shards=shards)
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ class World:
     nodes: int = 1
     sharding: Sharding = field(default_factory=Sharding)
     ddp: DDPSettings = field(default_factory=DDPSettings)
+    keeps_units: bool = False  # whether a plan leaves alone what is apart: the model is sharded already
     shards: Shards | None = None  # of FSDP2: how a running model is sharded; None: as this package shards
 
     def __post_init__(self) -> None:

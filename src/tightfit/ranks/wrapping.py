@@ -64,7 +64,6 @@ def in_fsdp2(
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     sharding = sharding or Sharding()
-    frees = sharding.reshard_after_forward
     pinned = mesh.device_type == "cuda"
     alike: dict[str, Any] = {
         "mesh": mesh,
@@ -73,13 +72,32 @@ def in_fsdp2(
     }
     for path in (*blocks, *sharding.apart):
         module = module_at(model, path)
-        # The loss may read the head's weight after forward, so only a table of embeddings is freed like a block.
-        freed = frees if path in blocks or isinstance(module, nn.Embedding) else False
-        fully_shard(module, reshard_after_forward=freed, **alike)
-    fully_shard(model, reshard_after_forward=frees, **alike)
+        fully_shard(module, reshard_after_forward=_frees(path, module, sharding), **alike)
+    fully_shard(model, reshard_after_forward=sharding.reshard_after_forward, **alike)
+    _reduce_once(model, sharding)
+    return model
+
+
+def change_sharding(model: nn.Module, sharding: Sharding) -> None:
+    """Have a model that is sharded in the same units do what it would do, had it been sharded so by `in_fsdp2`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for path, module in named_modules(model):
+        if isinstance(module, FSDPModule) and path:  # the root keeps its own weights, whichever it is given
+            module.set_reshard_after_forward(_frees(path, module, sharding) is not False, recurse=False)
+    _reduce_once(model, sharding)
+
+
+def _frees(path: str, module: nn.Module, sharding: Sharding) -> bool | None:
+    # The loss may read the head's weight after forward, so only a table of embeddings is freed like a block.
+    is_kept = path in sharding.apart and not isinstance(module, nn.Embedding)
+    return False if is_kept else sharding.reshard_after_forward
+
+
+def _reduce_once(model: nn.Module, sharding: Sharding) -> None:
+    model.__dict__.pop("no_sync", None)
     if sharding.reduces_once:
         model.__dict__["no_sync"] = partial(without_messages, model)
-    return model
 
 
 LEAST_APART = 0.01  # of the model's elements: a smaller module is not worth messages of its own

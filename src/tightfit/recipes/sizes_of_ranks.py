@@ -23,8 +23,9 @@ from tightfit.recipes.sizes import Dimension, dimensions_of, resized
 class RankStep:
     """The step of a row that fits, with the levers of little memory, for batches of any size.
 
-    `request` is of the units of the row's plan, which free gathered weights after forward. `held_bytes` are a rank's weights, gradients and
-    states, by arithmetic, and `over_now` what the row's plan takes over the budget, below zero: what it leaves.
+    `request` is of the units of the row's plan, which free gathered weights. `held_bytes` are a rank's weights,
+    gradients and states, by arithmetic, and `over_now` what the row's plan takes over the budget, below zero: what it
+    leaves.
     """
 
     request: Request

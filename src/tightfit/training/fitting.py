@@ -151,16 +151,19 @@ def fit(
     device: DeviceSpec,
     shorter: Sequence[Mapping[str, Any]] = (),
     shards: int | None = None,
+    apart: tuple[str, ...] | None = None,
 ) -> Fit:
     """Predict the step on this batch, and plan it where the configuration has a budget.
 
     `device` is the one that it will run on; the model may be elsewhere. `shorter` are batches of fewer tokens a row,
     whose micro-batches are sized by their predicted bytes. Where checkpoints are written in the background on a CPU,
     the plan is made for the budget less their copy. With `shards`, the step is that of so many ranks of FSDP2, and
-    shorter batches have the micro-batches of the longest. Raises `CannotFit`, `LeverError` and `TraceError`.
+    shorter batches have the micro-batches of the longest. `apart` are the modules that are sharded beside the blocks
+    already, where they are. Raises `CannotFit`, `LeverError` and `TraceError`.
     """
     if shards is not None:
-        return _fit_shards(model, batch, loss, config, device, shards)
+        asked = _asked(model, batch, loss, config, device)
+        return _fit_shards(replace(asked, world_size=shards, parallel="fsdp2", apart=apart), config, device)
     fitted = _fit_longest(model, batch, loss, config, device)
     if not shorter:
         return fitted
@@ -186,14 +189,12 @@ def _fit_longest(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config:
         return replace(by_hand, planned=estimate_asked(asked).step_figures)
 
 
-def _fit_shards(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec, shards: int
-) -> Fit:
-    asked = replace(_asked(model, batch, loss, config, device), world_size=shards, parallel="fsdp2")
+def _fit_shards(asked: Asked, config: Config, device: DeviceSpec) -> Fit:
+    model = asked.model
     if config.memory.budget is not None:
         return fit_of(plan_asked(asked, config.memory.budget), model, config, device)
     plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
-    state = _state_bytes(model, config, plain, shards)
+    state = _state_bytes(model, config, plain, asked.world_size or 1)
     return Fit(plain, plain, asked.count, asked.count, state_bytes=state, is_sharded=True)
 
 

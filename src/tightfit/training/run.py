@@ -169,8 +169,8 @@ class Run:
         self, ready: Prepared, levers: LeversInForce, whole: WholeModel, loss: Objective
     ) -> TighterPlans:
         def within(budget_bytes: int) -> Fit:
-            make = planner_of_shards(whole.unfilled, ready.longest, loss, ready.own, ready.device, self.ranks.size)
-            return make(budget_bytes)
+            given = whole.unfilled, ready.longest, loss, ready.own, ready.device, self.ranks.size
+            return planner_of_shards(*given, levers.fitted.sharding.apart)(budget_bytes)
 
         return TighterPlans(ready.model, levers, ready.own, self.ranks, within)
 

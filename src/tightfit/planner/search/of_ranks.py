@@ -77,6 +77,8 @@ class _Shardings:
     def bases(self) -> list[Sharding]:
         """What is sharded by itself: the blocks, or embedding and head too where that takes less memory."""
         whole = self.world.sharding
+        if self.world.keeps_units:
+            return [whole]
         paths = modules_apart(self.request.model, find_blocks(self.request.model, self.request.blocks))
         plain = self.default.plain
         if not paths or plain.peak_bytes <= self.default.budget_bytes:

@@ -17,7 +17,13 @@ from tightfit.training.several import fit_as_json, fit_from_json
 
 
 def fit_shards(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec, ranks: int
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss,
+    config: Config,
+    device: DeviceSpec,
+    ranks: int,
+    apart: tuple[str, ...] | None = None,
 ) -> Fit:
     """As `fit` does for so many ranks. Raises as `fit` does.
 
@@ -27,29 +33,36 @@ def fit_shards(
 
     def in_fork() -> bytes:
         forget_process_groups()
-        return fit_as_json(fit(model, batch, loss, config, device, (), ranks), is_stored=False)
+        return fit_as_json(fit(model, batch, loss, config, device, (), ranks, apart), is_stored=False)
 
     return fit_from_json(in_a_fork(in_fork), config)[0]
 
 
 def planner_of_shards(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec, ranks: int
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss,
+    config: Config,
+    device: DeviceSpec,
+    ranks: int,
+    apart: tuple[str, ...] = (),
 ) -> Callable[[int], Fit]:
     """A function that returns the fastest plan of the ranks within so many bytes, in the middle of their training.
 
-    `model` is the one before it was sharded, without memory. The function raises as `fit` does.
+    `model` is the one before it was sharded, without memory, and `apart` is what was sharded beside its blocks. The
+    function raises as `fit` does.
     """
 
     def within(budget_bytes: int) -> Fit:
         bounded = config.model_copy(update={"memory": config.memory.model_copy(update={"budget": budget_bytes})})
         if device.kind == "cpu" and not torch.accelerator.is_available():
-            return fit_shards(model, batch, loss, bounded, device, ranks)
+            return fit_shards(model, batch, loss, bounded, device, ranks, apart)
         # Where there is a card, autograd has threads by now, and runs in no fork. So what PyTorch remembers of a played
         # rank is cleared.
         forget_placements()
         try:
             with process_groups_aside():
-                return fit(model, batch, loss, bounded, device, (), ranks)
+                return fit(model, batch, loss, bounded, device, (), ranks, apart)
         finally:
             forget_placements()
             gc.collect()  # FSDP2's played modules and hooks hold each other

@@ -9,7 +9,7 @@ from torch import nn
 from tightfit.config.schema import Config
 from tightfit.memory.failure import OutOfMemory
 from tightfit.processes.ranks import Ranks
-from tightfit.ranks.shards import free_after_forward
+from tightfit.ranks.wrapping import change_sharding
 from tightfit.recovery.catching import Failure
 from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
 from tightfit.training.fitting import Fit, LeversInForce
@@ -70,7 +70,7 @@ class TighterPlans:
     def put_in_force(self, fitted: Fit) -> None:
         """Its levers are on the model instead of those before."""
         self.levers.replace(fitted)
-        free_after_forward(self.model, fitted.reshard_after_forward)
+        change_sharding(self.model, fitted.sharding)
 
     def words(self, failures: Mapping[int, Failure], number: int, before: Fit) -> str:
         """What happened in step `number`, and which plan took over."""
