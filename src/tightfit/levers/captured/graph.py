@@ -1,7 +1,7 @@
 """Makes captured graphs: the functions that stand for a block's forward from then on, one for each policy."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import CompileError
-from tightfit.levers.captured.fused import fused_backward, fused_forward
+from tightfit.levers.captured.fused import Fused, fused_backward, fused_forward, write_ahead
 from tightfit.levers.captured.in_place import is_opaque
 from tightfit.levers.captured.partition import base_of, demand_single_casts, divide, is_view
 from tightfit.levers.captured.program import write_backward, write_forward
@@ -41,6 +41,18 @@ class CapturedGraph:
         own = self.as_one_node(parts)
         self.functions: dict[tuple[Policy, bool], Callable[..., Any]] = {(policy, False): own or general}
         self.is_shared = own is not None and self.joint is not None
+        self.unwritten: list[Fused] = []
+
+    def prepare(self, policies: Iterable[Policy]) -> None:
+        """Make the functions of compiled blocks under these policies, and write their code for dry runs, all at once.
+
+        Does nothing where that is not possible: the function of each policy then says why.
+        """
+        if self.is_shared:
+            for policy in policies:
+                self.function(policy, fused=True)
+            write_ahead(self.unwritten)
+            self.unwritten.clear()
 
     def function(self, policy: Policy, *, fused: bool = False) -> Callable[..., Any] | None:
         """The graph's function under a policy; None if this graph serves others only. Raises `CompileError`.
@@ -59,6 +71,7 @@ class CapturedGraph:
             found = self.as_one_node(parts)
             if found is not None:
                 self.functions[policy, fused] = found
+                self.unwritten += parts.fused_programs
         return found
 
     def as_one_node(self, parts: "Assembly") -> Callable[..., Any] | None:
@@ -100,6 +113,7 @@ class Assembly:
         self.returns = 0
         self.tangents: tuple[tuple[int, ...], ...] = ()
         self.joint: Joint | None = None
+        self.fused_programs: list[Fused] = []
 
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
         # Dividing changes the graph. Settings that name nodes of this graph mean nothing for a copy.
@@ -130,8 +144,9 @@ class Assembly:
             self.write_forward(forward, ())
             return
         self.used_up = used_up(forward, backward, self.returns)
-        self.backward = fused_backward(backward, self.used_up)
-        self.take(fused_forward(forward), forward)
+        self.fused_programs = [fused_forward(forward), fused_backward(backward, self.used_up)]
+        first, self.backward = (each.program() for each in self.fused_programs)
+        self.take(first, forward)
 
     def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
         program = write_forward(module, inputs, returns=None if self.backward is None else self.returns)

@@ -91,6 +91,8 @@ def capture_paths(model: nn.Module, policies: Mapping[str, Policy], *, fused: Co
         block = module_at(model, path)
         shares = not shared.isdisjoint(block.parameters())
         forwards.append(CapturedForward(block, path, policy, group, shares=shares, fused=path in fused))
+        if path in fused:
+            group.fused.setdefault(type(block), {})[policy] = None
     return install(forwards)
 
 
@@ -113,6 +115,7 @@ class Group:
 
     def __init__(self):
         self.shapes: dict[type[nn.Module], set[Any]] = {}  # for which a capture began here
+        self.fused: dict[type[nn.Module], dict[Policy, None]] = {}  # the policies of compiled blocks, in their order
         self.told: set[str] = set()
 
     def is_full(self, kind: type[nn.Module]) -> bool:
@@ -315,6 +318,8 @@ def captured_forward(kind: type[nn.Module], policy: Policy | None) -> Callable[.
             assert forward is not None, "captured blocks run by their forwards"
             function = found.functions.get((forward.policy, forward.fused))
             if function is None:
+                if now.dry_captured is not None and forward.fused:
+                    found.prepare(forward.group.fused.get(kind, ()))
                 function = found.function(forward.policy, fused=forward.fused)
                 if function is None:
                     raise ServesOthers

@@ -2,10 +2,10 @@
 
 import copy
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from tightfit.errors import CompileError
 from tightfit.runtime.internals.dispatcher import no_modes
+from tightfit.runtime.internals.kernels import kernels_without_text, replaced
 
 SIGNATURES = 1000  # the most shapes, and constants such as a layer's number, for which one code object is compiled
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
@@ -70,7 +71,8 @@ def inductor_with_budget(
                 f"{kind}: PyTorch's compiler draws random numbers (dropout) again when it recomputes, and gradients "
                 "would be wrong: use keep=1, or no dropout"
             )
-        with no_modes(), inductor.patch(settings), nullcontext() if build is None else _written_only(build):
+        written = nullcontext() if build is None else _written_only(build)
+        with no_modes(), no_progress_bars(), inductor.patch(settings), written:
             return compile_fx_inner(graph, *args, **kwargs)
 
     with functorch.patch(activation_memory_budget=share, **unseen), inductor.patch(settings):
@@ -91,20 +93,44 @@ def _draws_random_numbers(node: Any) -> bool:
 def _written_only(build: Callable[[str], Any]) -> Iterator[None]:
     """A context in which inductor passes its generated source to `build` instead of loading it.
 
-    Kernels are written without vectors, in half of the time: nobody compiles them, and what is allocated around them is
-    the same.
+    Nobody compiles its kernels, so they have no text and no vectors. What is allocated around them is the same.
     """
-    from torch._inductor import config
+    from torch._inductor import config, cpu_vec_isa
     from torch._inductor.graph import GraphLowering
 
-    name = "_compile_to_module_lines"
-    loading = getattr(GraphLowering, name)
-    setattr(GraphLowering, name, lambda self, code: build(code.value))
-    try:
-        with config.patch({"cpp.simdlen": 1}):
-            yield
-    finally:
-        setattr(GraphLowering, name, loading)
+    with ExitStack() as stack:
+        # To find out what vectors this machine has, inductor would compile small programs: a second of a first plan.
+        stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
+        stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", lambda self, code: build(code.value)))
+        # Partitions are for CUDA graphs. Around the kernels of a CPU they change no line.
+        stack.enter_context(config.patch({"cpp.simdlen": 1, "graph_partition": False}))
+        stack.enter_context(kernels_without_text())
+        yield
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """A context in which PyTorch's interpreters of graphs make no progress bars, which nobody sees.
+
+    The first one starts a thread that stays, and a process with threads cannot be forked.
+    """
+    from torch.fx import interpreter
+
+    with replaced(interpreter, "tqdm", _NoBar):
+        yield
+
+
+class _NoBar:
+    """Stands for a progress bar."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def update(self, count: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def many_compilations() -> AbstractContextManager[Any]:
@@ -124,7 +150,8 @@ def decomposed(module: Any) -> Any:
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     shapes = detect_fake_mode(inputs)
     assert shapes is not None, "graphs are recorded on fake tensors"
-    with no_modes(), torch.no_grad(), inductor.patch(fallback_random=True), _constants_among(shapes):
+    drawn_alike = inductor.patch(fallback_random=True)
+    with no_modes(), torch.no_grad(), no_progress_bars(), drawn_alike, _constants_among(shapes):
         # Random operators stay as they are, and so draw what eager code draws.
         table = {
             operator: rule
@@ -146,11 +173,17 @@ def _constants_among(shapes: Any) -> Iterator[None]:
 
 
 def inductor_program(
-    graph: Any, used_up: Sequence[int], *, is_backward: bool, build: Callable[[str], Any] | None = None
+    graph: Any,
+    used_up: Sequence[int],
+    *,
+    is_backward: bool,
+    build: Callable[[str], Any] | None = None,
+    threads: int | None = None,
 ) -> Callable[[list[Any]], Any]:
     """Inductor's code for a graph of `decomposed`, as a function of a list of arguments, which it empties.
 
-    It may write into the arguments at the places `used_up`. `build` is as for `inductor_with_budget`.
+    It may write into the arguments at the places `used_up`. `build` is as for `inductor_with_budget`. `threads`: for
+    how many the code is written, by default those of this process. Raises `CompileError`.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config as inductor
@@ -159,18 +192,20 @@ def inductor_program(
 
     settings: dict[str, Any] = {"fallback_random": True}
     settings |= {} if build is None else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    settings |= {} if threads is None else {"cpp.threads": threads}
     graph = copy.deepcopy(graph)  # inductor changes it
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     (output,) = graph.graph.find_nodes(op="output")
     # The other graph, or the caller, was recorded with these layouts.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     context = TracingContext(detect_fake_mode(inputs))
-    context.fw_metadata = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]  (what inductor reads of it)
+    context.fw_metadata = types.SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]  (what inductor reads of it)
         bw_donated_idxs=list(used_up) if is_backward else [], static_input_indices=[]
     )
     with (
         no_modes(),
         tracing(context),
+        no_progress_bars(),
         inductor.patch(settings),
         nullcontext() if build is None else _written_only(build),
     ):
@@ -179,3 +214,20 @@ def inductor_program(
         except InductorError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise CompileError(f"PyTorch's compiler: {reason}")
+
+
+def inductor_source(graph: Any, used_up: Sequence[int], *, is_backward: bool, threads: int) -> str | None:
+    """The Python that inductor writes for a graph of `decomposed`; None for a graph that calls nothing.
+
+    The arguments are those of `inductor_program`.
+    """
+    sources: list[str] = []
+
+    def build(source: str) -> types.ModuleType:
+        sources.append(source)
+        module = types.ModuleType("tightfit_source_of_inductor")
+        module.__file__, module.__dict__["call"] = __file__, None
+        return module
+
+    inductor_program(graph, used_up, is_backward=is_backward, build=build, threads=threads)
+    return sources[0] if sources else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.runtime.internals.compiler import SIGNATURES
+from tightfit.runtime.internals.compiler import SIGNATURES, no_progress_bars
 from tightfit.runtime.internals.tensors import is_fake
 
 # Settings of `torch._functorch.config` for graphs that compute what eager code computes. A release may lack some.
@@ -141,7 +141,7 @@ def recording_settings() -> Iterator[None]:
         specialize_float=True,
         trace_numpy=False,  # numpy's functions as those of torch round differently
     )
-    with settings, _quiet():
+    with settings, _quiet(), no_progress_bars():
         yield
 
 
