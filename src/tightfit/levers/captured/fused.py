@@ -66,10 +66,12 @@ class Fused:
         """Run the code in a dry run, without kernels."""
         if self.written is None:
             build = now.dry_captured.build
+            written: Program
             if self.source is not None:
-                self.written = build(self.source).call
+                written = build(self.source).call
             else:
-                self.written = inductor_program(self.graph, self.used_up, is_backward=self.is_backward, build=build)
+                written = inductor_program(self.graph, self.used_up, is_backward=self.is_backward, build=build)
+            self.written = written
         return self.written(args)
 
     def write(self, threads: int) -> str | None:

@@ -56,7 +56,8 @@ def _note_uses(node: Any, index_vars: Sequence[Any]) -> None:
     from torch._inductor.virtualized import V
 
     reads = (MemoryUsageType.LOAD, MemoryUsageType.LOAD_SEED, MemoryUsageType.BUCKETIZE)
-    kernel, uses = V.kernel, node._body.memory_usage
+    kernel: Any = V.kernel
+    uses = node._body.memory_usage
     for kind in reads:
         for entry in uses[kind]:
             name = _inside(entry.buffer_name)
