@@ -85,6 +85,7 @@ class Fused:
 def write_ahead(programs: Sequence[Fused]) -> None:
     """Write the code of these programs for their first dry run, in forks of this process where it may be forked."""
     waiting = [program for program in programs if program.written is None and program.source is None]
+    waiting.sort(key=lambda program: not program.is_backward)  # the longest first
     processes = processes_for(len(waiting))
     if processes == 1:
         return  # each is written in its first dry run

@@ -9,7 +9,7 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tightfit.errors import CompileError, LeverError
 from tightfit.levers.recompute import KEEP_ALL, Policy
@@ -19,6 +19,7 @@ from tightfit.planner.blocks.solve import least_peak, solve
 from tightfit.planner.levers import Combination, Lever, Recompute, Role, lever_types
 from tightfit.planner.records import Rejected
 from tightfit.planner.request import optimizer_peak
+from tightfit.planner.search.beside_imports import priced_beside_imports
 from tightfit.planner.search.candidates import (
     UNSEEN_BYTES,
     Baseline,
@@ -79,7 +80,9 @@ class Search(Selection):
     def solve_combinations(self) -> None:
         """Solve every combination. With `fewest_micro_batches`, stop at the first number of micro-batches that fits."""
         waiting: list[Combination] = []  # solved, but not yet tried with compiled blocks
-        for _, alike in itertools.groupby(self.combinations(), key=lambda combination: combination.micro_batches):
+        combinations = self.combinations()
+        self.priced |= priced_beside_imports(self, combinations, self.baseline)
+        for _, alike in itertools.groupby(combinations, key=lambda combination: combination.micro_batches):
             for combination in alike:
                 self.solve_blocks(combination)
                 waiting.append(combination)
@@ -185,17 +188,21 @@ class Search(Selection):
         def trace(policies: Mapping[str, Policy]) -> StepTrace:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain, compared=True)
 
-        fixed = optimizer_peak(self.plain)
         inside = self.of_role(Role.INSIDE_BLOCKS)
         how = {
-            "fixed_bytes": fixed,
+            "fixed_bytes": optimizer_peak(self.plain),
             "levers": inside,
             "replaying_seconds": self.request.executor.replayed,
             "beside": self.request.device.kind == "cuda",
             "shifted": self.request.world is not None,
         }
         priced = price(self.request.model, self.paths, trace, **how) if self.paths and inside else None
-        return Baseline(combination, max(part.peak_bytes, fixed), self.with_optimizer(part), priced)
+        return replace(self.unpriced(combination, part), priced=priced)
+
+    def unpriced(self, combination: Combination, part: StepTrace) -> Baseline:
+        """A combination whose blocks are not priced, of which the trace with nothing recomputed is known."""
+        peak = max(part.peak_bytes, optimizer_peak(self.plain))
+        return Baseline(combination, peak, self.with_optimizer(part), None)
 
     def part(self, combination: Combination) -> StepTrace:
         """Trace of a combination with nothing recomputed, in which the recorder observes the blocks."""
@@ -211,14 +218,15 @@ class Search(Selection):
 
     def solve_blocks(self, combination: Combination) -> None:
         """Solve the choices inside blocks for one combination, and consider the solution."""
-        part = self.part(combination)
         # Recompute and offload only add seconds to a step that keeps everything, so this bounds all choices. It costs
         # one trace, where prices cost several.
-        lower_bound = self.with_optimizer(part)
-        if self.best is not None and lower_bound >= self.best.seconds:
-            peak = max(part.peak_bytes, optimizer_peak(self.plain))
+        bounds, part = self.priced.get(combination), None
+        if bounds is None:
+            part = self.part(combination)
+            bounds = self.unpriced(combination, part)
+        if self.best is not None and bounds.seconds >= self.best.seconds:
             reason = "slower than the plan even without recomputation"
-            self.rejected.append(Rejected(str(combination), reason, peak, lower_bound))
+            self.rejected.append(Rejected(str(combination), reason, bounds.peak_bytes, bounds.seconds))
             return
         priced = self.baseline(combination, part).priced
         if priced is None:

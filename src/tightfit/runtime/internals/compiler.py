@@ -38,6 +38,20 @@ def compiled_code_on() -> Iterator[None]:
         yield
 
 
+def compiler_is_loaded() -> bool:
+    """Whether dynamo and inductor are imported."""
+    return "torch._inductor.compile_fx" in sys.modules
+
+
+def load_compiler() -> None:
+    """Import dynamo and inductor, which takes two seconds."""
+    import torch._dynamo.backends.common
+    import torch._functorch.partitioners
+    import torch._inductor.codegen.cpp
+    import torch._inductor.compile_fx
+    import torch._inductor.decomposition  # noqa: F401
+
+
 def compiler_is_disabled() -> bool:
     """Whether `torch.compile` returns functions as they are (`TORCHDYNAMO_DISABLE`)."""
     from torch._dynamo import config  # takes seconds to import
