@@ -1,13 +1,16 @@
 """What captured blocks save, and what the options of captured blocks cost, both from the prices of recorded ones."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.blocks.frontier import replay_cost
 from tightfit.planner.blocks.graph import BlockGraph
 from tightfit.planner.blocks.pricing import Priced
+from tightfit.planner.blocks.solve import Option
 from tightfit.planner.blocks.windows import calls_of, owning_blocks
+from tightfit.planner.levers import Choice
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.recording import ExecutorCost
 
@@ -45,6 +48,45 @@ def priced_as_captured(
             )
         options.append(mine)
     return replace(priced, chain=replace(priced.chain, options=tuple(options)))
+
+
+@dataclass(frozen=True)
+class CapturedOption:
+    """One option of a captured block: `option` with the seconds that it adds to the block as eager code, `shown` with
+    those of recomputing alone.
+    """
+
+    choice: Choice
+    option: Option
+    shown: Option
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The options of captured blocks, for those at `paths`. `plain` is the whole step with no lever."""
+
+    priced: Priced
+    paths: tuple[str, ...]
+    executor: ExecutorCost
+    plain: StepTrace
+    micro_batches: int
+
+    def of(self, place: int) -> tuple[CapturedOption, ...]:
+        """The options of the block at a place: its recorded ones that copy nothing to the host, with other seconds."""
+        path = self.priced.paths[place]
+        if path not in self.paths:
+            return ()
+        own = -saved_seconds(self.plain, [path], self.executor) * self.micro_batches / self.plain.loop_repeats
+        shown = self._replayed.chain.options[place]
+        return tuple(
+            CapturedOption(choice, replace(option, seconds=option.seconds + own), option)
+            for option, choice in zip(shown, self.priced.choices[place], strict=True)
+            if not choice.policy.offloads
+        )
+
+    @cached_property
+    def _replayed(self) -> Priced:
+        return priced_as_captured(self.priced, self.paths, self.executor, self.plain, self.micro_batches)
 
 
 def _replay_seconds(graph: BlockGraph, policy: Policy, executor: ExecutorCost) -> float:

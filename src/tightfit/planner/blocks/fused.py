@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.devices.families import Family, family_of
 from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.planner.blocks.captured import Captured
 from tightfit.planner.blocks.frontier import Operation, frontier, replay_cost
 from tightfit.planner.blocks.graph import BlockGraph
 from tightfit.planner.blocks.pricing import Priced
@@ -30,20 +31,65 @@ Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry, with 
 
 @dataclass(frozen=True)
 class FusedPrices:
-    """The blocks of a step with the options of recorded blocks, followed by those of compiled ones.
+    """The blocks of a step with the options of recorded blocks, then those of captured ones, then of compiled ones.
 
     `solved` has the seconds by which options differ. Those of `shown` are of recomputing alone.
     """
 
     solved: Priced
     shown: Priced
+    recorded: tuple[int, ...]  # for each block, how many options are of recorded blocks
     first: tuple[int, ...]  # for each block, the index of its first compiled option
+    base: tuple[float, ...]  # for each block, its seconds with an option that `solved` says adds none
     offered: Mapping[str, Sequence[int]]  # for each kind, the sets that its compiled options are
 
-    def paths(self, choice: Sequence[int]) -> tuple[str, ...]:
+    def compiled(self, choice: Sequence[int]) -> tuple[str, ...]:
         """The blocks that a choice compiles."""
         chosen = zip(self.solved.paths, choice, self.first, strict=True)
         return tuple(path for path, index, first in chosen if index >= first)
+
+    def captured(self, choice: Sequence[int]) -> tuple[str, ...]:
+        """The blocks that a choice captures."""
+        chosen = zip(self.solved.paths, choice, self.recorded, self.first, strict=True)
+        return tuple(path for path, index, recorded, first in chosen if recorded <= index < first)
+
+    def without_captured(self, paths: Collection[str]) -> "FusedPrices":
+        """The same prices without the options of captured blocks at these paths."""
+        spans = [
+            slice(recorded, first if path in paths else recorded)
+            for path, recorded, first in zip(self.solved.paths, self.recorded, self.first, strict=True)
+        ]
+        return replace(
+            self,
+            solved=_without(self.solved, spans),
+            shown=_without(self.shown, spans),
+            first=tuple(first - (span.stop - span.start) for first, span in zip(self.first, spans, strict=True)),
+        )
+
+    def corrected(self, trace: StepTrace, choice: Sequence[int]) -> "FusedPrices":
+        """The same prices with the seconds of captured blocks as a trace of a choice shows them, for each kind."""
+        taken, captured = _seconds_of_blocks(trace, self.solved.paths), set(self.captured(choice))
+        apart: dict[str, list[float]] = {}
+        for place, path in enumerate(self.solved.paths):
+            if path in captured:
+                expected = self.base[place] + self.solved.chain.options[place][choice[place]].seconds
+                apart.setdefault(self.solved.graphs[place].kind, []).append(taken[path] - expected)
+        options = []
+        for place, mine in enumerate(self.solved.chain.options):
+            found = apart.get(self.solved.graphs[place].kind, [0.0])
+            more, span = sum(found) / len(found), range(self.recorded[place], self.first[place])
+            options.append(
+                tuple(replace(each, seconds=each.seconds + more * (index in span)) for index, each in enumerate(mine))
+            )
+        return replace(self, solved=replace(self.solved, chain=replace(self.solved.chain, options=tuple(options))))
+
+
+def _without(priced: Priced, spans: Sequence[slice]) -> Priced:
+    """The same blocks without some of the options of each."""
+    options = zip(priced.chain.options, spans, strict=True)
+    choices = zip(priced.choices, spans, strict=True)
+    chain = replace(priced.chain, options=tuple((*mine[: s.start], *mine[s.stop :]) for mine, s in options))
+    return replace(priced, chain=chain, choices=tuple((*mine[: s.start], *mine[s.stop :]) for mine, s in choices))
 
 
 def estimated(priced: Priced) -> Priced:
@@ -57,8 +103,12 @@ def estimated(priced: Priced) -> Priced:
     return replace(priced, chain=replace(priced.chain, options=tuple(options)))
 
 
-def price_fused(priced: Priced, trace: Tracer, plain: StepTrace, bound: int) -> FusedPrices:
+def price_fused(
+    priced: Priced, trace: Tracer, plain: StepTrace, bound: int, captured: Captured | None = None
+) -> FusedPrices:
     """Add the options of compiled blocks to those of a step whose blocks run one after the other.
+
+    With `captured`, each recorded option that copies nothing to the host is one of a captured block too.
 
     The compiler takes a second or more for each set. So sets are guessed first, from those nearest to them, and only
     what a solution within `bound` uses is compiled, until a solution guesses nothing. `plain` is the whole step with no
@@ -72,7 +122,8 @@ def price_fused(priced: Priced, trace: Tracer, plain: StepTrace, bound: int) -> 
         recorded = (priced.chain.options[place], priced.choices[place], eager[graph.path])
         offers[kind] = _Offers.of(graph, *recorded, plain.loop_repeats)
     for number in range(ROUNDS + 1):
-        prices = _prices(priced, offers, eager, guesses=number < ROUNDS)
+        # Captured options would beat guesses, which are too slow, and the best sets would never be compiled.
+        prices = _prices(priced, offers, eager, None, guesses=number < ROUNDS)
         solution = solve(prices.solved.chain, bound) or least_peak(prices.solved.chain)
         guessed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
         for place, index in enumerate(solution.choice):
@@ -86,7 +137,7 @@ def price_fused(priced: Priced, trace: Tracer, plain: StepTrace, bound: int) -> 
         if not any(wanted.values()):
             break
         _measure(priced, offers, wanted, trace)
-    return _prices(priced, offers, eager, guesses=False)
+    return _prices(priced, offers, eager, captured, guesses=False)
 
 
 @dataclass
@@ -130,30 +181,44 @@ class _Offers:
         return guess, seconds + (again - own_again) * self.repeats
 
 
-def _prices(priced: Priced, offers: Mapping[str, _Offers], eager: Mapping[str, float], *, guesses: bool) -> FusedPrices:
+def _prices(
+    priced: Priced,
+    offers: Mapping[str, _Offers],
+    eager: Mapping[str, float],
+    captured: Captured | None,
+    *,
+    guesses: bool,
+) -> FusedPrices:
     """The prices of all blocks, with the sets that were seen, or with all."""
     offered = {
         kind: list(range(len(mine.choices))) if guesses else sorted(mine.measured) for kind, mine in offers.items()
     }
-    solved, shown, choices = [], [], []
+    solved, shown, choices, firsts, base = [], [], [], [], []
     for place, path in enumerate(priced.paths):
         kind = priced.graphs[place].kind
         recorded, mine = priced.chain.options[place], offers[kind]
+        programs = () if captured is None else captured.of(place)
         compiled, alone = [], []
         for index in offered[kind]:
             print_, taken = mine.price(index)
             bytes_ = print_.kept_bytes, print_.forward_bytes, print_.backward_bytes
             compiled.append(Option(*bytes_, taken - eager[path]))
             alone.append(Option(*bytes_, mine.choices[index].seconds * mine.repeats))
-        least = min(option.seconds for option in (*recorded, *compiled))
-        solved.append(tuple(replace(option, seconds=option.seconds - least) for option in (*recorded, *compiled)))
-        shown.append((*recorded, *alone))
-        choices.append((*priced.choices[place], *(mine.choices[index] for index in offered[kind])))
+        every = (*recorded, *(program.option for program in programs), *compiled)
+        least = min(option.seconds for option in every)
+        solved.append(tuple(replace(option, seconds=option.seconds - least) for option in every))
+        shown.append((*recorded, *(program.shown for program in programs), *alone))
+        as_programs = (program.choice for program in programs)
+        choices.append((*priced.choices[place], *as_programs, *(mine.choices[index] for index in offered[kind])))
+        firsts.append(len(recorded) + len(programs))
+        base.append(eager[path] + least)
     again = replace(priced, choices=tuple(choices))
     return FusedPrices(
         replace(again, chain=replace(priced.chain, options=tuple(solved))),
         replace(again, chain=replace(priced.chain, options=tuple(shown))),
         tuple(map(len, priced.chain.options)),
+        tuple(firsts),
+        tuple(base),
         offered,
     )
 

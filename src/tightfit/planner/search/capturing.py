@@ -27,10 +27,10 @@ def capture_blocks(selection: Selection) -> None:
     longer than their traces.
     """
     base = selection.solved or selection.least
-    if not selection.request.may(CapturedBlocks) or not selection.paths or base is None:
+    if base is None or not may_capture(selection):
         return
-    if selection.request.may_repay(CapturedBlocks) and not _is_repaid(selection):
-        return
+    if selection.best is not None and base.combination == selection.mixed:
+        return  # captured blocks were options beside compiled ones
     if any(base.combination.get(kind) for kind in selection.of_role(Role.WHOLE_BLOCKS)):
         return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
     if selection.best is None and selection.budget_bytes < NEARLY * base.needed_bytes:
@@ -52,6 +52,13 @@ def capture_blocks(selection: Selection) -> None:
     selection.consider(candidate, str(candidate.combination))
     if is_solved and base.priced is not None:
         _solve_captured(selection, base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
+
+
+def may_capture(selection: Selection) -> bool:
+    """Whether captured blocks are allowed, by name or since the steps to come repay them."""
+    if not selection.request.may(CapturedBlocks) or not selection.paths:
+        return False
+    return not selection.request.may_repay(CapturedBlocks) or _is_repaid(selection)
 
 
 def _is_repaid(selection: Selection) -> bool:
@@ -104,6 +111,14 @@ def _trace_captured(
     """The step with the blocks at `paths` captured; None if none of them can be. Says why others are not."""
     combination = base.combination.with_lever(CapturedBlocks(paths))
     candidate = selection.trace_applied(combination, policies, base.priced, choice)
+    refused = reject_refused(selection)
+    left = tuple(path for path in paths if path not in refused)
+    # Blocks that are refused run in the trace as they will without the lever.
+    return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None
+
+
+def reject_refused(selection: Selection) -> dict[str, str]:
+    """Why blocks of the last trace could not be captured, by path. Says so in the plan."""
     refused = dict(selection.tracer.refused)
     for reason in dict.fromkeys(refused.values()):
         count = sum(each == reason for each in refused.values())
@@ -111,6 +126,4 @@ def _trace_captured(
         row = Rejected(name, f"cannot be captured: {reason}")
         if row not in selection.rejected:
             selection.rejected.append(row)
-    left = tuple(path for path in paths if path not in refused)
-    # Blocks that are refused run in the trace as they will without the lever.
-    return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None
+    return refused

@@ -1,15 +1,18 @@
-"""Compiles blocks under the choices that the plan makes inside them, together with blocks that stay recorded."""
+"""Compiles blocks under the choices that the plan makes inside them, beside recorded and captured blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tightfit.errors import CompileError
 from tightfit.levers.recompute import Policy
+from tightfit.planner.blocks.captured import Captured
 from tightfit.planner.blocks.fused import FusedPrices, estimated, price_fused
+from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import Solution, least_peak, solve
-from tightfit.planner.levers import Combination, CompiledBlocks, Recompute
+from tightfit.planner.levers import CapturedBlocks, Combination, CompiledBlocks, Recompute
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Baseline, Candidate
+from tightfit.planner.search.capturing import may_capture, reject_refused
 from tightfit.planner.search.selection import Selection
 from tightfit.tracing.record import StepTrace
 
@@ -20,7 +23,8 @@ LEAST_GAIN = 0.005  # of a step: where another choice gains less, no trace is sp
 def fuse_blocks(selection: Selection, baselines: Sequence[Baseline]) -> bool:
     """Try compiled blocks, with choices of the plan inside, beside the most promising of these combinations.
 
-    Returns False where that is not possible: the choices need `recompute`, and blocks that can be captured.
+    Where captured blocks are allowed, they are options in the same solution. Returns False where that is not possible:
+    the choices need `recompute`, and blocks that can be captured.
     """
     if not (selection.request.may(CompiledBlocks) and selection.request.may(Recompute)):
         return False
@@ -35,7 +39,7 @@ def fuse_blocks(selection: Selection, baselines: Sequence[Baseline]) -> bool:
         return selection.tracer.part(compiled, policies, selection.plain, compared=True)
 
     try:
-        prices = price_fused(base.priced, trace, selection.plain, bound)
+        prices = price_fused(base.priced, trace, selection.plain, bound, _captured(selection, combination, base.priced))
     except CompileError as error:
         selection.rejected.append(Rejected(CompiledBlocks.title, f"cannot be compiled under a plan: {error}"))
         return False
@@ -45,6 +49,15 @@ def fuse_blocks(selection: Selection, baselines: Sequence[Baseline]) -> bool:
         return False
     _solve(selection, combination, prices, bound)
     return True
+
+
+def _captured(selection: Selection, combination: Combination, priced: Priced) -> Captured | None:
+    """The options of captured blocks; None where they are not allowed, or save next to nothing."""
+    if not may_capture(selection):
+        return None
+    selection.mixed = combination
+    executor, micro_batches = selection.request.executor, combination.micro_batches
+    return Captured(priced, priced.paths, executor, selection.plain, micro_batches)
 
 
 def _most_promising(baselines: Sequence[Baseline], bound: int) -> Baseline | None:
@@ -63,18 +76,27 @@ def _most_promising(baselines: Sequence[Baseline], bound: int) -> Baseline | Non
 
 
 def _solve(selection: Selection, combination: Combination, prices: FusedPrices, bound: int) -> None:
-    tried: set[tuple[int, ...]] = set()
+    tried: set[tuple[tuple[str, ...], tuple[str, ...], frozenset[tuple[str, Policy]]]] = set()
     fits: Candidate | None = None
     for _ in range(SOLVED_AGAIN):
         solution = solve(prices.solved.chain, bound)
         if solution is None and not tried and selection.best is None:
             solution = least_peak(prices.solved.chain)
-        if solution is None or solution.choice in tried:
+        if solution is None:
             return
-        tried.add(solution.choice)
-        candidate = _traced(selection, combination, prices, solution)
+        policies = prices.solved.policies(solution.choice)
+        # Not the choice itself: its numbers change where blocks turn out not to be captured.
+        key = prices.compiled(solution.choice), prices.captured(solution.choice), frozenset(policies.items())
+        if key in tried:
+            return
+        tried.add(key)
+        candidate, refused = _traced(selection, combination, prices, solution)
         selection.consider(candidate, f"{candidate.combination}, blocks solved")
         excess = selection.excess(candidate)
+        if refused:
+            prices = prices.without_captured(refused)
+            continue
+        prices = prices.corrected(candidate.trace, solution.choice)
         if excess > 0:
             bound = min(bound, solution.peak_bytes) - excess
             if fits is not None:
@@ -87,10 +109,20 @@ def _solve(selection: Selection, combination: Combination, prices: FusedPrices, 
         bound = selection.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
 
 
-def _traced(selection: Selection, combination: Combination, prices: FusedPrices, solution: Solution) -> Candidate:
-    paths = prices.paths(solution.choice)
-    lever = CompiledBlocks((), paths) if paths else None
+def _traced(
+    selection: Selection, combination: Combination, prices: FusedPrices, solution: Solution
+) -> tuple[Candidate, tuple[str, ...]]:
+    """The step with a choice, and the blocks that it captures and that cannot be captured."""
+    compiled, captured = prices.compiled(solution.choice), prices.captured(solution.choice)
+    levers = combination.with_lever(CompiledBlocks((), compiled) if compiled else None)
     candidate = selection.trace_applied(
-        combination.with_lever(lever), prices.solved.policies(solution.choice), prices.shown, solution.choice
+        levers.with_lever(CapturedBlocks(captured) if captured else None),
+        prices.solved.policies(solution.choice),
+        prices.shown,
+        solution.choice,
     )
-    return replace(candidate, choice=solution.choice)
+    refused = reject_refused(selection) if captured else {}
+    left = tuple(path for path in captured if path not in refused)
+    combination = levers.with_lever(CapturedBlocks(left) if left else None)
+    candidate = replace(candidate, combination=combination, choice=solution.choice)
+    return candidate, tuple(path for path in captured if path in refused)

@@ -33,6 +33,7 @@ class Selection:
     best: Candidate | None = None
     least: Candidate | None = None
     solved: Candidate | None = None  # the fastest that fits without compiled or captured blocks
+    mixed: Combination | None = None  # the one whose blocks were solved with compiled and captured options together
     rejected: list[Rejected] = field(default_factory=list)
     routing_matters: bool = False
     wholes: dict[Applied, StepTrace] = field(default_factory=dict)
