@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -45,11 +46,13 @@ def compiler_is_loaded() -> bool:
 
 def load_compiler() -> None:
     """Import dynamo and inductor, which takes two seconds."""
-    import torch._dynamo.backends.common
-    import torch._functorch.partitioners
-    import torch._inductor.codegen.cpp
-    import torch._inductor.compile_fx
-    import torch._inductor.decomposition  # noqa: F401
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch warns of itself
+        import torch._dynamo.backends.common
+        import torch._functorch.partitioners
+        import torch._inductor.codegen.cpp
+        import torch._inductor.compile_fx
+        import torch._inductor.decomposition  # noqa: F401
 
 
 def compiler_is_disabled() -> bool:
