@@ -52,7 +52,8 @@ def test_what_is_left_out_is_the_same_everywhere(monkeypatch):
 
 
 def test_a_plan_takes_every_argument_that_a_step_has():
-    found = {field.name for field in fields(Asked)} - {"shards", "apart"}  # what a guest or a training has made of a model
+    made = {"shards", "apart"}  # by a guest or a training of the model, not arguments
+    found = {field.name for field in fields(Asked)} - made
     assert found == set(inspect.signature(tightfit.plan).parameters) - BESIDE
 
 
