@@ -388,7 +388,7 @@ def test_what_shards_do_not_do_is_one_line_of_one_rank(
     ("memory", "code", "line"),
     [
         ({"budget": "1KiB", "levers": ["micro_batch"]}, 3, "1.00 KiB"),
-        ({"budget": "1GiB", "levers": ["offload"]}, 2, "lever offload and world_size are both given"),
+        ({"budget": "1GiB", "levers": ["offload"]}, 2, "memory.levers names offload"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_line_of_one_rank(

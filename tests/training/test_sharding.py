@@ -51,6 +51,7 @@ def training(folder: Path, **sections: dict[str, Any]) -> Config:
         ({"memory": {"recompute": {}}}, "recompute is set by hand.*: set memory.budget"),
         ({"memory": {"compile_blocks": True}}, "compile_blocks was compared on no rank.*: set it to false"),
         ({"checkpoint": {"in_background": True}}, "in_background is of one process that writes: set it to false"),
+        ({"memory": {"levers": ["offload"], "budget": "1GiB"}}, "levers names offload.*: leave it out"),
     ],
 )
 def test_what_shards_do_not_do_is_refused_in_one_line(tmp_path: Path, sections: dict[str, Any], line: str):
