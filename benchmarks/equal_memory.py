@@ -2,9 +2,9 @@
 
     python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json
 
-CPU26 (hidden 512, 8 layers, 8 heads, 2 kv heads, SwiGLU, vocabulary 6400, batch 4 x 256, fp32, AdamW). Steps of all
-variants are interleaved; a ratio is the median of the ratios within one round. Peaks are the CPU allocator's own
-record.
+The cases are those of peers.py (CPU26: hidden 512, 8 layers, 8 heads, 2 kv heads, SwiGLU, vocabulary 6400, batch
+4 x 256), in fp32 with AdamW. Steps of all variants are interleaved; a ratio is the median of the ratios within one
+round. Peaks are the CPU allocator's own record.
 """
 
 import argparse
@@ -18,23 +18,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from environment import environment
+from peer_trainings import blocks, checkpointed
+from peers import CASES
 from tightfit import compile_blocks, estimate, plan, recompute
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
-from tightfit.models.decoder import Decoder
-from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.levers import ChunkedLoss
-from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
+from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tightfit.training.measure import resident_tensors
-
-CASES = {
-    "CPU26": (DecoderConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, vocab_size=6400), (4, 256)),
-    "CPU8": (DecoderConfig(hidden_size=256, num_layers=8, num_heads=8, vocab_size=6400), (8, 256)),
-}
-
 
 LEVERS = {
     "exact": "exact",
@@ -46,16 +39,14 @@ LEVERS = {
 
 
 @contextmanager
-def pytorch_checkpoint(model: Decoder):
+def pytorch_checkpoint(model: nn.Module):
     """PyTorch's own non-reentrant checkpoint around every block."""
-    originals = [layer.forward for layer in model.layers]
-    for layer, original in zip(model.layers, originals, strict=True):
-        layer.forward = lambda *args, f=original, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+    checkpointed(model)
     try:
         yield
     finally:
-        for layer in model.layers:
-            del layer.forward
+        for block in blocks(model):
+            del block.forward
 
 
 class Steps:
@@ -77,10 +68,8 @@ class Steps:
 
 
 def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
-    config, (size, length) = CASES[case]
     torch.manual_seed(0)
-    model = Decoder(config)
-    batch = TokenBatch(size, length, config.vocab_size).tensors()
+    model, batch, glob = CASES[case].build(), CASES[case].batch.tensors(), CASES[case].glob
     steps = Steps(model, batch)
     steps.run(1)
     with pytorch_checkpoint(model):
@@ -97,11 +86,11 @@ def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
     variants: dict[str, tuple[Callable[[], AbstractContextManager], int]] = {
         "plain": (nullcontext, 1),
         "pytorch checkpoint": (lambda: pytorch_checkpoint(model), 1),
-        "recompute whole blocks": (lambda: recompute(model, "layers.*"), 1),
+        "recompute whole blocks": (lambda: recompute(model, glob), 1),
     }
     if "compile" in names:
-        variants["compiled blocks"] = (lambda: compile_blocks(model, "layers.*"), 1)
-        variants["compiled blocks, keep=0"] = (lambda: compile_blocks(model, "layers.*", keep=0.0), 1)
+        variants["compiled blocks"] = (lambda: compile_blocks(model, glob), 1)
+        variants["compiled blocks, keep=0"] = (lambda: compile_blocks(model, glob, keep=0.0), 1)
     variants |= {f"plan {name}": (partial(plans[name].apply, model), plans[name].micro_batches) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     of_processor: dict[str, list[float]] = {name: [] for name in variants}
