@@ -73,7 +73,13 @@ median of the ratios to PyTorch's per-block checkpoint within one round (`benchm
                 [variant_line(name, row, variants["plain"]) for name, row in ordered],
             )
         )
-    return "\n".join(parts)
+        parts.append(without(measured.get("empty", {})))
+    return "\n".join(part for part in parts if part)
+
+
+def without(empty: Mapping[str, str]) -> str:
+    """The ways that did not run, each with its reason."""
+    return "Empty:\n\n" + "\n".join(f"- {name}: {why}." for name, why in empty.items()) + "\n" if empty else ""
 
 
 def variant_line(name: str, row: Record, plain: Record) -> str:
@@ -111,11 +117,10 @@ Each way runs the same step of the same model in a process of its own, as its do
             peer_line(name, row, plain) for name, row in sorted(ran.items(), key=lambda each: each[1]["peak_bytes"])
         ]
         parts.append(rows(f"| {measured['case']} | whose | peak | of plain | predicted | step | as fast |", lines))
-        if empty:
-            parts.append("Empty:\n\n" + "\n".join(f"- {name}: {why}." for name, why in empty.items()) + "\n")
+        parts.append(without(empty))
     if record["left_out"]:
         parts.append(f"Not run yet: {', '.join(record['left_out'])}.\n")
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def peer_line(name: str, row: Record, plain: int) -> str:

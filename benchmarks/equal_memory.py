@@ -23,6 +23,7 @@ from environment import environment
 from peer_trainings import blocks, checkpointed
 from peers import CASES
 from tightfit import compile_blocks, estimate, plan, recompute
+from tightfit.errors import CompileError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.levers import ChunkedLoss
@@ -92,13 +93,18 @@ def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
         variants["compiled blocks"] = (lambda: compile_blocks(model, glob), 1)
         variants["compiled blocks, keep=0"] = (lambda: compile_blocks(model, glob, keep=0.0), 1)
     variants |= {f"plan {name}": (partial(plans[name].apply, model), plans[name].micro_batches) for name in names}
+    peaks = {}
+    empty: dict[str, str] = {}
+    for name, (applied, micro_batches) in variants.items():
+        try:
+            with applied():
+                steps.run(micro_batches)
+                peaks[name] = steps.peak(micro_batches)
+        except CompileError as error:  # PyTorch's compiler draws dropout again where it recomputes
+            empty[name] = str(error)
+    variants = {name: variant for name, variant in variants.items() if name not in empty}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     of_processor: dict[str, list[float]] = {name: [] for name in variants}
-    peaks = {}
-    for name, (applied, micro_batches) in variants.items():
-        with applied():
-            steps.run(micro_batches)
-            peaks[name] = steps.peak(micro_batches)
     for _ in range(rounds):
         for name, (applied, micro_batches) in variants.items():
             with applied():
@@ -126,6 +132,7 @@ def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
             }
             for name, times in seconds.items()
         },
+        "empty": empty,
     }
 
 
@@ -150,8 +157,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     names = options.levers or list(LEVERS)
-    results = [compare(case, options.rounds, names) for case in options.case or ["CPU26"]]
-    for result in results:
+    where, results = environment(), []
+    for case in options.case or ["CPU26"]:
+        result = compare(case, options.rounds, names)
+        results.append(result)
         print(f"{result['case']}: budget {result['budget_bytes']:,} B, the peak of PyTorch's per-block checkpoint")
         for name, row in result["variants"].items():
             print(
@@ -160,8 +169,10 @@ def main() -> None:
                 f"({row['times_as_fast_by_processor_time']:.3f}x by processor time)"
             )
         print(f"  estimate {result['estimate_seconds']:.2f} s, plans {result['plan_seconds']}")
-    if options.output:
-        options.output.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+        for name, reason in result["empty"].items():
+            print(f"  {name:24s} {reason}")
+        if options.output:
+            options.output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
