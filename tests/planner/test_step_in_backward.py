@@ -9,6 +9,8 @@ from tightfit import estimate, plan
 from tightfit.errors import InputError
 from tightfit.levers.micro_batch import as_parts
 from tightfit.optim import step_in_backward
+from tightfit.planner.asked import Asked
+from tightfit.planner.request import Tracer
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tiny import allocator_peak, decoder, token_batch
 
@@ -35,6 +37,15 @@ def test_an_estimate_is_the_allocators_peak(micro_batches):
     measured = allocator_peak(model_of(), batch, optimizer=in_backward, micro_batches=micro_batches)
     assert found.peak_bytes == pytest.approx(measured, rel=TOLERANCE)
     assert found.optimizer == "adamw, step in backward"
+
+
+def test_the_levels_that_price_blocks_are_those_of_the_whole_step():
+    request = Asked(model_of(), BATCH, optimizer="adamw", step_in_backward=True).request()
+    tracer = Tracer(request)
+    whole = tracer.whole(request.plain, {})
+    part = tracer.part(request.plain, {}, whole)
+    assert part.levels == whole.levels[: len(part.levels)]
+    assert part.by_category() == whole.by_category()
 
 
 def test_a_plan_takes_the_room_that_freed_gradients_leave_and_changes_no_bit():

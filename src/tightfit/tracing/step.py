@@ -190,14 +190,17 @@ def trace_part(
                     run_parts(dry, model, [parts[-1]], loss, settings)
                 dry.begin_again()
             return record(dry, run_parts(dry, model, [parts[-1]], loss, settings), repeats=len(parts))
+        stepping = None  # held until the end: it holds its states, and without it no gradient is used up
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
         if settings.step_in_backward and len(parts) == 1 and optimizer is not None:
-            _give_states(dry, model, _built(optimizer, model, settings), with_gradient, settings)
+            stepping = _built(optimizer, model, settings)
+            _give_states(dry, model, stepping, with_gradient, settings)
         else:
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
         stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
         with step_in_backward(_Spending(model, dry), model) if in_backward else nullcontext():
             boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
+        del stepping
         return record(dry, boundaries, repeats=len(parts))
 
 
@@ -254,7 +257,8 @@ def _give_states(
     dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], settings: StepSettings
 ) -> None:
     """Have an optimizer make its states, as after a first step, and begin to record."""
-    stand_in(dry, model, names)
+    for name in names:
+        give_gradient(dry, model.get_parameter(name), name)
     optimizer.step()
     let_go(optimizer, settings)
     dry.begin_again()
