@@ -8,7 +8,7 @@ import torch
 
 from tightfit.devices.spec import Kind
 
-FORMAT = 5  # of the figures: increased when the measurements change, or the executor that they measure
+FORMAT = 6  # of the figures: increased when the measurements change, or the executor that they measure
 
 
 def device_name(kind: Kind) -> str:
