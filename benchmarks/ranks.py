@@ -1,4 +1,4 @@
-"""A rank's peak in DDP and FSDP2: predicted on one machine, against real processes that talk by gloo.
+"""A rank's peak in DDP, FSDP2 and tensor parallel: predicted on one machine, against real processes that talk by gloo.
 
 Each real process counts its allocations by `allocations.c`, which is preloaded: PyTorch's CPU allocator to the byte, in
 every thread, and all other large allocations by themselves. PyTorch's profiler, with which other benchmarks measure a
@@ -39,6 +39,7 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import DDPSettings, Parallel, Sharding, World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2, modules_apart
 from tightfit.step import Precision, StepSettings, TokenBatch, forward_backward, model_loss, update
@@ -149,6 +150,11 @@ CASES = [
             ((("static_graph", True),), 1, "0.85x"),
         ]
     ),
+    *(
+        Case(size, "tp", precision, micro_batches=count, recompute=recompute)
+        for size in (2, 4)
+        for precision, count, recompute in [("fp32", 1, False), ("bf16", 1, False), ("fp32", 2, True)]
+    ),
 ] + [
     Case(size, parallel, precision, reshard, shape=shape)
     for size in (2, 4)
@@ -206,6 +212,8 @@ def work(case: Case, rank: int, folder: str) -> None:
         plan.apply(model)
     if case.parallel == "ddp":
         held = in_ddp(model, DDPSettings.of(dict(case.ddp)))
+    elif case.parallel == "tp":
+        held = in_tensor_parallel(model, dist.init_device_mesh("cpu", (case.world_size,)))
     else:
         mesh = dist.init_device_mesh("cpu", (case.world_size,))
         sharding = case.sharding(model)
@@ -305,7 +313,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--only", choices=["ddp", "fsdp2"])
+    parser.add_argument("--only", choices=["ddp", "fsdp2", "tp"])
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--planned", action="store_true", help="only the cases with a plan")
     parser.add_argument("--settings", action="store_true", help="only the cases with settings of DDP")

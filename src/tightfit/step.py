@@ -181,7 +181,8 @@ def clip(
         scaler.unscale_(optimizer)  # before clipping, which would otherwise compare scaled gradients with the limit
     if settings.grad_clip is None:
         return None
-    return nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+    own = model.__dict__.get("clip_grad_norm_")  # of a model in tensor parallel, by the norm over all ranks
+    return nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip) if own is None else own(settings.grad_clip)
 
 
 def let_go(optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:

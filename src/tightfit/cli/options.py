@@ -241,7 +241,8 @@ Parallel = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="How the ranks are joined: fsdp2 (each repeated block sharded, then the rest) or ddp (else fsdp2).",
+        help="How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), ddp, or tp (tensor "
+        "parallel, one batch for all ranks) (else fsdp2).",
         rich_help_panel=THE_STEP,
     ),
 ]

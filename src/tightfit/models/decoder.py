@@ -249,6 +249,17 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """What ranks of tensor parallel hold a part of, in the words of `transformers`. Experts are whole on all."""
+        normed = "replicated_with_grad_allreduce"
+        own = {"attention.q_norm": normed, "attention.k_norm": normed} if self.config.qk_norm else {}
+        own |= dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj"), "colwise")
+        own |= {"attention.o_proj": "rowwise", "mlp.down_proj": "rowwise"}
+        own |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise")
+        ends = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
+        return ends | {f"layers.*.{path}": style for path, style in own.items()}
+
     def forward(
         self,
         input_ids: Tensor,

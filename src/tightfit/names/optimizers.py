@@ -20,6 +20,7 @@ OPTIMIZERS = {
 }
 OFFLOADED = "offloaded_adamw"
 FLASH = "flash_adamw"
+OF_WHOLE_MATRICES = ("muon", "adafactor")  # an update of a matrix's part needs the rest
 
 
 FOR_BF16 = ("adamw_bf16", "adamw_bf16_stochastic")

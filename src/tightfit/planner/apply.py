@@ -18,6 +18,7 @@ from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
+from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 
@@ -129,12 +130,15 @@ def apply_levers(
 
 
 def shard_as_planned(plan: PlanRecord, model: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a model with FSDP2 as its plan says. Raises `InputError`."""
+    """Divide a model over the ranks as its plan says: by FSDP2, or in tensor parallel. Raises `InputError`."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    if plan.parallel != "fsdp2":
-        raise InputError("the plan is not one of FSDP2: plan with world_size and parallel='fsdp2', and apply that")
+    if plan.parallel not in ("fsdp2", "tp"):
+        raise InputError(
+            "the plan is not one of FSDP2 or tensor parallel: plan with world_size and parallel='fsdp2' or 'tp', and "
+            "apply that"
+        )
     if mesh is None:
         if not distributed.is_initialized():
             raise InputError("no process group was made: call torch.distributed.init_process_group before plan.shard")
@@ -142,4 +146,6 @@ def shard_as_planned(plan: PlanRecord, model: nn.Module, mesh: Any) -> nn.Module
         mesh = init_device_mesh(devices.pop() if len(devices) == 1 else "cpu", (distributed.get_world_size(),))
     if mesh.size() != plan.world_size:
         raise InputError(f"the plan is of {plan.world_size} ranks, and there are {mesh.size()}: plan again")
+    if plan.parallel == "tp":
+        return in_tensor_parallel(model, mesh)
     return in_fsdp2(model, plan.sharded_blocks, mesh, plan.sharding, precision=plan.precision)

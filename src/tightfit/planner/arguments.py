@@ -10,8 +10,9 @@ from torch import nn
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import InputError
 from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
+from tightfit.names.optimizers import OF_WHOLE_MATRICES
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, allowed_levers, lever_types
+from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, Recompute, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
@@ -105,6 +106,11 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool, micro_ba
             f"micro_batches is {micro_batches}, and DDP's static_graph fails with no_sync, an assertion of PyTorch: "
             "leave static_graph out, or add up gradients in every micro-batch (ddp's no_sync: False)"
         )
+    if world.parallel == "tp" and isinstance(optimizer, str) and optimizer.partition(":")[0] in OF_WHOLE_MATRICES:
+        raise InputError(
+            f"optimizer {optimizer} reads whole matrices, and parallel='tp' gives each rank a part: take adamw, or "
+            "parallel='fsdp2'"
+        )
     if process_group_exists() and of_several:
         raise InputError(
             "this process is a rank of a distributed run already: ask about world_size in a process of its own, or "
@@ -125,6 +131,8 @@ def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> froz
     levers = allowed_levers(named)
     if world is None:
         return levers
+    if world.parallel == "tp":
+        return _levers_in_parts(levers, named)
     excluded = {
         # DDP copies what a model returns to find what was used, so logits would be materialised all the same.
         ChunkedLoss.name: (world.ddp.reads_outputs, "find_unused_parameters or static_graph", "copies the logits"),
@@ -147,6 +155,21 @@ def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> froz
             "lever: leave one out"
         )
     return levers
+
+
+# In tensor parallel a head computes a part of the logits, and a tile's backward would send its gradients in pieces.
+_IN_PARTS = frozenset({Recompute.name, MicroBatches.name})
+
+
+def _levers_in_parts(levers: frozenset[str], named: Any) -> frozenset[str]:
+    asked_for = () if isinstance(named, str | None) else (name for name in named if name not in ("exact", "rounding"))
+    refused = sorted(set(asked_for) - _IN_PARTS)
+    if refused:
+        raise InputError(
+            f"lever {refused[0]} and parallel='tp' are both given, and a plan for tensor parallel uses "
+            f"{' and '.join(sorted(_IN_PARTS))}: leave it out"
+        )
+    return levers & _IN_PARTS
 
 
 def check_levers(levers: Any) -> None:

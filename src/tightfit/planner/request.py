@@ -235,7 +235,7 @@ class Tracer:
         """The whole step of a rank with levers. The model is the rank's own."""
         refusals = refusals_of_shards(self.request.optimizer_name)
         with self.applied(combination, policies, joined, model=model), refusals:
-            return overlapped(self._step(model, combination, routing, rank))
+            return overlapped(self._step(model, combination, routing, rank), rank.world)
 
     def ranks(
         self,
@@ -316,7 +316,7 @@ class Tracer:
                 role=request.role,
                 rank=rank,
             )
-        return trace if rank is None else overlapped(trace)
+        return trace if rank is None else overlapped(trace, rank.world)
 
     @contextmanager
     def applied(

@@ -68,11 +68,14 @@ def seconds_of_reductions(trace: StepTrace) -> float:
     return sum(each.seconds for each in inside if each.name.startswith(PREFIX) and "reduce" in each.name)
 
 
-def overlapped(trace: StepTrace) -> StepTrace:
+def overlapped(trace: StepTrace, world: World) -> StepTrace:
     """A trace in which the messages of forward and backward take only what outlasts the phase's computing.
 
-    DDP and FSDP2 send on streams of their own. That of the optimizer's phase (clipping) is waited for.
+    DDP and FSDP2 send on streams of their own. That of the optimizer's phase (clipping) is waited for, and so is each
+    message of tensor parallel: the next operator reads it.
     """
+    if world.parallel == "tp":
+        return trace
     factors = {phase: _exposed(trace, phases) for phase, phases in _BESIDE.items()}
 
     def left(operator: OperatorRecord) -> OperatorRecord:
@@ -102,7 +105,12 @@ def sentence(device: DeviceSpec, world: World) -> str:
     rate = rate_of(device, world)
     if rate is None:
         return "the time that messages between ranks take was left out of the seconds"
+    when = (
+        "and each was waited for"
+        if world.parallel == "tp"
+        else "beside the computing of forward and backward: what outlasts it is in the seconds"
+    )
     return (
         f"messages between ranks were assumed to run at {format_bytes(rate)}/s ({LINK_SHARE:.0%} of the published "
-        "rate) beside the computing of forward and backward: what outlasts it is in the seconds"
+        f"rate) {when}"
     )

@@ -1,4 +1,4 @@
-"""One rank of DDP or FSDP2 for a dry run: PyTorch's own code, on a process group that sends nothing."""
+"""One rank of DDP, FSDP2 or tensor parallel for a dry run: the code of a real one, on a group that sends nothing."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ from torch import nn
 from tightfit.errors import InputError, ModelError
 from tightfit.ranks.found import kept_as_they_are, sharded_alike
 from tightfit.ranks.moving import MovesOfShards
+from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.runtime.activity import now
@@ -39,6 +40,8 @@ class PlayedRank:
         """Whether gradients are added up in the last micro-batch only."""
         if self.world.parallel == "ddp":
             return self.world.ddp.no_sync
+        if self.world.parallel == "tp":
+            return False  # gradients are of parts, and complete
         return self.world.sharding.reduces_once if self.world.shards is None else self.world.shards.no_sync
 
     @property
@@ -60,15 +63,17 @@ class PlayedRank:
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Raises `ModelError` for a model that PyTorch's engine refuses."""
         try:
-            return in_ddp(model, self.world.ddp) if self.world.parallel == "ddp" else self._sharded(model)
+            return in_ddp(model, self.world.ddp) if self.world.parallel == "ddp" else self._in_parts(model)
         except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ModelError(f"{type(model).__name__} does not run in {self.world.parallel}: {reason}") from error
 
-    def _sharded(self, model: nn.Module) -> nn.Module:
+    def _in_parts(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (self.world.size,))
+        if self.world.parallel == "tp":
+            return in_tensor_parallel(model, mesh)
         if self.world.shards is not None:
             return sharded_alike(model, self.world.shards, mesh)
         return in_fsdp2(model, self.blocks, mesh, self.world.sharding, precision=self.precision)

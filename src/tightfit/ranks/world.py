@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, get_args
 
 from tightfit.errors import InputError
 
-Parallel = Literal["ddp", "fsdp2"]
+Parallel = Literal["ddp", "fsdp2", "tp"]
 LARGEST = 1 << 14  # ranks of one process group; the list of their peaks is as long
 
 

@@ -8,7 +8,6 @@ take is alike on any number of cards; others share nothing, so forks of this pro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
 from tightfit.planner.api import plan_of_ranks
@@ -17,7 +16,7 @@ from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
-from tightfit.ranks.world import Parallel, Sharding, World
+from tightfit.ranks.world import Sharding, World
 from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, least_bytes_of_rank
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
@@ -27,6 +26,7 @@ from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
 from tightfit.runtime.forked import Notice, processes_for, shared_out
 from tightfit.units import is_share_of, parse_budget
 
+ENGINES = ("ddp", "fsdp2")  # ranks of tensor parallel read one batch, so their rows would compare other steps
 SIZES = (2, 4, 8)  # numbers of cards with rows of their own, up to the number that was asked for
 OPTIMIZER = "adamw_fused"  # where none is named: most others do not run on shards, or change the result
 
@@ -46,6 +46,8 @@ class RanksSearch:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.world.parallel not in ENGINES:
+            raise InputError("parallel='tp' has no rows in fit: ask `plan` or `estimate`, or leave it out")
         if is_share_of(self.budget, "x"):
             raise BudgetError(f"budget {self.budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
         self.models = Models(self.asked.model)
@@ -53,7 +55,7 @@ class RanksSearch:
 
     def run(self, recipes: Sequence[Recipe]) -> list[Outcome]:
         """The outcomes, those of the most cards first; what does not fit stands at the end."""
-        engines = get_args(Parallel) if self.asked.parallel is None else (self.asked.parallel,)
+        engines = ENGINES if self.asked.parallel is None else (self.asked.parallel,)
         parts = [(recipe, engine) for recipe in recipes for engine in engines]
         sharing = min(self.processes, processes_for(len(parts)))
         answers = shared_out(self._searched if sharing == 1 else self._searched_apart, parts, self.notice, sharing)

@@ -62,7 +62,7 @@ def ranks(estimate: EstimateRecord | PlanRecord) -> list[str]:
     if not peaks:
         return []
     nodes = "" if estimate.nodes == 1 else f" on {estimate.nodes} nodes"
-    engine = {"ddp": "DDP", "fsdp2": "FSDP2"}[estimate.parallel or "ddp"]
+    engine = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "tensor parallel"}[estimate.parallel or "ddp"]
     least = min(peaks)
     differ = "all ranks have this peak" if least == max(peaks) else f"the rank with the least has {format_bytes(least)}"
     lines = [f"Each of {estimate.world_size} ranks{nodes}, with {engine}; {differ}."]

@@ -89,6 +89,8 @@ def traits_of(operator: Any) -> Traits:
 def _inspect(operator: Any) -> Traits:
     schema = operator._schema
     hidden = _HIDDEN_WRITES.get(schema.name, ())
+    if operator.namespace == "c10d" and operator._opname.endswith("_"):
+        hidden = (schema.arguments[0].name,)  # collectives write into their first argument, and no schema says so
     written = tuple(
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)

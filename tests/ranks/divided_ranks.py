@@ -1,0 +1,128 @@
+"""Ranks of tensor parallel that talk by gloo, forked from one process that has the imports, beside one whole process.
+
+Prints a line of JSON: for each case what one process computed, and what each rank did. Run as
+`python divided_ranks.py FOLDER CASES`, with the cases as JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tightfit
+from made_up_devices import even
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.ranks.tensor_parallel import in_tensor_parallel
+from tightfit.step import StepSettings, forward_backward, model_loss, update
+
+
+def model_of(case):
+    torch.manual_seed(0)
+    if case["model"] == "decoder":
+        config = DecoderConfig(
+            hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=64, **case["shape"]
+        )
+        return Decoder(config)
+    import transformers
+
+    config = getattr(transformers, f"{case['model']}Config")(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=8, vocab_size=64, pad_token_id=3, use_cache=False, **case["shape"],
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def batch_of(step):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 64, (4, 16), generator=generator)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)}
+
+
+def train(model, case):
+    """The losses of some steps, the gradients of the first one by name, and the norms before clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gradients, norms = [], {}, []
+    for step in range(case["steps"]):
+        parts = as_parts(split_batch(batch_of(step), case["micro_batches"]), model_loss)
+        losses.append(float(forward_backward(model, parts, model_loss, case["precision"])))
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}  # before clipping
+        norms.append(update(model, optimizer, StepSettings(grad_clip=case["clip"])))
+    return losses, gradients, [None if norm is None else float(norm) for norm in norms]
+
+
+def part_of(whole, part, rank, size):
+    """The rank's part of a gradient that one process has whole."""
+    side = next((side for side in range(whole.dim()) if whole.shape[side] != part.shape[side]), None)
+    return whole if side is None else whole.chunk(size, side)[rank]
+
+
+def work(rank, size, folder, cases):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    mesh = dist.init_device_mesh("cpu", (size,))
+    told = []
+    for number, case in enumerate(cases):
+        whole = torch.load(f"{folder}/whole{number}.pt", weights_only=True)
+        model = in_tensor_parallel(model_of(case), mesh)
+        state, before = model.full_state_dict(), model_of(case).state_dict()
+        is_whole = list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+        losses, gradients, norms = train(model, case)
+        errors = {
+            name: float((part_of(whole["gradients"][name], mine, rank, size) - mine).abs().max())
+            for name, mine in gradients.items()
+        }
+        row = {"whole": whole["losses"], "losses": losses, "worst": max(errors.values())}
+        row["norms"], row["whole_norms"] = norms, whole["norms"]
+        row["saved"] = is_whole if rank == 0 else not state
+        row["largest"] = max(float(gradient.abs().max()) for gradient in whole["gradients"].values())
+        if case["budget"] is not None:
+            plan = tightfit.Plan.from_json(f"{folder}/plan{number}.json")
+            model = model_of(case)
+            with plan.apply(model):
+                plan.shard(model, mesh)
+                planned, of_plan, _ = train(model, {**case, "micro_batches": plan.micro_batches})
+            row["planned"] = planned
+            row["equal"] = [name for name, mine in gradients.items() if torch.equal(mine, of_plan[name])]
+            row["names"] = list(gradients)
+        told.append(row)
+    Path(f"{folder}/told{rank}.json").write_text(json.dumps(told))
+
+
+def prepare(case, number, folder, size):
+    losses, gradients, norms = train(model_of(case), case)
+    torch.save({"losses": losses, "gradients": gradients, "norms": norms}, f"{folder}/whole{number}.pt")
+    if case["budget"] is not None:
+        plan = tightfit.plan(
+            model_of(case), batch_of(0), case["budget"], device=even(), precision=case["precision"], world_size=size,
+            parallel="tp", levers=["recompute"],
+        )  # fmt: skip
+        assert any(choice.action != "keep" for choice in plan.choices), "the plan has something to recompute"
+        plan.to_json(f"{folder}/plan{number}.json")
+
+
+def main(folder, size, cases):
+    torch.set_num_threads(1)
+    for number, case in enumerate(cases):
+        prepare(case, number, folder, size)
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                work(rank, size, folder, cases)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert not any(codes), f"ranks ended with {codes}"
+    print(json.dumps([json.loads(Path(f"{folder}/told{rank}.json").read_text()) for rank in range(size)]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
