@@ -67,8 +67,8 @@ def estimate(
 
     `world_size` is the number of ranks that train together, each with `device`, on `nodes` machines (1). `batch` is
     then that of one rank. `parallel` is `"fsdp2"` (the default: each repeated block is sharded by `fully_shard`, then
-    the rest, in the mixed precision that `precision` names), `"ddp"` or `"tp"` (tensor parallel). The estimate is that of
-    the rank with the highest peak, and has the peaks of all ranks (`rank_peak_bytes`). `ddp` are the arguments that
+    the rest, in the mixed precision that `precision` names), `"ddp"` or `"tp"` (tensor parallel). The estimate is that
+    of the rank with the highest peak, and has the peaks of all ranks (`rank_peak_bytes`). `ddp` are the arguments that
     your loop gives to `DistributedDataParallel` beside the model, such as `{"gradient_as_bucket_view": True}`.
     `"no_sync": False` among them says that every micro-batch adds up its gradients, and not only the last one.
 
