@@ -282,17 +282,22 @@ def plan_line(row: Record) -> str:
 # Ranks
 
 
+OF_A_CASE = (
+    "world_size", "parallel", "precision", "reshard", "recompute", "micro_batches", "grad_clip", "shape", "apart",
+    "once", "ddp", "budget",
+)  # fmt: skip
+
+
 def ranks(record: Record) -> str:
     results = record["results"]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for row in results:
-        key = ("world_size", "parallel", "precision", "reshard", "recompute", "micro_batches", "grad_clip", "shape")
-        groups.setdefault(tuple(str(row[name]) for name in key), []).append(row)
+        groups.setdefault(tuple(str(row.get(name)) for name in OF_A_CASE), []).append(row)
     worst = max(abs(row["difference"]) for row in results)
     exact = sum(row["difference"] == 0 for row in results)
     outside = max(row["outside_bytes"] for row in results)
     return f"""\
-## Ranks of DDP and FSDP2
+## Ranks of DDP, FSDP2 and tensor parallel
 
 {where(record)}
 
@@ -320,10 +325,14 @@ def ranks_line(group: Sequence[Record]) -> str:
         *(["weights kept after forward"] if first["reshard"] is False else []),
         *([f"{first['micro_batches']} micro-batches"] if first["micro_batches"] > 1 else []),
         *(["clipping"] if first["grad_clip"] else []),
+        *(["embedding and head apart"] if first.get("apart") else []),
+        *(["gradients exchanged once"] if first.get("once") else []),
+        *(f"{name}={value}" for name, value in first.get("ddp", ())),
+        *([f"a plan for {first['budget']}"] if first.get("budget") else []),
     ]
 
     def each(name: str) -> str:
-        return ", ".join(f"{size:,}" for size in sorted({row[name] for row in group}, reverse=True))
+        return ", ".join(f"{size:,}" for size in sorted({row[name] for row in group if name in row}, reverse=True))
 
     return (
         f"| {first['world_size']} | {first['parallel']} | {first['precision']} | {', '.join(step) or 'plain'} "
