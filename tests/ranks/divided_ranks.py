@@ -7,6 +7,7 @@ Prints a line of JSON: for each case what one process computed, and what each ra
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -116,6 +117,8 @@ def main(folder, size, cases):
             try:
                 work(rank, size, folder, cases)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)

@@ -66,6 +66,7 @@ def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_p
         case(budget="0.88x"),
         case(shape={"qk_norm": True, "tie_embeddings": False}, micro_batches=2),
         case(shape={"dropout": 0.1}, precision="bf16", budget="0.9x"),
+        case(shape={"num_experts": 4}),
     ]
     demand_alike(run(tmp_path, 2, cases), cases)
 
@@ -79,6 +80,8 @@ def test_four_ranks_compute_what_one_process_does_with_models_of_transformers(tm
         case("Llama", shape=biases),
         case("Qwen3", micro_batches=2, clip=0.1),
         case("Mistral"),
+        case("Gemma3Text"),
+        case("Olmo2", budget="0.9x"),
     ]
     demand_alike(run(tmp_path, 4, cases), cases)
 

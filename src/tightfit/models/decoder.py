@@ -251,12 +251,13 @@ class Decoder(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """What ranks of tensor parallel hold a part of, in the words of `transformers`. Experts are whole on all."""
+        """What ranks of tensor parallel divide, in the words of `transformers`. MLPs with experts are whole."""
         normed = "replicated_with_grad_allreduce"
         own = {"attention.q_norm": normed, "attention.k_norm": normed} if self.config.qk_norm else {}
         own |= dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj"), "colwise")
-        own |= {"attention.o_proj": "rowwise", "mlp.down_proj": "rowwise"}
-        own |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise")
+        own |= {"attention.o_proj": "rowwise"}
+        if self.config.num_experts is None:
+            own |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
         ends = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
         return ends | {f"layers.*.{path}": style for path, style in own.items()}
 

@@ -67,13 +67,19 @@ def rules_of(model: nn.Module) -> dict[str, str]:
         if not found and not any(_matches(path, pattern) for path in parameters):
             continue  # a rule for a part that this model does not have
         kinds = _KINDS.get(style)
-        if kinds is None or not found or not all(isinstance(modules[path], kinds) for path in found):
+        known = [path for path in found if kinds is not None and isinstance(modules[path], kinds)]
+        if not found or known != found or any(_computes_otherwise(modules[path]) for path in found):
             raise ModelError(
                 f"{name} divides {pattern} by the style {style!r}, with which no rank is predicted: take "
                 "parallel='fsdp2'"
             )
         rules.update(dict.fromkeys(found, str(style)))
     return rules
+
+
+def _computes_otherwise(module: nn.Module) -> bool:
+    """Whether a linear layer has a forward of its own, which would be lost."""
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
 
 
 def demand_even(model: nn.Module, rules: Mapping[str, str], size: int) -> None:
@@ -116,6 +122,15 @@ class _Ranks(NamedTuple):
         """This rank's part of a tensor, with memory of its own."""
         return whole.detach().chunk(self.size, side)[self.number].clone(memory_format=torch.contiguous_format)
 
+    def joined(self, part: Tensor, side: int) -> Tensor:
+        """The parts of all ranks, side by side."""
+        import torch.distributed as dist
+
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, side)
+
 
 @dataclass(frozen=True)
 class _Parts:
@@ -141,17 +156,13 @@ class _Parts:
     @torch.no_grad()
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's state dict with whole tensors, on the CPU of rank 0. The others get an empty one."""
-        import torch.distributed as dist
-
         state: dict[str, Tensor] = {}
         # As `state_dict` names them: both names of a tied weight.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, held in model.state_dict(keep_vars=True).items():
             side, found = self.sides.get(names.get(id(held), "")), held.detach()
             if side is not None:
-                parts = [torch.empty_like(found) for _ in range(self.ranks.size)]
-                dist.all_gather(parts, found.contiguous(), group=self.ranks.group)
-                found = torch.cat(parts, side)
+                found = self.ranks.joined(found, side)
             if self.ranks.number == 0:
                 state[name] = found.cpu()
         return state
@@ -191,16 +202,25 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: _Ranks) -> Tensor:
-        import torch.distributed as dist
-
         ctx.ranks = ranks
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
-        dist.all_gather(parts, part.contiguous(), group=ranks.group)
-        return torch.cat(parts, -1)
+        return ranks.joined(part, -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.ranks.part(gradients[0], -1), None
+
+
+class _Split(torch.autograd.Function):
+    """Each rank takes its part of the last dimension of what all have. The parts of the gradient become the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: _Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.part(whole, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.ranks.joined(gradients[0], -1), None
 
 
 def _columns(linear: nn.Linear, ranks: _Ranks, *, gathers: bool = False) -> None:
@@ -220,16 +240,21 @@ def _columns_gathered(linear: nn.Linear, ranks: _Ranks) -> None:
     _columns(linear, ranks, gathers=True)
 
 
-def _rows(linear: nn.Linear, ranks: _Ranks) -> None:
+def _rows(linear: nn.Linear, ranks: _Ranks, *, splits: bool = False) -> None:
     """Each rank reads a part of the inputs: the weight is divided by its columns. The bias is added to the sum."""
     _hold_part(linear, "weight", ranks, 1)
     linear.in_features //= ranks.size
 
     def forward(x: Tensor) -> Tensor:
-        summed: Any = _Summed.apply(F.linear(x, linear.weight), ranks)
+        own: Any = _Split.apply(x, ranks) if splits else x
+        summed: Any = _Summed.apply(F.linear(own, linear.weight), ranks)
         return summed if linear.bias is None else summed + linear.bias
 
     linear.__dict__["forward"] = forward
+
+
+def _rows_split(linear: nn.Linear, ranks: _Ranks) -> None:
+    _rows(linear, ranks, splits=True)
 
 
 def _rows_of_table(table: nn.Embedding, ranks: _Ranks) -> None:
@@ -238,14 +263,14 @@ def _rows_of_table(table: nn.Embedding, ranks: _Ranks) -> None:
     rows = table.num_embeddings = table.num_embeddings // ranks.size
     first = rows * ranks.number
     padding = None if table.padding_idx is None else table.padding_idx - first
-    own_padding = padding if padding is not None and 0 <= padding < rows else None
-    # What is no row would count as one from the end.
-    table.padding_idx = own_padding
+    # What is no row of this rank's would count as one from the end.
+    table.padding_idx = padding if padding is not None and 0 <= padding < rows else None
 
     def forward(ids: Tensor) -> Tensor:
         own = ids - first
         elsewhere = (own < 0) | (own >= rows)
-        found = F.embedding(own.masked_fill(elsewhere, 0), table.weight, own_padding)
+        # A class of its own may do more with each row, as the scaled embeddings of Gemma do.
+        found = type(table).forward(table, own.masked_fill(elsewhere, 0))
         return _Summed.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), ranks)
 
     table.__dict__["forward"] = forward
@@ -302,6 +327,7 @@ _STYLES: dict[str, Callable[[Any, _Ranks], None]] = {
     "colwise_rep": _columns_gathered,
     "colwise_gather_output": _columns_gathered,
     "rowwise": _rows,
+    "rowwise_split_input": _rows_split,
     "embedding_rowwise": _rows_of_table,
     "replicated_with_grad_allreduce": _whole_in_parts,
     "replicate": _whole,
@@ -311,8 +337,13 @@ _KINDS: dict[str, type[nn.Module]] = {
     "colwise_rep": nn.Linear,
     "colwise_gather_output": nn.Linear,
     "rowwise": nn.Linear,
+    "rowwise_split_input": nn.Linear,
     "embedding_rowwise": nn.Embedding,
     "replicated_with_grad_allreduce": nn.Module,
     "replicate": nn.Module,
 }
-_DIVIDED = {"colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "rowwise": 1, "embedding_rowwise": 0}
+# The dimension of the weight that is divided.
+_DIVIDED = {
+    "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1,
+    "embedding_rowwise": 0,
+}  # fmt: skip
