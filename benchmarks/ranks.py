@@ -144,7 +144,6 @@ CASES = [
             ((("static_graph", True),), 1, None),
             ((VIEWS, ("static_graph", True)), 1, None),
             ((VIEWS,), 1, "0.85x"),
-            ((), 1, "0.75x"),
             ((VIEWS,), 1, "0.75x"),
             ((("find_unused_parameters", True),), 1, "0.8x"),
             ((("static_graph", True),), 1, "0.85x"),
