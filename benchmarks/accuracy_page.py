@@ -304,8 +304,9 @@ def ranks(record: Record) -> str:
 Real processes train a decoder of 4 blocks together, and talk by gloo. Each counts its allocations by a library that
 is preloaded (`benchmarks/allocations.c`): those of PyTorch's CPU allocator to the byte, in every thread. PyTorch's
 profiler records single threads, and gloo frees copies in threads of its own. The prediction plays one rank at a time,
-on a process group that sends nothing. Of {len(results)} ranks, {exact} have the predicted peak to the byte. The largest
-difference is {worst} bytes: the sum of the losses of several micro-batches, which a dry run does not keep.
+on a process group that sends nothing. Of {len(results)} ranks, {exact} have the predicted peak to the byte. A
+difference of 4 bytes is the sum of the losses of several micro-batches, which a dry run does not keep. The largest is
+{worst} bytes.
 
 Gloo's copies are in the prediction, by a rule that was measured: a gather holds a copy of its result, a reduce-scatter
 a copy of its input. "Without gloo" leaves them out, as on a card. Gloo also has buffers that no allocator counts, of at
