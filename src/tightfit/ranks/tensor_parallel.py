@@ -42,7 +42,7 @@ def in_tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
     ranks = _Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size(), dist.all_reduce)
     ties, lengths = _ties(model), {name: parameter.shape for name, parameter in model.named_parameters()}
     for path, style in rules.items():
-        _STYLES[style](module_at(model, path), ranks)
+        _STYLES[style].divide(module_at(model, path), ranks)
     _tie_again(model, ties)
     sides = {name: _side(lengths[name], parameter.shape) for name, parameter in model.named_parameters()}
     parts = _Parts(ranks, {name: side for name, side in sides.items() if side is not None})
@@ -66,8 +66,7 @@ def rules_of(model: nn.Module) -> dict[str, str]:
         found = [path for path in modules if _matches(path, pattern)]
         if not found and not any(_matches(path, pattern) for path in parameters):
             continue  # a rule for a part that this model does not have
-        kinds = _KINDS.get(style)
-        known = [path for path in found if kinds is not None and isinstance(modules[path], kinds)]
+        known = [path for path in found if style in _STYLES and isinstance(modules[path], _STYLES[style].kind)]
         if not found or known != found or any(_computes_otherwise(modules[path]) for path in found):
             raise ModelError(
                 f"{name} divides {pattern} by the style {style!r}, with which no rank is predicted: take "
@@ -90,9 +89,9 @@ def demand_even(model: nn.Module, rules: Mapping[str, str], size: int) -> None:
         if isinstance(heads, int) and heads % size:
             raise ModelError(f"{name} has {what} {heads}, which {size} ranks cannot share evenly: {_OR_FSDP2}")
     for path, style in rules.items():
-        if style not in _DIVIDED:
+        side = _STYLES[style].side
+        if side is None:
             continue
-        side = _DIVIDED[style]
         length, what = module_at(model, path).get_parameter("weight").shape[side], ("rows", "columns")[side]
         if length % size:
             raise ModelError(
@@ -236,10 +235,6 @@ def _columns(linear: nn.Linear, ranks: _Ranks, *, gathers: bool = False) -> None
     linear.__dict__["forward"] = forward
 
 
-def _columns_gathered(linear: nn.Linear, ranks: _Ranks) -> None:
-    _columns(linear, ranks, gathers=True)
-
-
 def _rows(linear: nn.Linear, ranks: _Ranks, *, splits: bool = False) -> None:
     """Each rank reads a part of the inputs: the weight is divided by its columns. The bias is added to the sum."""
     _hold_part(linear, "weight", ranks, 1)
@@ -251,10 +246,6 @@ def _rows(linear: nn.Linear, ranks: _Ranks, *, splits: bool = False) -> None:
         return summed if linear.bias is None else summed + linear.bias
 
     linear.__dict__["forward"] = forward
-
-
-def _rows_split(linear: nn.Linear, ranks: _Ranks) -> None:
-    _rows(linear, ranks, splits=True)
 
 
 def _rows_of_table(table: nn.Embedding, ranks: _Ranks) -> None:
@@ -322,28 +313,22 @@ def _tie_again(model: nn.Module, ties: Iterable[list[str]]) -> None:
             module_at(model, path).register_parameter(own, kept)
 
 
-_STYLES: dict[str, Callable[[Any, _Ranks], None]] = {
-    "colwise": _columns,
-    "colwise_rep": _columns_gathered,
-    "colwise_gather_output": _columns_gathered,
-    "rowwise": _rows,
-    "rowwise_split_input": _rows_split,
-    "embedding_rowwise": _rows_of_table,
-    "replicated_with_grad_allreduce": _whole_in_parts,
-    "replicate": _whole,
+class _Style(NamedTuple):
+    """How a module is divided, of which class it is, and along which dimension of its weight; None: not at all."""
+
+    divide: Callable[[Any, _Ranks], None]
+    kind: type[nn.Module]
+    side: int | None = None
+
+
+_GATHERED = _Style(partial(_columns, gathers=True), nn.Linear, 0)
+_STYLES = {
+    "colwise": _Style(_columns, nn.Linear, 0),
+    "colwise_rep": _GATHERED,
+    "colwise_gather_output": _GATHERED,
+    "rowwise": _Style(_rows, nn.Linear, 1),
+    "rowwise_split_input": _Style(partial(_rows, splits=True), nn.Linear, 1),
+    "embedding_rowwise": _Style(_rows_of_table, nn.Embedding, 0),
+    "replicated_with_grad_allreduce": _Style(_whole_in_parts, nn.Module),
+    "replicate": _Style(_whole, nn.Module),
 }
-_KINDS: dict[str, type[nn.Module]] = {
-    "colwise": nn.Linear,
-    "colwise_rep": nn.Linear,
-    "colwise_gather_output": nn.Linear,
-    "rowwise": nn.Linear,
-    "rowwise_split_input": nn.Linear,
-    "embedding_rowwise": nn.Embedding,
-    "replicated_with_grad_allreduce": nn.Module,
-    "replicate": nn.Module,
-}
-# The dimension of the weight that is divided.
-_DIVIDED = {
-    "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1,
-    "embedding_rowwise": 0,
-}  # fmt: skip
