@@ -257,6 +257,7 @@ class TitanRank:
     version: Version
     steps: int = 2
     reduces_once: bool = False
+    is_on_host: bool = False
 
     @contextmanager
     def playing(self) -> Iterator[None]:
