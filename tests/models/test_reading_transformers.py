@@ -1,9 +1,12 @@
 """Models of `transformers`, read piece by piece."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tightfit import score
 from tightfit.errors import ModelError
@@ -52,9 +55,59 @@ def test_text_generated_from_a_cache_is_that_of_whole_passes(name):
     assert torch.equal(made, ids)
 
 
-def test_a_model_without_keys_and_values_is_refused_by_name_and_still_generates():
-    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=90, state_size=4)
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_argument_of_the_cache_has_two_names(name):
+    """`transformers` calls it `cache` since 5.24, and `past_key_values` before."""
+    whole = score(built("LlamaConfig"), text(), chunk_size=None)
+    pieces = score(Renamed(built("LlamaConfig"), name), text(), chunk_size=16)
+    torch.testing.assert_close(pieces.log_likelihoods, whole.log_likelihoods, rtol=1e-5, atol=1e-5)
+
+
+class Renamed(nn.Module):
+    """A causal model whose cache has the given name as an argument and in the output."""
+
+    def __init__(self, model: nn.Module, name: str):
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.theirs = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+        self.forward = self.of_cache if name == "cache" else self.of_past_key_values
+
+    def of_cache(self, input_ids, cache=None, use_cache=False):
+        return SimpleNamespace(**self.called(input_ids, cache, use_cache, "cache"))
+
+    def of_past_key_values(self, input_ids, past_key_values=None, use_cache=False):
+        return SimpleNamespace(**self.called(input_ids, past_key_values, use_cache, "past_key_values"))
+
+    def called(self, ids, cache, use_cache, name):
+        output = self.model(input_ids=ids, use_cache=use_cache, **{self.theirs: cache})
+        return {"logits": output.logits, name: getattr(output, self.theirs)}
+
+    def prepare_inputs_for_generation(self):
+        raise NotImplementedError
+
+
+WITHOUT_KEYS = {
+    "MambaConfig": {"state_size": 4},
+    "RecurrentGemmaConfig": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "lru_width": 32,
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "intermediate_size": 48,
+    },
+    "XLMConfig": {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "pad_index": 0},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KEYS)
+def test_a_model_without_keys_of_every_token_is_refused_by_name_and_still_generates(name):
+    """A recurrent layer has a cache too, which takes one token at a time; the cache of XLM is a dict of its own."""
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(
+        **{"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 90} | WITHOUT_KEYS[name]
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ModelError, match="MambaForCausalLM keeps no cache"):
+    with pytest.raises(ModelError, match=f"{type(model).__name__} keeps no cache"):
         score(model, text())
     assert generate(model, text(5), max_new_tokens=3, temperature=0).shape == (2, 8)

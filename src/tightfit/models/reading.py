@@ -24,14 +24,27 @@ class Reader(Protocol):
 def reader(model: nn.Module, capacity: int) -> Reader | None:
     """What reads the next piece of a text of up to `capacity` tokens: ids (B, t) to logits (B, t, V).
 
-    For a `Decoder` and for the causal models of `transformers` that keep `past_key_values`; None for others. Reads from
-    the start; the cache lives as long as the reader. To be called without gradients.
+    For a `Decoder` and for the causal models of `transformers` that keep keys and values of every token; None for
+    others. Reads from the start; the cache lives as long as the reader. To be called without gradients.
     """
     if isinstance(model, Decoder):
         return CacheReader(model, KVCache(model.config, capacity))
+    argument = _cache_argument(model)
+    return PastReader(model, argument) if argument else None
+
+
+def _cache_argument(model: nn.Module) -> str | None:
+    """The argument by which a model of `transformers` takes its keys and values; its output has them by the same name."""
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    return PastReader(model) if takes_cache and not encodes else None
+    # A state-space or linear attention layer goes on from its state by one token only: pieces would be read wrongly.
+    if encodes or getattr(model, "_is_stateful", False):
+        return None
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" in parameters:
+        return "past_key_values"
+    # The name since transformers 5.24. Other code means other things by it, as XLM does with a dict.
+    is_generator = callable(getattr(model, "prepare_inputs_for_generation", None))
+    return "cache" if is_generator and "cache" in parameters and "dict" not in str(parameters["cache"]) else None
 
 
 class CacheReader:
@@ -50,13 +63,13 @@ class CacheReader:
 class PastReader:
     """Reads with a model of `transformers`, which makes the kind of cache that it needs itself."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, argument: str):
+        self.model, self.argument = model, argument
         self.past: Any = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        output = self.model(input_ids=ids, past_key_values=self.past, use_cache=True)
-        self.past = output.past_key_values
+        output = self.model(input_ids=ids, use_cache=True, **{self.argument: self.past})
+        self.past = getattr(output, self.argument)
         if self.past is None:
             raise ModelError(f"{type(self.model).__name__} gave no cache of keys and values back: read the text whole")
         return output.logits
