@@ -34,7 +34,7 @@ def reader(model: nn.Module, capacity: int) -> Reader | None:
 
 
 def _cache_argument(model: nn.Module) -> str | None:
-    """The argument by which a model of `transformers` takes its keys and values; its output has them by the same name."""
+    """The argument for the keys and values of a model of `transformers`; its output has them by the same name."""
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     # A state-space or linear attention layer goes on from its state by one token only: pieces would be read wrongly.
     if encodes or getattr(model, "_is_stateful", False):
