@@ -297,7 +297,7 @@ def ranks(record: Record) -> str:
     exact = sum(row["difference"] == 0 for row in results)
     outside = max(row["outside_bytes"] for row in results)
     return f"""\
-## Ranks of DDP, FSDP2 and tensor parallel
+## Ranks of DDP, FSDP2, tensor and context parallel
 
 {where(record)}
 

@@ -1,4 +1,4 @@
-"""A rank's peak in DDP, FSDP2 and tensor parallel: predicted on one machine, against real processes that talk by gloo.
+"""A rank's peak in DDP, FSDP2, tensor and context parallel: predicted, against real processes that talk by gloo.
 
 Each real process counts its allocations by `allocations.c`, which is preloaded: PyTorch's CPU allocator to the byte, in
 every thread, and all other large allocations by themselves. PyTorch's profiler, with which other benchmarks measure a
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.ranks.context_parallel import in_context_parallel
+from tightfit.ranks.messages import MESSAGES
 from tightfit.ranks.playing import PlayedRank, own_copy
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import DDPSettings, Parallel, Sharding, World
@@ -92,7 +94,7 @@ class Case:
     @property
     def settings(self) -> StepSettings:
         # FSDP2 casts weights and activations itself, so autocast has nothing to do.
-        return StepSettings("fp32" if self.parallel == "fsdp2" else self.precision, self.grad_clip)
+        return StepSettings("fp32" if self.parallel in ("fsdp2", "cp") else self.precision, self.grad_clip)
 
 
 @cache
@@ -154,6 +156,10 @@ CASES = [
         for size in (2, 4)
         for precision, count, recompute in [("fp32", 1, False), ("bf16", 1, False), ("fp32", 2, True)]
     ),
+    *(Case(size, "cp", precision, shape=UNEVEN) for size in (2, 4) for precision in ("fp32", "bf16")),
+    Case(2, "cp", reshard=False, micro_batches=2, grad_clip=1.0, shape=UNEVEN),
+    Case(2, "cp", shape=UNEVEN, budget="0.88x"),
+    Case(2, "cp", "bf16", shape=UNEVEN, budget="0.92x"),
 ] + [
     Case(size, parallel, precision, reshard, shape=shape)
     for size in (2, 4)
@@ -170,12 +176,12 @@ def predicted(case: Case, rank: int) -> dict[str, Any]:
     if plan is not None:
         return {"predicted_bytes": plan.rank_peak_bytes[rank], "planned_levers": [str(lever) for lever in plan.levers]}
     model = case.model()
-    sharding = case.sharding(model) if case.parallel == "fsdp2" else Sharding()
+    sharding = case.sharding(model) if case.parallel in ("fsdp2", "cp") else Sharding()
     world = World(case.world_size, case.parallel, 1, sharding, DDPSettings.of(dict(case.ddp)))
     played = PlayedRank(world, rank, find_blocks(model), case.precision)
     trace = trace_step(own_copy(model), case.parts(), model_loss, settings=case.settings, rank=played)
     without = (
-        level - operator.workspace_bytes * operator.name.startswith("c10d.")
+        level - operator.workspace_bytes * operator.name.startswith(MESSAGES)
         for level, operator in zip(trace.levels, trace.operators, strict=True)
     )
     return {"predicted_bytes": trace.peak_bytes, "without_gloo_bytes": max(without)}
@@ -219,7 +225,8 @@ def work(case: Case, rank: int, folder: str) -> None:
         if plan is not None:
             held = plan.shard(model, mesh)
         else:
-            held = in_fsdp2(model, find_blocks(model), mesh, sharding, precision=case.precision)
+            engine = in_context_parallel if case.parallel == "cp" else in_fsdp2
+            held = engine(model, find_blocks(model), mesh, sharding, precision=case.precision)
     parts = case.parts(plan)
     optimizer = build_optimizer("adamw", held.parameters())
     gc.collect()  # the first import of a part of PyTorch leaves cycles that hold the whole weights of one block
@@ -312,7 +319,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--only", choices=["ddp", "fsdp2", "tp"])
+    parser.add_argument("--only", choices=get_args(Parallel))
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--planned", action="store_true", help="only the cases with a plan")
     parser.add_argument("--settings", action="store_true", help="only the cases with settings of DDP")

@@ -1,4 +1,4 @@
-"""Ranks of tensor parallel that talk by gloo, forked from one process that has the imports, beside one whole process.
+"""Ranks of tensor or context parallel that talk by gloo, forked from a process with the imports, beside one process.
 
 Prints a line of JSON: for each case what one process computed, and what each rank did. Run as
 `python divided_ranks.py FOLDER CASES`, with the cases as JSON.
@@ -9,15 +9,22 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import tightfit
 from made_up_devices import even
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.ranks.context_parallel import in_context_parallel
+from tightfit.ranks.shards import whole as gathered
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 
@@ -25,10 +32,11 @@ from tightfit.step import StepSettings, forward_backward, model_loss, update
 def model_of(case):
     torch.manual_seed(0)
     if case["model"] == "decoder":
-        config = DecoderConfig(
-            hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=64, **case["shape"]
-        )
+        usual = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 64}
+        config = DecoderConfig(**{**usual, **case["shape"]})
         return Decoder(config)
+    if case["model"] == "beside":
+        return Beside()
     import transformers
 
     config = getattr(transformers, f"{case['model']}Config")(
@@ -38,10 +46,47 @@ def model_of(case):
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
+class Beside(nn.Module):
+    """A model whose blocks read, beside hidden states, rows of a table and a scale that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.table, self.head = nn.Embedding(64, 32), nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(Attends() for _ in range(2))
+        self.scale = nn.Linear(1, 32)
+
+    def forward(self, input_ids, labels):
+        x, rows = self.embedding(input_ids), self.table(input_ids).tanh()
+        scale = self.scale(torch.ones(1, 1, 1))
+        for layer in self.layers:
+            x = layer(x, rows, scale)
+        loss = F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, rows, scale):
+        q, k, v = (each(x + rows).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return (
+            x
+            + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)) * rows * scale
+        )
+
+
 def batch_of(step):
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 64, (4, 16), generator=generator)
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)}
+
+
+def divided(model, mesh, case):
+    if case["parallel"] == "tp":
+        return in_tensor_parallel(model, mesh)
+    return in_context_parallel(model, find_blocks(model, None), mesh, precision=case["precision"])
 
 
 def train(model, case):
@@ -50,10 +95,11 @@ def train(model, case):
     losses, gradients, norms = [], {}, []
     for step in range(case["steps"]):
         parts = as_parts(split_batch(batch_of(step), case["micro_batches"]), model_loss)
-        losses.append(float(forward_backward(model, parts, model_loss, case["precision"])))
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}  # before clipping
+        precision = "fp32" if isinstance(model, FSDPModule) else case["precision"]  # FSDP2 casts by itself
+        losses.append(float(forward_backward(model, parts, model_loss, precision)))
+        gradients = gradients or {name: gathered(p.grad).clone() for name, p in model.named_parameters()}  # not clipped
         norms.append(update(model, optimizer, StepSettings(grad_clip=case["clip"])))
-    return losses, gradients, [None if norm is None else float(norm) for norm in norms]
+    return losses, gradients, [None if norm is None else float(gathered(norm)) for norm in norms]
 
 
 def part_of(whole, part, rank, size):
@@ -62,15 +108,22 @@ def part_of(whole, part, rank, size):
     return whole if side is None else whole.chunk(size, side)[rank]
 
 
+def saves_all(model, case, rank):
+    """Whether rank 0 gets the whole state dict, and the others an empty one."""
+    state, before = model.full_state_dict(), model_of(case).state_dict()
+    if rank:
+        return not state
+    return list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+
+
 def work(rank, size, folder, cases):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = dist.init_device_mesh("cpu", (size,))
     told = []
     for number, case in enumerate(cases):
         whole = torch.load(f"{folder}/whole{number}.pt", weights_only=True)
-        model = in_tensor_parallel(model_of(case), mesh)
-        state, before = model.full_state_dict(), model_of(case).state_dict()
-        is_whole = list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+        model = divided(model_of(case), mesh, case)
+        saved = saves_all(model, case, rank) if case["parallel"] == "tp" else None
         losses, gradients, norms = train(model, case)
         errors = {
             name: float((part_of(whole["gradients"][name], mine, rank, size) - mine).abs().max())
@@ -78,7 +131,7 @@ def work(rank, size, folder, cases):
         }
         row = {"whole": whole["losses"], "losses": losses, "worst": max(errors.values())}
         row["norms"], row["whole_norms"] = norms, whole["norms"]
-        row["saved"] = is_whole if rank == 0 else not state
+        row["saved"] = saved
         row["largest"] = max(float(gradient.abs().max()) for gradient in whole["gradients"].values())
         if case["budget"] is not None:
             plan = tightfit.Plan.from_json(f"{folder}/plan{number}.json")
@@ -99,7 +152,7 @@ def prepare(case, number, folder, size):
     if case["budget"] is not None:
         plan = tightfit.plan(
             model_of(case), batch_of(0), case["budget"], device=even(), precision=case["precision"], world_size=size,
-            parallel="tp", levers=["recompute"],
+            parallel=case["parallel"], levers=["recompute"],
         )  # fmt: skip
         assert any(choice.action != "keep" for choice in plan.choices), "the plan has something to recompute"
         plan.to_json(f"{folder}/plan{number}.json")

@@ -1,17 +1,12 @@
 """Tensor parallel: ranks that hold parts of the weights, predicted, planned, and run by processes that talk by gloo."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import tightfit
+from divided_beside_whole import case_of, demand_alike, run
 from made_up_devices import even
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError, ModelError
@@ -24,40 +19,11 @@ from tightfit.step import TokenBatch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 
-HERE = Path(__file__).resolve().parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE.parents[1] / 'src'}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
 BATCH = TokenBatch(2, 16, 64)
-PLAIN = {
-    "model": "decoder", "shape": {}, "steps": 2, "micro_batches": 1, "precision": "fp32", "budget": None, "clip": None,
-}  # fmt: skip
 
 
-def case(model="decoder", *, shape=None, **settings):
-    return {**PLAIN, "model": model, "shape": shape or {}, **settings}
-
-
-def run(folder, size, cases):
-    """What each rank tells of each case."""
-    words = [sys.executable, str(HERE / "divided_ranks.py"), str(folder), str(size), json.dumps(cases)]
-    ended = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def demand_alike(ranks, cases):
-    for told in ranks:
-        assert len(told) == len(cases)
-        for row, asked in zip(told, cases, strict=True):
-            near = 1e-5 if asked["precision"] == "fp32" else 1e-2
-            assert row["losses"] == pytest.approx(row["whole"], rel=near / 5), asked
-            assert row["worst"] <= near * row["largest"], asked
-            assert row["saved"], asked
-            if asked["clip"] is not None:
-                assert row["norms"] == pytest.approx(row["whole_norms"], rel=1e-5), asked
-                assert row["norms"][0] > asked["clip"], "something was clipped"
-            if asked["budget"] is not None:
-                assert row["planned"] == row["losses"], asked
-                assert row["equal"] == row["names"], asked
+def case(model="decoder", **settings):
+    return case_of(model, parallel="tp", **settings)
 
 
 def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_path):

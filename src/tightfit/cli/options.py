@@ -241,8 +241,9 @@ Parallel = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), ddp, or tp (tensor "
-        "parallel, one batch for all ranks) (else fsdp2).",
+        help="How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), ddp, tp (tensor "
+        "parallel, one batch for all ranks), or cp (context parallel: fsdp2 with one batch, whose sequences the blocks "
+        "share) (else fsdp2).",
         rich_help_panel=THE_STEP,
     ),
 ]

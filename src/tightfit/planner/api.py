@@ -52,7 +52,7 @@ def estimate(
     step_in_backward: bool = False,
     world_size: int | None = None,
     nodes: int | None = None,
-    parallel: Literal["ddp", "fsdp2", "tp"] | None = None,
+    parallel: Literal["ddp", "fsdp2", "tp", "cp"] | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict the peak memory and the time of one training step, without computing it and without changing the model.
@@ -67,8 +67,9 @@ def estimate(
 
     `world_size` is the number of ranks that train together, each with `device`, on `nodes` machines (1). `batch` is
     then that of one rank. `parallel` is `"fsdp2"` (the default: each repeated block is sharded by `fully_shard`, then
-    the rest, in the mixed precision that `precision` names), `"ddp"` or `"tp"` (tensor parallel). The estimate is that
-    of the rank with the highest peak, and has the peaks of all ranks (`rank_peak_bytes`). `ddp` are the arguments that
+    the rest, in the mixed precision that `precision` names), `"ddp"`, `"tp"` (tensor parallel) or `"cp"` (context
+    parallel: FSDP2 with blocks that share each sequence). The estimate is that of the rank with the highest peak, and
+    has the peaks of all ranks (`rank_peak_bytes`). `ddp` are the arguments that
     your loop gives to `DistributedDataParallel` beside the model, such as `{"gradient_as_bucket_view": True}`.
     `"no_sync": False` among them says that every micro-batch adds up its gradients, and not only the last one.
 
@@ -111,7 +112,7 @@ def plan(
     offload_budget: int | str | None = None,
     world_size: int | None = None,
     nodes: int | None = None,
-    parallel: Literal["ddp", "fsdp2", "tp"] | None = None,
+    parallel: Literal["ddp", "fsdp2", "tp", "cp"] | None = None,
     steps: int | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -137,7 +138,9 @@ def plan(
     weights are freed after forward, and when gradients are exchanged; `plan.shard(model)` does that. On cards
     `"offload"` then means that shards, gradients and states may be on the host where nothing else fits; activations
     stay. With `parallel="tp"` ranks hold parts of the weights by the model's own `tp_plan` and read the same batch; the
-    levers are `"recompute"` and `"micro_batch"`, and `plan.shard(model)` divides the model.
+    levers are `"recompute"` and `"micro_batch"`, and `plan.shard(model)` divides the model. With `parallel="cp"` they
+    read the same batch too, and in the blocks each a part of every sequence; the levers are `"recompute"`,
+    `"chunked_loss"` and `"micro_batch"`.
 
     In a process that torchrun has started, and that has called `init_process_group`, `parallel="ddp"` is enough: all
     ranks call `plan` alike, rank 0 makes the plan, and all get it. `batch` is then one of the rank's own batches, of
@@ -293,7 +296,7 @@ def plan_of_ranks(found: RanksFound) -> Plan:
         nodes=world.nodes,
         parallel=world.parallel,
         ddp=tuple(world.ddp.own.items()),
-        **({} if world.parallel != "fsdp2" else as_fields(world.sharding, found.search.tracer.rank(world).blocks)),
+        **({} if not world.is_sharded else as_fields(world.sharding, found.search.tracer.rank(world).blocks)),
         rank_peak_bytes=found.peaks,
         host_bytes=bytes_on_host(request.model, found) if world.sharding.on_host else 0,
         communicator_bytes=request.communicator_bytes,

@@ -18,6 +18,7 @@ from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
+from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
@@ -55,7 +56,7 @@ class AppliedPlan(Applied):
         """
         loss, model = loss or model_loss, self.model if model is None else model
         # FSDP2 casts weights and activations itself.
-        precision = "fp32" if self.plan.parallel == "fsdp2" else self.plan.precision
+        precision = "fp32" if self.plan.parallel in ("fsdp2", "cp") else self.plan.precision
         return forward_backward(model, self.parts(batch, loss), loss, precision)
 
 
@@ -130,14 +131,17 @@ def apply_levers(
 
 
 def shard_as_planned(plan: PlanRecord, model: nn.Module, mesh: Any) -> nn.Module:
-    """Divide a model over the ranks as its plan says: by FSDP2, or in tensor parallel. Raises `InputError`."""
+    """Divide a model over the ranks as its plan says: by FSDP2, in tensor or in context parallel.
+
+    Raises `InputError`.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    if plan.parallel not in ("fsdp2", "tp"):
+    if plan.parallel not in ("fsdp2", "tp", "cp"):
         raise InputError(
-            "the plan is not one of FSDP2 or tensor parallel: plan with world_size and parallel='fsdp2' or 'tp', and "
-            "apply that"
+            "the plan is not one of FSDP2, tensor or context parallel: plan with world_size and parallel='fsdp2', 'tp' "
+            "or 'cp', and apply that"
         )
     if mesh is None:
         if not distributed.is_initialized():
@@ -148,4 +152,5 @@ def shard_as_planned(plan: PlanRecord, model: nn.Module, mesh: Any) -> nn.Module
         raise InputError(f"the plan is of {plan.world_size} ranks, and there are {mesh.size()}: plan again")
     if plan.parallel == "tp":
         return in_tensor_parallel(model, mesh)
-    return in_fsdp2(model, plan.sharded_blocks, mesh, plan.sharding, precision=plan.precision)
+    engine = in_context_parallel if plan.parallel == "cp" else in_fsdp2
+    return engine(model, plan.sharded_blocks, mesh, plan.sharding, precision=plan.precision)

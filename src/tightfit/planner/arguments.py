@@ -131,8 +131,8 @@ def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> froz
     levers = allowed_levers(named)
     if world is None:
         return levers
-    if world.parallel == "tp":
-        return _levers_in_parts(levers, named)
+    if world.parallel in _OF_ONE_BATCH:
+        return _levers_of_one_batch(levers, named, world.parallel)
     excluded = {
         # DDP copies what a model returns to find what was used, so logits would be materialised all the same.
         ChunkedLoss.name: (world.ddp.reads_outputs, "find_unused_parameters or static_graph", "copies the logits"),
@@ -157,19 +157,25 @@ def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> froz
     return levers
 
 
-# In tensor parallel a head computes a part of the logits, and a tile's backward would send its gradients in pieces.
-_IN_PARTS = frozenset({Recompute.name, MicroBatches.name})
+# Where all ranks read one batch. In tensor parallel a head computes a part of the logits, and a tile's backward would
+# send its gradients in pieces.
+_OF_ONE_BATCH = {
+    "tp": frozenset({Recompute.name, MicroBatches.name}),
+    "cp": frozenset({Recompute.name, MicroBatches.name, ChunkedLoss.name}),
+}
+_IN_WORDS = {"tp": "tensor parallel", "cp": "context parallel"}
 
 
-def _levers_in_parts(levers: frozenset[str], named: Any) -> frozenset[str]:
+def _levers_of_one_batch(levers: frozenset[str], named: Any, parallel: str) -> frozenset[str]:
+    known = _OF_ONE_BATCH[parallel]
     asked_for = () if isinstance(named, str | None) else (name for name in named if name not in ("exact", "rounding"))
-    refused = sorted(set(asked_for) - _IN_PARTS)
+    refused = sorted(set(asked_for) - known)
     if refused:
         raise InputError(
-            f"lever {refused[0]} and parallel='tp' are both given, and a plan for tensor parallel uses "
-            f"{' and '.join(sorted(_IN_PARTS))}: leave it out"
+            f"lever {refused[0]} and parallel={parallel!r} are both given, and a plan for {_IN_WORDS[parallel]} uses "
+            f"{', '.join(sorted(known))}: leave it out"
         )
-    return levers & _IN_PARTS
+    return levers & known
 
 
 def check_levers(levers: Any) -> None:

@@ -205,7 +205,7 @@ class Tracer:
 
     def rank(self, world: World, number: int = 0) -> PlayedRank:
         """A rank of a world, which shards the blocks of the request's model one by one."""
-        are_sharded = world.parallel == "fsdp2" and world.shards is None
+        are_sharded = world.is_sharded and world.shards is None
         blocks = find_blocks(self.request.model, self.request.blocks) if are_sharded else []
         return PlayedRank(world, number, blocks, self.request.settings.precision)
 
@@ -214,7 +214,7 @@ class Tracer:
         """How a rank computes its step."""
         world, settings = self.request.world, self.request.settings
         # FSDP2 casts weights and activations itself, so autocast has nothing to do.
-        return replace(settings, precision="fp32") if world is not None and world.parallel == "fsdp2" else settings
+        return replace(settings, precision="fp32") if world is not None and world.is_sharded else settings
 
     @property
     def optimizer_of_rank(self) -> Optimizer:

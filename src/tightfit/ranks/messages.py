@@ -11,6 +11,7 @@ from dataclasses import replace
 from tightfit.devices.clocks import Seconds
 from tightfit.devices.figures import LINK_SHARE
 from tightfit.devices.spec import DeviceSpec
+from tightfit.ranks.sharing import ADDED_UP, GATHERED
 from tightfit.ranks.world import World
 from tightfit.tracing.copies import TO_DEVICE, TO_HOST
 from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
@@ -19,6 +20,7 @@ from tightfit.tracing.shapes import TensorShape
 from tightfit.units import format_bytes
 
 PREFIX = "c10d."
+MESSAGES = (PREFIX, GATHERED, ADDED_UP)
 BESIDE = (PREFIX, TO_HOST, TO_DEVICE)  # what runs beside the computing: messages, and copies of shards on the host
 # One way, of each card: 400 Gb/s. The makers' servers have one such adapter for each of eight H100, H200 or B200
 # (docs.nvidia.com/dgx-basepod, "Core Components").
@@ -44,7 +46,7 @@ def with_messages(price: OperatorCost, device: DeviceSpec, world: World) -> Oper
         return price
 
     def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
-        if not name.startswith(PREFIX):
+        if not name.startswith(MESSAGES):
             return price(name, inputs, outputs, arguments)
         seconds = sent_bytes(name, [shape.bytes for shape in inputs], world.size) / rate
         return Seconds.of(host=0.0, device=seconds)
@@ -57,7 +59,9 @@ def sent_bytes(name: str, sizes: Sequence[int], ranks: int) -> float:
     share = (ranks - 1) / ranks
     if "allreduce" in name:
         return 2 * share * sum(sizes)
-    if "allgather" in name or "reduce_scatter" in name or "alltoall" in name:
+    if name == GATHERED:
+        return (ranks - 1) * sum(sizes)  # of its own part, which each other one gets
+    if "allgather" in name or "reduce_scatter" in name or "alltoall" in name or name == ADDED_UP:
         return share * max(sizes, default=0)  # of shards and the whole, the whole
     return share * sum(sizes)
 
@@ -72,7 +76,7 @@ def overlapped(trace: StepTrace, world: World) -> StepTrace:
     """A trace in which the messages of forward and backward take only what outlasts the phase's computing.
 
     DDP and FSDP2 send on streams of their own. That of the optimizer's phase (clipping) is waited for, and so is each
-    message of tensor parallel: the next operator reads it.
+    message of tensor parallel, and of attention in context parallel: the next operator reads it.
     """
     if world.parallel == "tp":
         return trace
@@ -105,12 +109,12 @@ def sentence(device: DeviceSpec, world: World) -> str:
     rate = rate_of(device, world)
     if rate is None:
         return "the time that messages between ranks take was left out of the seconds"
-    when = (
-        "and each was waited for"
-        if world.parallel == "tp"
-        else "beside the computing of forward and backward: what outlasts it is in the seconds"
-    )
+    beside = "beside the computing of forward and backward: what outlasts it is in the seconds"
+    when = {
+        "tp": " and each was waited for",
+        "cp": f"; those of attention were waited for, and those of weights run {beside}",
+    }.get(world.parallel, f" {beside}")
     return (
         f"messages between ranks were assumed to run at {format_bytes(rate)}/s ({LINK_SHARE:.0%} of the published "
-        f"rate) {when}"
+        f"rate){when}"
     )

@@ -40,7 +40,7 @@ def trace_ranks(
 ) -> RankTraces:
     """Play rank 0, and the optimizer's phase of one rank of each other kind."""
     largest = trace(own_copy(model), PlayedRank(world, 0, blocks, precision))
-    lengths = row_counts(model) if world.parallel == "fsdp2" else []
+    lengths = row_counts(model) if world.is_sharded else []
     kinds = [tuple(rows_of(length, world.size, rank) for length in lengths) for rank in range(world.size)]
     if world.sharding.on_host:  # of what ranks differ in, nothing is on the device
         return RankTraces(largest, (largest.peak_bytes,) * world.size)

@@ -1,4 +1,4 @@
-"""One rank of DDP, FSDP2 or tensor parallel for a dry run: the code of a real one, on a group that sends nothing."""
+"""One rank of DDP, FSDP2, tensor or context parallel for a dry run: a real one's code, whose group sends nothing."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.errors import InputError, ModelError
+from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.found import kept_as_they_are, sharded_alike
 from tightfit.ranks.moving import MovesOfShards
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
@@ -47,7 +48,7 @@ class PlayedRank:
     @property
     def is_on_host(self) -> bool:
         """Whether shards are in host memory, where they are updated."""
-        return self.world.parallel == "fsdp2" and self.world.sharding.on_host
+        return self.world.is_sharded and self.world.sharding.on_host
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -76,7 +77,8 @@ class PlayedRank:
             return in_tensor_parallel(model, mesh)
         if self.world.shards is not None:
             return sharded_alike(model, self.world.shards, mesh)
-        return in_fsdp2(model, self.blocks, mesh, self.world.sharding, precision=self.precision)
+        engine = in_context_parallel if self.world.parallel == "cp" else in_fsdp2
+        return engine(model, self.blocks, mesh, self.world.sharding, precision=self.precision)
 
 
 @contextmanager

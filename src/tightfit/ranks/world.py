@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, get_args
 
 from tightfit.errors import InputError
 
-Parallel = Literal["ddp", "fsdp2", "tp"]
+Parallel = Literal["ddp", "fsdp2", "tp", "cp"]
 LARGEST = 1 << 14  # ranks of one process group; the list of their peaks is as long
 
 
@@ -161,6 +161,11 @@ class World:
             raise InputError(f"parallel {self.parallel!r} is not known: choose {' or '.join(get_args(Parallel))}")
         if self.size % self.nodes:
             raise InputError(f"{self.size} ranks cannot be spread evenly over {self.nodes} nodes: change one of them")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights."""
+        return self.parallel in ("fsdp2", "cp")
 
 
 # NCCL allocates past PyTorch: with 8 H100 some 10 MiB for each of up to 32 channels and each of 2 to 4 connections

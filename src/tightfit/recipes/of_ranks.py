@@ -26,7 +26,7 @@ from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
 from tightfit.runtime.forked import Notice, processes_for, shared_out
 from tightfit.units import is_share_of, parse_budget
 
-ENGINES = ("ddp", "fsdp2")  # ranks of tensor parallel read one batch, so their rows would compare other steps
+ENGINES = ("ddp", "fsdp2")  # ranks of the others read one batch, so their rows would compare other steps
 SIZES = (2, 4, 8)  # numbers of cards with rows of their own, up to the number that was asked for
 OPTIMIZER = "adamw_fused"  # where none is named: most others do not run on shards, or change the result
 
@@ -47,7 +47,9 @@ class RanksSearch:
 
     def __post_init__(self) -> None:
         if self.world.parallel not in ENGINES:
-            raise InputError("parallel='tp' has no rows in fit: ask `plan` or `estimate`, or leave it out")
+            raise InputError(
+                f"parallel={self.world.parallel!r} has no rows in fit: ask `plan` or `estimate`, or leave it out"
+            )
         if is_share_of(self.budget, "x"):
             raise BudgetError(f"budget {self.budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
         self.models = Models(self.asked.model)

@@ -56,13 +56,16 @@ def device_footprint(estimate: EstimateRecord) -> list[str]:
     ]
 
 
+_ENGINES = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "tensor parallel", "cp": "context parallel"}
+
+
 def ranks(estimate: EstimateRecord | PlanRecord) -> list[str]:
     """Sentences about the ranks of a training on several devices."""
     peaks = estimate.rank_peak_bytes
     if not peaks:
         return []
     nodes = "" if estimate.nodes == 1 else f" on {estimate.nodes} nodes"
-    engine = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "tensor parallel"}[estimate.parallel or "ddp"]
+    engine = _ENGINES[estimate.parallel or "ddp"]
     least = min(peaks)
     differ = "all ranks have this peak" if least == max(peaks) else f"the rank with the least has {format_bytes(least)}"
     lines = [f"Each of {estimate.world_size} ranks{nodes}, with {engine}; {differ}."]

@@ -196,6 +196,8 @@ _CPU: dict[str, Callable[[Sequence[TensorShape]], int]] = {
     "bitsandbytes.optimizer_update_8bit_blockwise.default": _cpu_adamw8bit,
 }
 
+_OF_RANKS = frozenset({"tightfit.gather_parts.default", "tightfit.add_up_parts.default"})
+
 Workspace = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], int]
 
 
@@ -215,6 +217,8 @@ def cpu_workspace(
         return buffer_in_fp32(name, inputs, outputs, arguments)
     if name in COMPOSITES:
         return sum(composite_scratch(name, inputs, outputs, arguments))
+    if name in _OF_RANKS:  # gloo gathers into a copy of the result, and reduces in a copy of what is given
+        return max(shape.bytes for shape in (*inputs, *outputs))
     if name == _GEMM_4BIT:
         return _cpu_gemm_4bit(inputs[0], outputs[0])
     formula = _CPU.get(name)

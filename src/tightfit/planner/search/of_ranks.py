@@ -43,7 +43,7 @@ def search_ranks(request: Request, world: World, budget: int | str, *, resorts: 
     Without `resorts`, levers that are tried only where nothing else fits are left out.
     """
     default = Search(request, budget, resorts=resorts)
-    if world.parallel != "fsdp2" or world.shards is not None:  # of which a plan changes nothing
+    if not world.is_sharded or world.shards is not None:  # of which a plan changes nothing
         return _searched(default, world, default)
     return _Shardings(request, world, default).found()
 

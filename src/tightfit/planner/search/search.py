@@ -284,7 +284,7 @@ class Search(Selection):
         if not self.request.may(Recompute) or not self.paths or self.least is None:
             return
         world = self.request.world
-        if world is not None and world.parallel == "fsdp2" and world.sharding.reshard_after_forward is not False:
+        if world is not None and world.is_sharded and world.sharding.reshard_after_forward is not False:
             return  # a segment recomputes several blocks at once, and FSDP2 has gathered the weights of one
         if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
             return  # segments lower only forward and backward

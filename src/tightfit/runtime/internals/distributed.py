@@ -22,6 +22,12 @@ def run_kernel(operator: Any, key: str, args: tuple, kwargs: dict) -> Any:
     return operator.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
 
 
+def group_named(name: str) -> Any:
+    """The process group of a name (`ProcessGroup.group_name`), as operators name it in their arguments."""
+    library: Any = torch._C
+    return library._distributed_c10d._resolve_process_group(name)
+
+
 @contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
     """A context in which this process is one rank of a default process group of `size` that sends nothing.

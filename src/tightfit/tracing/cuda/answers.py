@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from tightfit.runtime.activity import now
+from tightfit.tracing.cuda.attention import Call, Capability, efficient_takes, flash_takes
 from tightfit.tracing.cuda.replacements import Replacements
 
 _TRUE_ANSWERS = frozenset(
@@ -239,6 +240,34 @@ def _replace_in_autocast(replacements: Replacements) -> None:
     replacements.replace(torch, "get_autocast_dtype", get_autocast_dtype)
     replacements.replace(torch, "get_autocast_gpu_dtype", get_autocast_gpu_dtype)
     replacements.replace(torch.autocast, "__init__", begin)
+
+
+# Kernels of attention, for code that calls one by its own choice
+
+
+def replace_in_backends(module: ModuleType, replacements: Replacements) -> None:
+    """Replace what Python code asks about kernels of attention. `module` is `torch.backends.cuda`."""
+    for name, takes in {"can_use_flash_attention": flash_takes, "can_use_efficient_attention": efficient_takes}.items():
+        replacements.replace(module, name, _taken(getattr(module, name), takes))
+
+
+def _taken(original: Callable[..., bool], takes: Callable[[Call, Capability], bool]) -> Callable[..., bool]:
+    def taken(params: Any, debug: bool = False) -> bool:
+        card = card_played()
+        if card is None:
+            return original(params, debug)
+        call = Call(
+            params.query,
+            params.key,
+            params.value,
+            params.attn_mask,
+            params.dropout,
+            params.is_causal,
+            params.enable_gqa,
+        )
+        return takes(call, card.capability)
+
+    return taken
 
 
 def replace_in_torch(module: ModuleType, replacements: Replacements) -> None:

@@ -71,8 +71,8 @@ def choose_backend(call: Call, capability: Capability) -> Backend:
     """
     takes = {
         Backend.CUDNN: _cudnn_takes,
-        Backend.FLASH: _flash_takes,
-        Backend.EFFICIENT: _efficient_takes,
+        Backend.FLASH: flash_takes,
+        Backend.EFFICIENT: efficient_takes,
         Backend.MATH: lambda call, capability: True,
     }
     for name in _preferred(capability):
@@ -109,7 +109,8 @@ def _cudnn_takes(call: Call, capability: Capability) -> bool:
     )
 
 
-def _flash_takes(call: Call, capability: Capability) -> bool:
+def flash_takes(call: Call, capability: Capability) -> bool:
+    """Whether the flash kernel supports a call (`can_use_flash_attention`)."""
     width = call.query.shape[-1]
     return (
         _is_four_dimensional(call)
@@ -131,7 +132,8 @@ def _flash_backward_takes(call: Call, capability: Capability) -> bool:
     return not (small and call.needs_gradient) or width <= 192 or (width > 224 and call.dropout == 0)
 
 
-def _efficient_takes(call: Call, capability: Capability) -> bool:
+def efficient_takes(call: Call, capability: Capability) -> bool:
+    """Whether the memory-efficient kernel supports a call (`can_use_mem_efficient_attention`)."""
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     alignment = gemm_alignment(call.query.dtype, capability)
     dtypes = (*_HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)

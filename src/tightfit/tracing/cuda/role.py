@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import autocast_cache_cleared_by, foreach_on_cpu, kernels_replaced
 from tightfit.tracing.cuda.allocator import round_size
-from tightfit.tracing.cuda.answers import replace_in_torch
+from tightfit.tracing.cuda.answers import replace_in_backends, replace_in_torch
 from tightfit.tracing.cuda.attention import Capability
 from tightfit.tracing.cuda.autocast import AutocastKernels
 from tightfit.tracing.cuda.by_card import scratch_by_card
@@ -26,7 +26,7 @@ from tightfit.tracing.cuda.workspace import cuda_workspace
 from tightfit.tracing.shapes import TensorShape
 
 # What packages of others read or call, by the module that owns it.
-OTHERS = Replacements({"torch.cuda": replace_in_torch, **TRITON_INSTALLERS})
+OTHERS = Replacements({"torch.cuda": replace_in_torch, "torch.backends.cuda": replace_in_backends, **TRITON_INSTALLERS})
 
 
 @dataclass(frozen=True)
