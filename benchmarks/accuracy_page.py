@@ -239,18 +239,31 @@ Predictions were made before the steps ran, from a calibration in the same run. 
 {record["rounds"]} steps (`benchmarks/step_time.py`). {quiet}
 
 {len(results)} configurations: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}.
-
+{beside_drift(results)}
 """ + rows(
-        "| case | precision | budget | predicted | median | error | least | others, cores |",
+        "| case | precision | budget | predicted | median | error | least | others, cores | drift | beside it |",
         [step_line(row) for row in results],
     )
 
 
+def beside_drift(results: Sequence[Record]) -> str:
+    """What is left of the errors without the drift of the machine's own speed, in a sentence."""
+    errors = sorted(abs(row["error_beside_drift"]) for row in results if "error_beside_drift" in row)
+    if not errors:
+        return ""
+    median, worst = f"{statistics.median(errors):.1%}", f"{errors[-1]:.1%}"
+    return f"""\
+The calibration's own small steps ran again in each round. "Drift" is how much longer they took than right after the
+calibration: the machine's own speed. Beside it the median error is {median}, the worst {worst}.
+"""
+
+
 def step_line(row: Record) -> str:
+    drift = (f"{row['drift']:.2f}", f"{row['error_beside_drift']:+.1%}") if "drift" in row else ("", "")
     return (
         f"| {row['case']} | {row['precision']} | {row['variant']} | {row['predicted_seconds'] * 1e3:.0f} ms "
         f"| {row['median_seconds'] * 1e3:.0f} ms | {row['error']:+.1%} | {row['least_seconds'] * 1e3:.0f} ms "
-        f"| {row['others_cores']:.1f} |"
+        f"| {row['others_cores']:.1f} | {drift[0]} | {drift[1]} |"
     )
 
 

@@ -19,8 +19,8 @@ Verdict = tuple[str, str, bool | None]  # target, figure, and whether it is met 
 PRODUCTS = "products recomputed in the blocks whose backward is at the peak"
 AT_PEAK = "products recomputed in the blocks whose backward is at the peak, and 20-40 µs an operator in the recorder"
 DRIFT = (
-    "a virtual machine on which the same step takes now more and now less time (docs/lab-notes.md, Steps take longer "
-    "than their operators)"
+    "the machine's own speed: a reference step of the calibration drifts between cases (docs/accuracy.md, Step time, "
+    "has the drift and the errors beside it)"
 )
 
 
@@ -113,8 +113,12 @@ def small_steps(found: Found) -> list[Verdict]:
         named = "captured blocks" if way.startswith("captured") else "the recorder"
         text = f"whole blocks recomputed by {named}: ≤ 1.0x of PyTorch's checkpoint"
         lines.append((text, figure, max(own.values()) <= 1))
-    kept = record["cases"]["1 x 64"]["captured, keep all"]["of_plain"]
-    lines.append(("captured blocks that keep everything, 1 x 64: ≤ 1.0x of plain", f"{kept:.2f}x", kept <= 1))
+    for way, bound in (("captured, keep all", 1.0), ("captured, keep all, compiled", 0.95)):
+        side = record["cases"]["1 x 64"].get(way)
+        if side is not None:
+            named = f"captured blocks that keep everything{', compiled' if 'compiled' in way else ''}"
+            kept = side["of_plain"]
+            lines.append((f"{named}, 1 x 64: ≤ {bound}x of plain", f"{kept:.2f}x", kept <= bound))
     return lines
 
 

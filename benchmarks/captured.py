@@ -1,9 +1,10 @@
 """Small steps, where launching operators takes as long as computing them: eager code, checkpoints, captured blocks.
 
 A decoder of width 256 with 8 blocks in fp32. Five ways run the same step on copies of one model and take turns:
-eager code, `torch.utils.checkpoint` and our recorder around every block, and captured blocks that keep everything or
-recompute everything. Seconds are of the processor, on one thread, so that what other processes do in between is not in
-them. Gradients are compared bit by bit; the peak is the CPU allocator's.
+eager code, `torch.utils.checkpoint` and our recorder around every block, and captured blocks that keep everything (as
+ATen calls, or compiled by PyTorch's compiler) or recompute everything. Seconds are of the processor, on one thread, so
+that what other processes do in between is not in them. Gradients are compared bit by bit; the peak is the CPU
+allocator's.
 
     python benchmarks/captured.py [--small] [--rounds 15] [--output results.json]
 """
@@ -46,6 +47,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "torch checkpoint": by_checkpoint,
     "recompute": lambda model: tightfit.recompute(model, "layers.*"),
     "captured, keep all": lambda model: tightfit.capture(model, "layers.*"),
+    "captured, keep all, compiled": lambda model: tightfit.capture(model, "layers.*", compiled=True),
     "captured, recompute all": lambda model: tightfit.capture(model, "layers.*", policy=RECOMPUTE_ALL),
 }
 

@@ -7,6 +7,10 @@ before the step is first run. Steps of a model's variants are interleaved, after
 the prediction against the median step; the least is there because other processes can only make a step longer. What
 others took of the machine meanwhile is in the file: figures of a machine that was not quiet say little. With one
 thread, the median processor seconds, which do not count waiting for a core, stand beside them.
+
+A virtual machine's own speed changes between minutes. So the small steps that a calibration runs are run again right
+after it and in each round. Their drift says how much slower the machine was than when it was calibrated, and the
+error beside it is what is left of the prediction's error without that.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from accuracy import decoder, from_transformers
 from environment import environment
 from tightfit import Plan, TokenBatch, estimate, plan
 from tightfit.devices.calibrate import calibrate
+from tightfit.devices.in_steps import StepTimes
 from tightfit.devices.quiet import Clocks, Observation
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit
@@ -34,6 +39,7 @@ from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 
 WARM_UP = 2
+REFERENCES = 6  # samples of the calibration's own steps, right after it
 BUDGETS = ("0.75x", "0.55x")  # of the plain peak, with the levers that are exact to rounding
 
 
@@ -66,6 +72,31 @@ CASES = {
 }
 
 
+class Reference:
+    """The calibration's own small steps, which tell how the machine's speed has changed since the calibration."""
+
+    def __init__(self) -> None:
+        self.steps = StepTimes()
+        self.calibrated = self.seconds(REFERENCES)
+        self.begin()
+
+    def seconds(self, samples: int) -> dict[bool, float]:
+        """Median seconds of a step, by whether it is in bf16."""
+        self.begin()
+        for _ in range(samples):
+            self.steps.sample()
+        return {half: statistics.median(found) for half, found in self.steps.seconds.items()}
+
+    def begin(self) -> None:
+        """Forget what was timed so far."""
+        self.steps.seconds = {False: [], True: []}
+
+    def drift(self, precision: str) -> float:
+        """How much longer a step takes since `begin` than after the calibration: 1.0 for as long."""
+        half = precision == "bf16"
+        return statistics.median(self.steps.seconds[half]) / self.calibrated[half]
+
+
 @dataclass
 class Variant:
     """One way to run the steps of a model; `seconds` are those measured."""
@@ -94,9 +125,15 @@ def variants(model: nn.Module, batch: dict[str, torch.Tensor], precision: Any, d
 
 
 def measure(
-    model: nn.Module, batch: dict[str, torch.Tensor], precision: Any, found: list[Variant], rounds: int
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    precision: Any,
+    found: list[Variant],
+    rounds: int,
+    reference: Reference,
 ) -> None:
     """Run the variants in turns; the first rounds warm up and are not kept."""
+    reference.begin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for turn in range(WARM_UP + rounds):
         for variant in found:
@@ -109,16 +146,18 @@ def measure(
             if turn >= WARM_UP:
                 variant.seconds.append(seconds)
                 variant.processor_seconds.append(own)
+        reference.steps.sample()
 
 
-def rows(name: str, case: Case, device: DeviceSpec, rounds: int) -> Iterator[dict[str, Any]]:
+def rows(name: str, case: Case, device: DeviceSpec, rounds: int, reference: Reference) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     model = case.build()
     batch = TokenBatch(*case.batch, case.vocabulary).tensors()
     found = variants(model, batch, case.precision, device)
     began = Clocks.now()
-    measure(model, batch, case.precision, found, rounds)
+    measure(model, batch, case.precision, found, rounds, reference)
     others = Clocks.now().others_since(began)
+    drift = reference.drift(case.precision)
     for variant in found:
         median = statistics.median(variant.seconds)
         yield {
@@ -131,6 +170,8 @@ def rows(name: str, case: Case, device: DeviceSpec, rounds: int) -> Iterator[dic
             "median_processor_seconds": statistics.median(variant.processor_seconds),
             "error": variant.predicted / median - 1,
             "error_against_least": variant.predicted / min(variant.seconds) - 1,
+            "drift": drift,
+            "error_beside_drift": variant.predicted * drift / median - 1,
             "micro_batches": variant.micro_batches,
             "chunked_loss": variant.made is not None and variant.made.lever(ChunkedLoss) is not None,
             "others_cores": others,
@@ -147,7 +188,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['case']:22} {row['variant']:6} predicted {row['predicted_seconds'] * 1e3:8.1f} ms, median "
         f"{row['median_seconds'] * 1e3:8.1f} ms {row['error']:+7.1%}, least {row['least_seconds'] * 1e3:8.1f} ms "
         f"{row['error_against_least']:+7.1%}; processor {row['median_processor_seconds'] * 1e3:8.1f} ms; "
-        f"others {row['others_cores']:.1f} cores"
+        f"others {row['others_cores']:.1f} cores; drift {row['drift']:.3f}, beside it {row['error_beside_drift']:+7.1%}"
     )
 
 
@@ -162,8 +203,9 @@ def main() -> None:
     device = calibrate("cpu") if options.spec is None else DeviceSpec.from_json(options.spec)
     print(f"calibration: {device.disturbed_by or 'quiet'}", flush=True)
     results = []
+    reference = Reference()
     for name in options.case or CASES:
-        for row in rows(name, CASES[name], device, options.rounds):
+        for row in rows(name, CASES[name], device, options.rounds, reference):
             print(line(row), flush=True)
             results.append(row)
             if options.output:
