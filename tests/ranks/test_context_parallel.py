@@ -127,6 +127,7 @@ class Mixing(nn.Module):
         super().__init__()
         self.linear, self.mix = nn.Linear(8, 8), mix
         self.register_buffer("table", torch.ones(64, 8))
+        self.register_buffer("count", torch.zeros(1))
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x):
@@ -179,6 +180,53 @@ def test_blocks_in_which_tokens_meet_otherwise_are_refused_in_one_line(mix, says
     assert says in str(refused.value)
     assert "take parallel='fsdp2'" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def shift(block, x):
+    return attend(block, x) + F.pad(x, (0, 0, 1, -1))
+
+
+def shift_by_slices(block, x):
+    return attend(block, torch.cat([x[:, 1:], x[:, :1]], 1))
+
+
+def subtract_a_mean_over_tokens(block, x):
+    return attend(block, x - x.mean(1, keepdim=True))
+
+
+def mix_by_a_product(block, x):
+    return attend(block, (x.transpose(1, 2) @ block.table[: x.shape[1], : x.shape[1]]).transpose(1, 2))
+
+
+def normalise_over_tokens(block, x):
+    return attend(block, F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2))
+
+
+def drop_and_count(block, x):
+    block.count.add_(1)
+    return attend(block, F.dropout(x, 0.3))
+
+
+def in_real_blocks(mix, mesh):
+    torch.manual_seed(0)
+    model = in_context_parallel(Blocks(mix), ["layers.0", "layers.1"], mesh)
+    return model, model(torch.arange(16).view(2, 8))
+
+
+@pytest.mark.parametrize(
+    "mix", [shift, shift_by_slices, subtract_a_mean_over_tokens, mix_by_a_product, normalise_over_tokens]
+)
+def test_tokens_that_meet_by_functions_without_a_name_are_found_by_real_numbers(mix, mesh):
+    with pytest.raises(ModelError, match=r"layers.0: a token changes what Mixing returns for another one beside att"):
+        in_real_blocks(mix, mesh)
+
+
+def test_trying_blocks_changes_no_buffer_and_no_random_number(mesh, monkeypatch):
+    tried, found = in_real_blocks(drop_and_count, mesh)
+    monkeypatch.setattr(context_parallel, "tokens_meet", lambda *given: False)
+    plain, expected = in_real_blocks(drop_and_count, mesh)
+    assert torch.equal(found, expected)
+    assert tried.layers[0].count == plain.layers[0].count == 1
 
 
 def test_a_length_that_ranks_cannot_share_is_refused_with_the_number():

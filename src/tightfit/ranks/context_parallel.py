@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tightfit.errors import ModelError
 from tightfit.levers.recompute.region import attributes_with_tensors, changed
 from tightfit.ranks.sharing import add_up_parts, gather_parts
+from tightfit.ranks.token_probe import tokens_meet
 from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.runtime.activity import now
@@ -46,7 +47,8 @@ def in_context_parallel(
     multiple of twice their number. Dropout inside blocks draws other numbers than one process would.
 
     Raises `ModelError` for a model without repeated blocks, and for one that is divided already. In its first forward
-    the model raises it for blocks in which tokens meet elsewhere than in fused attention.
+    the model raises it for blocks in which tokens meet elsewhere than in fused attention: one block of each class is
+    tried on real numbers (`token_probe`).
     """
     if not blocks:
         raise ModelError(f"{type(model).__name__} has no repeated blocks to share a sequence in: {_OR_FSDP2}")
@@ -60,7 +62,7 @@ def in_context_parallel(
         kind = type(module)
         # A class, as `fully_shard` gives one too. A lever's own forward stands on the instance, and runs this one.
         module.__class__ = classes.setdefault(kind, _sharing(kind))
-        module.__dict__["_reading"] = reading = _Reading(shared, path, is_first=place == 0)
+        module.__dict__["_reading"] = reading = _Reading(shared, path, kind, is_first=place == 0)
         module.register_forward_pre_hook(reading.enter, with_kwargs=True)
         module.register_forward_hook(reading.leave_last if place == len(blocks) - 1 else reading.leave)
     return in_fsdp2(model, blocks, mesh, sharding, precision=precision)
@@ -154,6 +156,7 @@ class _Shared:
         self.length: int | None = None  # of the whole sequence; None between two forwards
         self.mask: Tensor | None = None
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, beside the whole: no other gets it meanwhile
+        self.tried: set[type] = set()  # classes of blocks in which tokens meet in attention only, by real numbers
 
     @property
     def part_length(self) -> int:
@@ -219,8 +222,8 @@ def _on_card(tensor: Tensor) -> bool:
 class _Reading:
     """A block's hooks: what it reads is this rank's part, and what the last one returns is whole again."""
 
-    def __init__(self, shared: _Shared, path: str, *, is_first: bool):
-        self.shared, self.path, self.is_first = shared, path, is_first
+    def __init__(self, shared: _Shared, path: str, kind: type[nn.Module], *, is_first: bool):
+        self.shared, self.path, self.kind, self.is_first = shared, path, kind, is_first
         self.is_known = False  # whether a forward of it has shown that tokens meet in attention only
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -246,7 +249,23 @@ class _Reading:
             )
         parts = {name: tree_map(lambda each: shared.part_of(each, self.path), each) for name, each in given.items()}
         parts[place] = hidden
-        return tuple(parts[number] for number in range(len(args))), {name: parts[name] for name in kwargs}
+        if not now.dry and self.kind not in shared.tried:
+            self._try(block, parts, place, len(args))
+        return _arguments(parts, len(args))
+
+    def _try(self, block: nn.Module, parts: Mapping[Any, Any], place: Any, count: int) -> None:
+        """Raise `ModelError` for a block in which tokens meet elsewhere than in attention."""
+
+        def forward(hidden: Tensor) -> Tensor:
+            args, kwargs = _arguments({**parts, place: hidden}, count)
+            return self._hidden_of(self.kind.forward(block, *args, **kwargs))
+
+        if tokens_meet(block, forward, parts[place]):
+            raise ModelError(
+                f"{self.path}: a token changes what {self.kind.__name__} returns for another one beside attention, so "
+                f"ranks cannot share its sequence: {_OR_FSDP2}"
+            )
+        self.shared.tried.add(self.kind)
 
     def leave(self, block: nn.Module, args: tuple, out: Any) -> Any:
         """Forward hook."""
@@ -271,6 +290,11 @@ class _Reading:
 
 def _named(args: tuple, kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [*enumerate(args), *kwargs.items()]
+
+
+def _arguments(named: Mapping[Any, Any], count: int) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call of which `count` have no name."""
+    return tuple(named[place] for place in range(count)), {k: v for k, v in named.items() if isinstance(k, str)}
 
 
 def _is_hidden(given: Any) -> bool:
