@@ -81,7 +81,7 @@ def test_a_training_goes_on_with_other_numbers_of_ranks_and_sees_each_token_once
 
 @pytest.mark.slow  # two trainings a moment
 def test_a_rank_killed_at_any_moment_changes_nothing_of_the_resumed_training(nursery: Nursery, tmp_path: Path):
-    config = training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20})
+    config = training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20, "rank_timeout": 30})
     run = Path(config.output.folder)
     whole = nursery.train_ranks(config, 2)
     assert whole.codes == [0, 0], whole.said

@@ -125,7 +125,7 @@ def test_a_training_goes_on_sharded_and_not_and_sees_each_token_once(nursery: Nu
 
 @pytest.mark.slow  # two trainings a moment
 def test_a_sharded_rank_killed_at_any_moment_changes_nothing_of_the_resumed_training(nursery: Nursery, tmp_path: Path):
-    config = sharded(training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20}), "run")
+    config = sharded(training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20, "rank_timeout": 30}), "run")
     run = Path(config.output.folder)
     whole = nursery.train_ranks(config, 2)
     assert whole.codes == [0, 0], whole.said
