@@ -15,6 +15,8 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.ranks import context_parallel
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.messages import sent_bytes
+from tightfit.ranks.sequence_parts import SequenceRanks
+from tightfit.ranks.shared_attention import causal_in_pieces
 from tightfit.ranks.sharing import ADDED_UP, GATHERED
 from tightfit.runtime.internals import fake_process_group
 from tightfit.runtime.operators import traits_of
@@ -285,9 +287,9 @@ def test_two_pieces_are_what_the_whole_triangle_gives_a_rank(dtype, key_heads):
     how = {"scale": 0.3, "dropout_p": 0.0, "enable_gqa": key_heads != 4}
     plain = F.scaled_dot_product_attention(query, key, value, is_causal=True, **how)
     for number in range(3):
-        ranks = context_parallel._Ranks("none", number, 3)
+        ranks = SequenceRanks("none", number, 3)
         own = ranks.part(query, 2)
-        found = context_parallel._causal_in_pieces(own, key, value, ranks, how)
+        found = causal_in_pieces(own, key, value, ranks, how)
         assert torch.allclose(found, ranks.part(plain, 2), atol=1e-6)
 
 
