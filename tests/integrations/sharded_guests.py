@@ -80,7 +80,7 @@ def as_if_on_cards():
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def of_accelerate(budget, *, levers=None, mixed=None, accumulated=2, clip=1.0, tied=False, **settings):
+def of_accelerate(budget, *, levers=None, mixed=None, accumulated=2, clip=1.0, tied=False, vocabulary=301, **settings):
     import accelerate
 
     from tightfit.integrations.accelerate import apply_budget
@@ -90,7 +90,7 @@ def of_accelerate(budget, *, levers=None, mixed=None, accumulated=2, clip=1.0, t
         fsdp_plugin=plugin(**settings), gradient_accumulation_steps=accumulated, mixed_precision=mixed
     )
     peaks = Peaks()
-    model = llama(vocab_size=301, tie_word_embeddings=tied)  # rows that do not divide
+    model = llama(vocab_size=vocabulary, tie_word_embeddings=tied)  # rows that do not divide
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     batches = longest()[:accumulated]
@@ -158,6 +158,13 @@ def of_lightning(budget, **settings):
 
 
 GUESTS = {
+    "trainer": of_trainer,
+    "frugal trainer": lambda budget: of_trainer(budget, frugal=True, bf16=True),
+    "accelerate": of_accelerate,
+    "keeping": lambda budget: of_accelerate(budget, reshard_after_forward=False, accumulated=1, clip=None),
+    "mixed": lambda budget: of_accelerate(budget, mixed="bf16", accumulated=1),
+    "tied": lambda budget: of_accelerate(budget, tied=True, accumulated=1, clip=None),
+    "rounding": lambda budget: of_accelerate(budget, levers=["chunked_loss"], accumulated=1, vocabulary=3001),
     "lightning": of_lightning,
     "mixed lightning": lambda budget: of_lightning(budget, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "growing lightning": lambda budget: of_lightning(budget, lengths=(48, 64)),
@@ -184,6 +191,7 @@ def main(guest, budget):
             "budget": plan.budget_bytes, "frees": plan.reshard_after_forward,
         }  # fmt: skip
     print(json.dumps(row) + "\n", end="", flush=True)
+    dist.barrier()  # a rank that leaves first can have the other one end in `std::terminate`
     dist.destroy_process_group()
 
 

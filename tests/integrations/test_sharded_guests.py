@@ -74,9 +74,9 @@ def test_sharded_ranks_of_a_guest_train_what_they_train_without_a_budget(counter
 @pytest.mark.slow
 def test_levers_that_round_run_on_shards_too(counter):
     expected = trained(counter, "rounding", "none")
-    rows = trained(counter, "rounding", "0.5x")
+    rows = trained(counter, "rounding", "0.8x")
     for plain, row in zip(expected, rows, strict=True):
-        assert "chunked_loss" in row["levers"]
+        assert row["levers"] == ["chunked_loss"]
         assert row["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert row["measured"] <= row["predicted"] + SCALARS  # planned for a batch with one ignored label
         assert row["predicted"] <= row["budget"]
