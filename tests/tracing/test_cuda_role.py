@@ -222,3 +222,20 @@ def test_small_frozen_attention_and_norms_give_true_numbers_so_that_branches_on_
     seen: list[bool] = []
     traced(Branching(), {"x": torch.randn(2, 2, 8, 16)}, H200, "fp32")
     assert all(seen)
+
+
+def test_code_that_asks_which_kernel_takes_its_attention_gets_the_cards_answer():
+    from torch.backends.cuda import SDPAParams
+
+    def asked(dtype: torch.dtype, **grouped: bool) -> tuple[bool, bool]:
+        query, key = torch.ones(1, 4, 8, 64, dtype=dtype), torch.ones(1, 2 if grouped else 4, 16, 64, dtype=dtype)
+        call = SDPAParams(query, key, key, None, 0.0, False, bool(grouped))
+        own: Any = torch.backends.cuda
+        return own.can_use_flash_attention(call), own.can_use_efficient_attention(call)
+
+    before = asked(torch.bfloat16)
+    with A100.playing():
+        assert asked(torch.bfloat16) == (True, True)
+        assert asked(torch.bfloat16, grouped=True) == (True, False)
+        assert asked(torch.float32) == (False, True)
+    assert asked(torch.bfloat16) == before == (False, False)
