@@ -191,7 +191,7 @@ def main(guest, budget):
             "budget": plan.budget_bytes, "frees": plan.reshard_after_forward,
         }  # fmt: skip
     print(json.dumps(row) + "\n", end="", flush=True)
-    dist.barrier()  # a rank that leaves first can have the other one end in `std::terminate`
+    dist.barrier()  # none closes connections that another one still uses
     dist.destroy_process_group()
 
 
