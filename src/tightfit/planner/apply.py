@@ -20,6 +20,7 @@ from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
+from tightfit.ranks.world import SHARDED
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 
@@ -56,7 +57,7 @@ class AppliedPlan(Applied):
         """
         loss, model = loss or model_loss, self.model if model is None else model
         # FSDP2 casts weights and activations itself.
-        precision = "fp32" if self.plan.parallel in ("fsdp2", "cp") else self.plan.precision
+        precision = "fp32" if self.plan.parallel in SHARDED else self.plan.precision
         return forward_backward(model, self.parts(batch, loss), loss, precision)
 
 

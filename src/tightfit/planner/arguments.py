@@ -13,7 +13,7 @@ from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BAC
 from tightfit.names.optimizers import OF_WHOLE_MATRICES
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, Recompute, allowed_levers, lever_types
-from tightfit.ranks.world import World
+from tightfit.ranks.world import IN_WORDS, World
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import AUTOCAST_DTYPES, Batch, TokenBatch
 
@@ -163,7 +163,6 @@ _OF_ONE_BATCH = {
     "tp": frozenset({Recompute.name, MicroBatches.name}),
     "cp": frozenset({Recompute.name, MicroBatches.name, ChunkedLoss.name}),
 }
-_IN_WORDS = {"tp": "tensor parallel", "cp": "context parallel"}
 
 
 def _levers_of_one_batch(levers: frozenset[str], named: Any, parallel: str) -> frozenset[str]:
@@ -172,7 +171,7 @@ def _levers_of_one_batch(levers: frozenset[str], named: Any, parallel: str) -> f
     refused = sorted(set(asked_for) - known)
     if refused:
         raise InputError(
-            f"lever {refused[0]} and parallel={parallel!r} are both given, and a plan for {_IN_WORDS[parallel]} uses "
+            f"lever {refused[0]} and parallel={parallel!r} are both given, and a plan for {IN_WORDS[parallel]} uses "
             f"{', '.join(sorted(known))}: leave it out"
         )
     return levers & known

@@ -7,6 +7,8 @@ from typing import Any, Literal, cast, get_args
 from tightfit.errors import InputError
 
 Parallel = Literal["ddp", "fsdp2", "tp", "cp"]
+SHARDED = frozenset({"fsdp2", "cp"})  # in which FSDP2 shards the weights
+IN_WORDS = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "tensor parallel", "cp": "context parallel"}
 LARGEST = 1 << 14  # ranks of one process group; the list of their peaks is as long
 
 
@@ -165,7 +167,7 @@ class World:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards the weights."""
-        return self.parallel in ("fsdp2", "cp")
+        return self.parallel in SHARDED
 
 
 # NCCL allocates past PyTorch: with 8 H100 some 10 MiB for each of up to 32 channels and each of 2 to 4 connections

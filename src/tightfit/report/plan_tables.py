@@ -8,6 +8,7 @@ from rich.table import Table
 from tightfit.devices.known import find
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import BlockChoice, CurvePoint, StepFigures
+from tightfit.ranks.world import IN_WORDS
 from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.report.words import alike, arithmetic, keeps, kept_bytes, where, without_folders
 from tightfit.units import format_bytes, format_count, format_seconds
@@ -56,16 +57,13 @@ def device_footprint(estimate: EstimateRecord) -> list[str]:
     ]
 
 
-_ENGINES = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "tensor parallel", "cp": "context parallel"}
-
-
 def ranks(estimate: EstimateRecord | PlanRecord) -> list[str]:
     """Sentences about the ranks of a training on several devices."""
     peaks = estimate.rank_peak_bytes
     if not peaks:
         return []
     nodes = "" if estimate.nodes == 1 else f" on {estimate.nodes} nodes"
-    engine = _ENGINES[estimate.parallel or "ddp"]
+    engine = IN_WORDS[estimate.parallel or "ddp"]
     least = min(peaks)
     differ = "all ranks have this peak" if least == max(peaks) else f"the rank with the least has {format_bytes(least)}"
     lines = [f"Each of {estimate.world_size} ranks{nodes}, with {engine}; {differ}."]
