@@ -1,14 +1,54 @@
 """Scratch memory inside kernels, against what the allocator recorded."""
 
+import sys
+
 import pytest
 import torch
 
 from tightfit.memory.allocator import cpu_rise
+from tightfit.runtime.forked import in_a_fork
 from tightfit.tracing import workspace
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.workspace import LARGEST_PRODUCT, cpu_workspace
 
 aten = torch.ops.aten
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this process is forked")
+def test_a_fork_predicts_the_scratch_memory_of_the_threads_that_it_cannot_use(threads):
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    shapes = [TensorShape.of(torch.randn(1, 2, 64, 16))] * 3
+    found = []
+    for count in (2, 3):
+        threads(count)
+        found.append(cpu_workspace(attention, shapes))
+        assert in_a_fork(lambda: (torch.get_num_threads(), cpu_workspace(attention, shapes))) == (1, found[-1])
+    assert found[0] * 3 == found[1] * 2
+
+
+def test_what_a_product_takes_is_not_remembered_for_other_threads(threads, monkeypatch):
+    asked = []
+    monkeypatch.setattr(workspace, "cpu_rise", lambda call: asked.append(call()) or torch.get_num_threads() * 1000)
+    shapes = [
+        TensorShape.of(torch.ones(8, 24, dtype=torch.bfloat16)),
+        TensorShape.of(torch.ones(24, 8, dtype=torch.bfloat16)),
+    ]
+    workspace._run_once.cache_clear()
+    try:
+        for count in (2, 3, 2):
+            threads(count)
+            assert cpu_workspace("aten.mm.default", shapes) == 1000 * count - 8 * 8 * 2
+        assert len(asked) == 2
+    finally:
+        workspace._run_once.cache_clear()
 
 
 def highest_above_results(call, results: int) -> int:

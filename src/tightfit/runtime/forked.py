@@ -24,6 +24,19 @@ Notice = Callable[[str], None]
 MOST = 8  # processes: each one holds its own traces
 _MOST_PARTS = 30_000  # at once: their numbers are two bytes each, and a pipe holds 64 KiB
 _NO_PART = 2**16 - 1  # in the pipe of parts: the end of the work
+_threads_of_first: int | None = None  # in a fork
+
+
+def threads_of_steps() -> int:
+    """The threads that operators of a real step have: those of the first process, which its forks cannot use."""
+    return _threads_of_first or torch.get_num_threads()
+
+
+def use_one_thread() -> None:
+    """Run operators in one thread from now on. The threads of the first process are not in a fork."""
+    global _threads_of_first
+    _threads_of_first = threads_of_steps()
+    torch.set_num_threads(1)  # else OpenMP would wait for the others
 
 
 def processes_for(parts: int) -> int:
@@ -168,7 +181,7 @@ def _run_alone(work: Callable[[], Any], receiver: Connection, sender: Connection
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its fork
     receiver.close()
-    torch.set_num_threads(1)  # as in `_run`
+    use_one_thread()
     try:
         sender.send(("result", work()))
     except Exception as error:
@@ -240,7 +253,7 @@ def _run(work: Callable[..., Any], waiting: int, connection: Connection, other: 
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its forks
     other.close()
-    torch.set_num_threads(1)  # the threads of the first process are not in a fork, and OpenMP would wait for them
+    use_one_thread()
 
     def notice(line: str) -> None:
         connection.send(("line", line))

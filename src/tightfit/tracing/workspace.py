@@ -7,6 +7,7 @@ from functools import cache, partial
 import torch
 
 from tightfit.memory.allocator import cpu_rise
+from tightfit.runtime.forked import threads_of_steps
 from tightfit.tracing.cpu_temporaries import (
     BUFFERED_IN_16_BITS,
     COMPOSITES,
@@ -44,7 +45,7 @@ def _cpu_attention(inputs: Sequence[TensorShape]) -> int:
     per_thread = (rows * columns + 2 * rows + rows * query.shape[-1]) * width
     if query.dtype.itemsize == 2:
         per_thread += rows * columns * 2
-    return torch.get_num_threads() * per_thread
+    return threads_of_steps() * per_thread
 
 
 def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
@@ -57,21 +58,22 @@ def _cpu_attention_backward(inputs: Sequence[TensorShape]) -> int:
     products = 0
     if query.dtype.itemsize == 2:
         per_thread += 2 * rows * columns * 2
-        products = _narrow_products(min(query.shape[-2], 768), min(key.shape[-2], 512), query.shape[-1], query.dtype)
+        lengths = min(query.shape[-2], 768), min(key.shape[-2], 512)
+        products = _narrow_products(*lengths, query.shape[-1], query.dtype, threads_of_steps())
     _, heads, length, head_width = gradient.shape
     strides = (length * heads * head_width, head_width, heads * head_width, 1)
     # PyTorch may give a dimension of size 1 any stride: only the other strides are compared.
     sized = zip(gradient.shape, gradient.stride, strides, strict=True)
     in_place = all(size == 1 or stride == wanted for size, stride, wanted in sized)
-    return torch.get_num_threads() * per_thread + rows * width + products + (0 if in_place else gradient.bytes)
+    return threads_of_steps() * per_thread + rows * width + products + (0 if in_place else gradient.bytes)
 
 
 @cache
-def _narrow_products(query_length: int, key_length: int, width: int, dtype: torch.dtype) -> int:
+def _narrow_products(query_length: int, key_length: int, width: int, dtype: torch.dtype, threads: int) -> int:
     """Bytes that oneDNN allocates for the products of 16-bit attention.
 
     They depend on the instruction set, so they are measured: one small head runs for real, at lengths that are split
-    like those requested. The bytes that the formula explains are subtracted.
+    like those requested. The bytes that the formula explains are subtracted. `threads` tells apart what is remembered.
     """
     shape_q, shape_k = (1, query_length, 1, width), (1, key_length, 1, width)
     query, key, value = (torch.ones(shape, dtype=dtype).transpose(1, 2) for shape in (shape_q, shape_k, shape_k))
@@ -118,7 +120,7 @@ def _reduced(inputs: Sequence[TensorShape], rows: int, inner: int, columns: int)
     def sizes(shape: TensorShape, *most: int) -> tuple[int, ...]:
         batch, matrix = shape.shape[:-2], shape.shape[-2:]
         last = map(min, matrix, most[-len(matrix) :])
-        return (*(min(size, torch.get_num_threads()) for size in batch), *last)
+        return (*(min(size, threads_of_steps()) for size in batch), *last)
 
     *added, left, right = inputs
     found = [(shape, sizes(shape, rows, columns)) for shape in added]
@@ -139,9 +141,14 @@ def _cpu_product_into(operator: Callable[..., torch.Tensor], inputs: Sequence[Te
     return _cpu_product(operator, inputs[:-1])  # compiled code gives the memory of the result, last
 
 
-@cache
 def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...]) -> int:
-    """Bytes of scratch memory of a 16-bit product, run once for real: oneDNN chooses by shape and instruction set."""
+    """Bytes of scratch memory of a 16-bit product: oneDNN chooses by shape, instruction set and threads."""
+    return _run_once(operator, inputs, threads_of_steps())
+
+
+@cache
+def _run_once(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...], threads: int) -> int:
+    """What a product takes that runs for real. `threads` tells apart what is remembered."""
     operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
     with torch.no_grad():
         results = [operator(*operands)]
