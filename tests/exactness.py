@@ -49,14 +49,19 @@ def run(
     levers: Levers | None = None,
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
     seed: int = 0,
+    times: int = 1,
 ) -> Outcome:
-    """One forward and backward from the same random states; `levers` are applied before and undone after."""
+    """Forward and backward from the same random states; `levers` are applied before and undone after.
+
+    With `times`, as often, one step after the other. Gradients add up.
+    """
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     with levers(model) if levers is not None else nullcontext():
-        value = loss(model, inputs)
-        backward(value)
+        for _ in range(times):
+            value = loss(model, inputs)
+            backward(value)
     return Outcome(
         loss={"loss": value.detach()},
         gradients={name: p.grad for name, p in model.named_parameters()},

@@ -109,7 +109,8 @@ class Model(nn.Module):
 
 
 def step(lines: list[tuple[str, int, int]], levers=None) -> Outcome:
-    return run(Model(lines), torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_(), levers=levers)
+    x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
+    return run(Model(lines), x, levers=levers, times=4)  # the last two of which repeat what the second did
 
 
 lines = st.lists(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tightfit.levers.captured.bindings import binding_of
 from tightfit.levers.captured.draws import replayed
 from tightfit.levers.captured.in_place import Memory
 from tightfit.levers.captured.partition import (
@@ -22,6 +21,7 @@ from tightfit.levers.captured.partition import (
 )
 from tightfit.levers.captured.views import CONTIGUOUS, join_views, shorten_views
 from tightfit.runtime.activity import captured_program, now, recomputation
+from tightfit.runtime.bindings import binding_of
 from tightfit.runtime.internals import boxed, dispatch_is_watched
 
 

@@ -14,12 +14,14 @@ import torch.nn.functional as F
 
 _VIEWS = (
     "view view_as transpose permute unbind split chunk tensor_split narrow select unsqueeze squeeze expand expand_as t "
-    "swapaxes swapdims movedim unflatten unfold detach diagonal __getitem__ __iter__ "
-    # questions, which compute nothing either
+    "swapaxes swapdims movedim unflatten unfold detach diagonal __getitem__ __iter__"
+)
+_QUESTIONS = (
     "size dim numel nelement stride storage_offset is_contiguous is_floating_point is_complex element_size get_device "
     "__len__"
 )
-_ATTRIBUTES = "shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_meta T mT _version grad"
+_ATTRIBUTES = "shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_meta _version grad"
+_VIEWED_ATTRIBUTES = "T mT"
 _PURE = (
     "add sub subtract rsub mul multiply div divide true_divide neg abs exp exp2 log log1p sqrt rsqrt reciprocal square "
     "pow sin cos tanh sigmoid erf relu relu6 silu gelu mish elu selu celu softplus softsign leaky_relu hardtanh "
@@ -42,10 +44,32 @@ def _functions(names: str, places: Iterable[Any]) -> frozenset[Callable[..., Any
     return frozenset(function for function in found if callable(function) and not isinstance(function, type))
 
 
+def _attributes(names: str) -> list[Callable[..., Any]]:
+    return [getattr(torch.Tensor, name).__get__ for name in names.split()]
+
+
+# Functions that call no operator.
+QUESTIONS = frozenset([*_functions(_QUESTIONS, _PLACES), *_attributes(_ATTRIBUTES)])
 # Whether a function is pure (true) or gives a view (false).
-KNOWN = dict.fromkeys(_functions(_VIEWS, _PLACES), False)
-KNOWN |= dict.fromkeys([getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()], False)
+KNOWN = dict.fromkeys([*_functions(_VIEWS, _PLACES), *_attributes(_VIEWED_ATTRIBUTES)], False)
 KNOWN |= dict.fromkeys(_functions(_PURE, _PLACES), True)
+
+
+def _is_of(dtype: torch.dtype) -> Callable[[tuple, dict], bool]:
+    return lambda args, kwargs: not kwargs and args[0].dtype is dtype
+
+
+# Functions that return their argument itself in these cases, so that no operator runs.
+UNCHANGED: dict[Callable[..., Any], Callable[[tuple, dict], bool]] = {
+    torch.Tensor.float: _is_of(torch.float32),
+    torch.Tensor.half: _is_of(torch.float16),
+    torch.Tensor.bfloat16: _is_of(torch.bfloat16),
+    torch.Tensor.double: _is_of(torch.float64),
+    torch.Tensor.type_as: lambda args, kwargs: len(args) == 2 and args[0].dtype is getattr(args[1], "dtype", None),
+    torch.Tensor.to: lambda args, kwargs: len(args) == 2 and args[1] is args[0].dtype and not kwargs,
+    torch.Tensor.contiguous: lambda args, kwargs: not kwargs and args[0].is_contiguous(),
+    F.dropout: lambda args, kwargs: kwargs.get("p") == 0.0 or kwargs.get("training") is False,  # it names them itself
+}
 _PLACE_TYPES = (int, slice, type(None), type(...))
 
 

@@ -6,15 +6,18 @@ its dispatch mode and writes the same records for later calls without it. A func
 that way (they read a number, write into an argument, return indices, or are another library's) stays under the mode.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import ref as reference_to
 
 import torch
 
+from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.generators import GeneratorState, generator_of
-from tightfit.levers.recompute.saved import Late
+from tightfit.levers.recompute.saved import Held, Late, Promise, hold
 from tightfit.levers.recompute.values import (
+    ALIASED,
+    EXPOSED,
     PLAIN,
     PRODUCT,
     Geometry,
@@ -23,8 +26,6 @@ from tightfit.levers.recompute.values import (
     RecordingScope,
     Reference,
     Root,
-    is_aliased,
-    is_exposed,
     product_of,
     root_of,
     sequence_numbers,
@@ -62,6 +63,18 @@ class Step(NamedTuple):
     becomes: list[int]  # written arguments, by index, each of which is a new value afterwards
     draws: bool
 
+    def run(self, tensors: list[Any]) -> list[Any]:
+        """Run the operator with these tensors in its slots, and return its flat results."""
+        if self.places is not None:
+            args: Any = list(self.args)
+            for place, tensor in zip(self.places, tensors, strict=True):
+                args[place] = tensor
+            return flat(self.operator(*args, **self.kwargs))
+        found = iter(tensors)
+        args = map_instances(Slot, lambda slot: next(found), self.args)
+        values = map_instances(Slot, lambda slot: next(found), self.kwargs.values())
+        return flat(self.operator(*args, **dict(zip(self.kwargs, values, strict=True))))
+
 
 class Program(NamedTuple):
     """The steps of a call. Values are numbered: the tensors among its arguments, then what the steps compute.
@@ -80,15 +93,17 @@ PROGRAMS: dict[tuple, Program | None] = {}  # None: the function runs under the 
 
 
 class Call:
-    """A call of a pure function: its signature, its tensors, and what autograd saves while it runs."""
+    """A call of a pure function: its signature, its tensors and their values, and what autograd saves while it runs."""
 
-    __slots__ = ("key", "saved", "storages", "tensors")
+    __slots__ = ("key", "late", "storages", "tensors", "to_save", "values")
 
     def __init__(self, key: tuple, tensors: list[torch.Tensor], storages: list[Any]):
         self.key = key
         self.tensors = tensors
         self.storages = storages
-        self.saved: list[Late] = []
+        self.values: list[Any] = []  # of the arguments, then what the steps compute
+        self.to_save: Iterator[Slot | None] = iter(())
+        self.late: list[tuple[Late, Slot]] = []
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> "Call | None":
@@ -111,42 +126,75 @@ class Call:
             key.append(tuple(map(memory.index, memory)))  # which arguments share memory
         return cls(tuple(key), tensors, storages)
 
-    def values(self) -> list[Root | Product] | None:
-        """The values of the arguments. None if the dispatch mode has to decide about one of them."""
+    def begin(self, program: Program) -> bool:
+        """Find the values of the arguments. False if the dispatch mode has to decide about one of them."""
         found: list[Root | Product] = []
         for tensor, storage in zip(self.tensors, self.storages, strict=True):
             known = storage.__dict__
-            product = product_of(storage) if known else None
-            if known and (is_exposed(storage) or is_aliased(storage) or (product is not None and product.blank)):
-                return None
-            if product is None:
-                found.append(root_of(tensor, storage))
-            else:
-                product.secure(tensor)
-                found.append(product)
-        return found
+            if known:
+                if EXPOSED in known or ALIASED in known:
+                    return False
+                product = product_of(storage) if PRODUCT in known else None
+                if product is not None:
+                    if product.blank:
+                        return False
+                    if product.offload_store is not None:
+                        product.secure(tensor)
+                    found.append(product)
+                    continue
+            found.append(root_of(tensor, storage))
+        self.values = found
+        self.to_save = iter(program.saved)
+        return True
 
-    def hold_saved(self) -> None:
-        """Hold what autograd saved."""
-        for late in self.saved:
+    def save(self, tensor: torch.Tensor) -> Promise | Held | Late:
+        """Saved-tensor hook, while the function runs. Autograd saves the same tensors for each call of a signature."""
+        slot = next(self.to_save, _MORE)
+        if slot is None:
+            return hold(tensor)
+        if slot is _MORE:
+            raise saved_otherwise(self.key[0])
+        number, geometry = slot
+        if number >= len(self.values):  # a result, whose operator is not recorded yet
+            late = Late(tensor)
+            self.late.append((late, slot))
+            return late
+        value = self.values[number]
+        return Promise(value, geometry) if type(value) is Product else hold(tensor)
+
+    def fail(self) -> None:
+        """Hold the results that autograd saved: the function has raised."""
+        for late, _ in self.late:
             late.hold()
 
-    def note(self, program: Program, values: list[Any], state: GeneratorState | None, results: Any, scope: Any) -> None:
-        """Write the records of the steps, and give results and saved tensors their values."""
+    def note(self, program: Program, state: GeneratorState | None, results: Any, scope: RecordingScope) -> None:
+        """Write the records of the steps, and give results and saved results their values."""
+        if next(self.to_save, _MORE) is not _MORE:
+            raise saved_otherwise(self.key[0])
+        values = self.values
         record(program, values, state, scope)
+        numbers = program.results
         if type(results) is torch.Tensor:
-            results = (results,)
-        places = iter(program.results)
-        for result in results if type(results) is tuple else flat(results):
-            if isinstance(result, torch.Tensor):
-                number = next(places)
+            if numbers[0] is not None:
+                results.untyped_storage().__dict__[PRODUCT] = values[numbers[0]]
+        else:
+            tensors = [result for result in flat(results) if isinstance(result, torch.Tensor)]
+            for tensor, number in zip(tensors, numbers, strict=True):
                 if number is not None:
-                    result.untyped_storage().__dict__[PRODUCT] = values[number]
-        if len(program.saved) == len(self.saved):  # else hooks of others took some of them
-            for late, slot in zip(self.saved, program.saved, strict=True):
-                if slot is not None and type(values[slot.value]) is Product:
-                    late.promise(values[slot.value], slot.geometry)
-        self.hold_saved()
+                    tensor.untyped_storage().__dict__[PRODUCT] = values[number]
+        for late, (number, geometry) in self.late:
+            late.promise(values[number], geometry)
+
+
+_MORE: Any = object()  # autograd saves more than it did
+
+
+def saved_otherwise(function: Callable[..., Any]) -> RecomputeError:
+    """The error of a function for which autograd saves other tensors than before: promises would name wrong values."""
+    return RecomputeError(
+        f"autograd saves other tensors for {getattr(function, '__name__', function)} than in an earlier call with the "
+        "same arguments, so this block cannot be recomputed: leave it out, and please report this"
+    )
 
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -211,15 +259,7 @@ class ProgramOperation(Operation):
         ]
         for place, reference in zip(step.written, self.written, strict=True):
             tensors[place] = reference.geometry.over(replaced[id(reference)])
-        if step.places is not None:
-            args = list(step.args)
-            for place, tensor in zip(step.places, tensors, strict=True):
-                args[place] = tensor
-            return flat(step.operator(*args, **step.kwargs))
-        found = iter(tensors)
-        args = map_instances(Slot, lambda slot: next(found), step.args)
-        values = map_instances(Slot, lambda slot: next(found), step.kwargs.values())
-        return flat(step.operator(*args, **dict(zip(step.kwargs, values, strict=True))))
+        return step.run(tensors)
 
 
 _NOTHING: list[Any] = []
@@ -231,11 +271,11 @@ def record(program: Program, values: list[Any], state: GeneratorState | None, sc
         operation = ProgramOperation(step, values, state)
         for position in step.outputs:
             product = Product(operation, scope, blank=step.traits.is_uninitialised)
-            operation.outputs.append((position, weakref.ref(product)))
+            operation.outputs.append((position, reference_to(product)))
             values.append(product)
         for index in step.becomes:
             product = Product(operation, scope)
-            operation.becomes.append((index, weakref.ref(product)))
+            operation.becomes.append((index, reference_to(product)))
             values.append(product)
 
 

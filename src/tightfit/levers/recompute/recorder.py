@@ -18,12 +18,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import RecomputeError
+from tightfit.levers.recompute.draft import Draft
 from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
 from tightfit.levers.recompute.learner import Learner
 from tightfit.levers.recompute.observer import FunctionObserver
 from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy
 from tightfit.levers.recompute.programs import Call, Program
-from tightfit.levers.recompute.saved import Late, pack, unpack
+from tightfit.levers.recompute.repeat import Repeat
+from tightfit.levers.recompute.saved import pack, unpack
 from tightfit.levers.recompute.values import (
     Geometry,
     OffloadStore,
@@ -71,7 +73,9 @@ class Recorder(TorchDispatchMode):
         self.counts: dict[str, int] = {}
         self.scope = RecordingScope()
         self.sees_functions = sees_functions
-        self.call: Call | None = None  # a function that runs without this mode
+        self.call: Call | Repeat | None = None  # a function that runs without this mode
+        self.repeat: Repeat | None = None  # the earlier run that this one repeats
+        self.draft: Draft | None = None  # the program of this run, for later ones
         self.learner: Learner | None = None  # of a function that runs under this mode, and next time without it
         self.observers = ExitStack()
 
@@ -79,8 +83,11 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the block runs outside of dynamo already; PyTorch would leave dynamo again for each operator
 
-    def start(self) -> None:
-        """Activate the observers until `observers` exits. Call it inside of `observers`."""
+    def start(self, run: Repeat | Draft | None = None) -> None:
+        """Activate the observers until `observers` exits. Call it inside of `observers`.
+
+        With a `run`, the block repeats an earlier one, or drafts a program for later ones.
+        """
         # Inside, so that an interrupt at any line here removes those that are active already. One that remained would
         # record the operators after this block.
         if self.offload_store is not None:
@@ -94,6 +101,20 @@ class Recorder(TorchDispatchMode):
         self.hooks = self.save, unpack
         self.observers.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
         self.observers.callback(self._close)
+        if isinstance(run, Repeat):
+            self.repeat = run
+            self.observers.callback(run.close)
+        else:
+            self.draft = run
+
+    def interrupt(self) -> None:
+        """The block does what a program of it cannot say: end the draft, or write the records of a repeated run."""
+        if self.draft is not None:
+            self.draft.fails = True
+            self.draft = None
+        if self.repeat is not None:
+            run, self.repeat = self.repeat, None
+            run.build()
 
     def _close(self) -> None:
         self.scope.is_open = False
@@ -102,9 +123,7 @@ class Recorder(TorchDispatchMode):
         """Saved-tensor hook."""
         call = self.call
         if call is not None:
-            late = Late(tensor)
-            call.saved.append(late)
-            return late
+            return call.save(tensor)
         if self.learner is not None:
             self.learner.save(tensor)
         return pack(tensor)
@@ -134,9 +153,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
-        if traits.is_view or now.recomputing or now.offloading:
-            # A view only changes geometry. Replays and copies for offload are our own operators, not the block's.
-            return func(*args, **kwargs)
+        if now.recomputing or now.offloading:
+            return func(*args, **kwargs)  # replays and copies for offload are our own operators, not the block's
+        if self.draft is not None or self.repeat is not None:
+            self.interrupt()
+        if traits.is_view:
+            return func(*args, **kwargs)  # it only changes geometry
         name = traits.name
         occurrence = self.counts.get(name, 0)
         self.counts[name] = occurrence + 1

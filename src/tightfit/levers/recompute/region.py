@@ -15,8 +15,16 @@ from tightfit.levers.recompute.boundary import enter, leave
 from tightfit.levers.recompute.observer import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder
+from tightfit.levers.recompute.repeat import KnownPrograms
 from tightfit.levers.recompute.values import OffloadStore
-from tightfit.runtime.internals import transforms_are_active, without_dynamo, without_function_modes
+from tightfit.runtime.activity import now
+from tightfit.runtime.internals import (
+    dual_numbers_are_active,
+    nothing_is_watched,
+    transforms_are_active,
+    without_dynamo,
+    without_function_modes,
+)
 from tightfit.runtime.module_paths import plain_tensors_of
 
 _numbers = itertools.count()
@@ -108,7 +116,11 @@ class RecordedForward(FrugalForward):
         self.policy = policy
         self.offload_store = offload_store
         self.holds_output = holds_output
+        self.programs = KnownPrograms()
         self.sees_functions = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "programs": KnownPrograms()}  # a copy learns its own
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,13 +130,21 @@ class RecordedForward(FrugalForward):
             self.path, self.policy, offload_store=self.offload_store, sees_functions=self.sees_functions
         )
         with recorder.observers, self._named():
-            recorder.start()
+            # In a segment, a block reads values that another one computes.
+            repeats = self.sees_functions and self.holds_output and self.offload_store is None
+            repeats = repeats and now.on_save is None and nothing_is_watched() and not dual_numbers_are_active()
+            kind = KnownPrograms.kind_of(self.module, args, kwargs) if repeats else ()
+            run = self.programs.begin(kind, recorder.scope) if repeats else None
+            recorder.start(run)
             # Inputs first: an operator of the block may already need them in backward.
             if self.policy.offloads_inputs and self.offload_store is not None:
                 enter((args, kwargs), recorder.scope, self.offload_store)
             outputs = self.original(*args, **kwargs)
             recorder.observers.enter_context(without_function_modes())  # what follows is no function of the block
+            recorder.repeat = recorder.draft = None
             leave(outputs, held=self.holds_output)
+            if run is not None:
+                self.programs.end(kind, run, outputs)
         return outputs
 
     @contextmanager

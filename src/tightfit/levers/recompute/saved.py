@@ -8,6 +8,8 @@ from tightfit.levers.recompute.replay import materialise
 from tightfit.levers.recompute.values import (
     Geometry,
     Product,
+    Root,
+    Run,
     has_plain_storage,
     is_aliased,
     modified_in_place,
@@ -58,6 +60,29 @@ class Late:
         return self.held
 
 
+class Awaited:
+    """A saved tensor of a run that repeats an earlier one: a geometry over a value of the run."""
+
+    __slots__ = ("__weakref__", "content", "geometry", "product", "run", "value")
+
+    def __init__(self, run: Run, value: int, geometry: Geometry):
+        self.run = run
+        self.value = value
+        self.geometry = geometry
+        self.content: torch.Tensor | Root | None = None  # recomputed, or held because the block returned it
+        self.product: Product | None = None  # if the run's records were written
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, computed again if necessary."""
+        if self.content is None and self.product is None:
+            self.run.restore(self.value)
+        if self.product is not None:
+            return restored(self.product, self.geometry)
+        base = self.content.base() if isinstance(self.content, Root) else self.content
+        assert base is not None, "a replay computes all that autograd waits for"
+        return self.geometry.over(base)
+
+
 def hold(tensor: torch.Tensor) -> Held:
     """A saved tensor that is held."""
     # Without its graph: a saved result would hold the node that saves it, a reference cycle that leaks (as in
@@ -77,8 +102,13 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     return Promise(product, Geometry.of(tensor))
 
 
-def unpack(saved: Promise | Held | Late) -> torch.Tensor:
+def unpack(saved: Promise | Held | Late | Awaited) -> torch.Tensor:
     """Saved-tensor hook: return the tensor, computed again if necessary."""
+    if isinstance(saved, Awaited):
+        if not torch.is_grad_enabled():
+            return saved.tensor()
+        with torch.no_grad():
+            return saved.tensor()
     if isinstance(saved, Late):
         saved = saved.settled()
     if isinstance(saved, Held):

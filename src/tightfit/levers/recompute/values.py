@@ -21,8 +21,8 @@ from torch.utils.weak import TensorWeakRef
 from tightfit.runtime.internals import counting_alias
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
-_ROOT, PRODUCT, _HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
-_EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"
+_ROOT, PRODUCT, HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
+EXPOSED, ALIASED = "_tightfit_exposed", "_tightfit_aliased"
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 sequence_numbers = itertools.count()
 
@@ -112,7 +112,8 @@ class Root:
     __slots__ = ("__weakref__", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = counting_alias(tensor)  # not the tensor itself, which would hold the graph that computed it
+        # Not the tensor itself, which would hold the graph that computed it. A parameter has none.
+        self._tensor = tensor if type(tensor) is torch.nn.Parameter else counting_alias(tensor)
         self._version = tensor._version
 
     def is_current(self) -> bool:
@@ -259,6 +260,38 @@ class Product:
         return self.root.base()
 
 
+class Run(Protocol):
+    """A run of a block that repeats an earlier one (`repeat.py`)."""
+
+    scope: RecordingScope
+
+    def product(self, value: int) -> "Product | None":
+        """The record of a value, while the block runs."""
+        ...
+
+    def hold(self, value: int, tensor: torch.Tensor) -> None:
+        """Hold the memory of a value that the block returns."""
+        ...
+
+    def restore(self, value: int) -> None:
+        """Compute a value for autograd, or write the records by which it is computed."""
+        ...
+
+
+class Later:
+    """A value of a run, in the place of a product that is written if somebody asks."""
+
+    __slots__ = ("run", "value")
+
+    def __init__(self, run: Run, value: int):
+        self.run = run
+        self.value = value
+
+    def settled(self) -> "Product | None":
+        """The product. None after the block, when nobody sees writes any more."""
+        return self.run.product(self.value) if self.run.scope.is_open else None
+
+
 class Reference:
     """A tensor argument of a recorded operator: a geometry over a value."""
 
@@ -355,6 +388,9 @@ class Fetch:
 def product_of(storage: Any) -> Product | None:
     """The product whose value this storage holds now; None if there is none, or if the storage was written since."""
     product = storage.__dict__.get(PRODUCT)
+    if type(product) is Later:
+        product = product.settled()
+        set_product(storage, product)
     if product is None or product.is_in_storage():
         return product
     del storage.__dict__[PRODUCT]
@@ -368,23 +404,33 @@ def set_product(storage: Any, product: Product | None) -> None:
         storage.__dict__[PRODUCT] = product
 
 
+def forget_product(storage: Any) -> None:
+    storage.__dict__.pop(PRODUCT, None)
+
+
+def later_of(storage: Any) -> Later | None:
+    """The value of a run that this storage holds, if no product was written for it."""
+    value = storage.__dict__.get(PRODUCT)
+    return value if type(value) is Later else None
+
+
 def hold_memory(product: Product, tensor: torch.Tensor) -> None:
     """Hold the original memory of a product, which is that of `tensor`. Nothing is recorded about it any more."""
     storage = tensor.untyped_storage()
     set_product(storage, None)  # else storage, product and root would be a reference cycle
     product.hold(root_of(tensor))
-    storage.__dict__[_HELD] = weakref.ref(product)
+    storage.__dict__[HELD] = weakref.ref(product)
 
 
 def held_product(storage: Any) -> Product | None:
     """The product whose original memory this storage is, if it was not written since."""
-    reference = storage.__dict__.get(_HELD)
+    reference = storage.__dict__.get(HELD)
     product = None if reference is None else reference()
     return product if product is not None and product.root is not None and product.root.is_current() else None
 
 
 def forget_held(storage: Any) -> None:
-    storage.__dict__.pop(_HELD, None)
+    storage.__dict__.pop(HELD, None)
 
 
 def existing_root(storage: Any) -> Root | None:
@@ -408,17 +454,17 @@ def forget_root(storage: Any) -> None:
 
 def is_exposed(storage: Any) -> bool:
     """Whether code outside of PyTorch may write into the storage at any time."""
-    return _EXPOSED in storage.__dict__
+    return EXPOSED in storage.__dict__
 
 
 def expose(storage: Any) -> None:
-    storage.__dict__[_EXPOSED] = True
+    storage.__dict__[EXPOSED] = True
 
 
 def is_aliased(storage: Any) -> bool:
     """Whether a tensor over the storage exists whose writes autograd does not count (`.data`)."""
-    return _ALIASED in storage.__dict__
+    return ALIASED in storage.__dict__
 
 
 def alias(storage: Any) -> None:
-    storage.__dict__[_ALIASED] = True
+    storage.__dict__[ALIASED] = True

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
@@ -28,6 +29,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def transforms_are_active() -> bool:
     """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) runs in this thread."""
     return torch._C._are_functorch_transforms_active()
+
+
+def dual_numbers_are_active() -> bool:
+    """Whether tensors of this thread may have tangents (`torch.autograd.forward_ad`)."""
+    return forward_ad._current_level >= 0
 
 
 def autocast_is_active() -> bool:

@@ -71,6 +71,11 @@ def is_alone(mode: Any) -> bool:
     return _watching_operators() == 1 and not _watching_functions() and _mode_at(0) is mode
 
 
+def nothing_is_watched() -> bool:
+    """Whether neither a dispatch mode nor a function mode is active in this thread."""
+    return not _watching_operators() and not _watching_functions()
+
+
 def take_away_mode() -> None:
     """Make the innermost dispatch mode inactive."""
     _pop(None)

@@ -32,40 +32,51 @@ def binding_of(operator: Any, node: Any) -> Callable[..., Any]:
     if operator.namespace != "aten" or traits_of(operator).is_random:
         return plain
 
-    call = _call_of(operator, node)
+    call = _call_of(operator, node.args, node.kwargs)
     found = _found.get(call)
     if found is None:
-        found = _found[call] = _searched(operator, node)
+        args = map_instances(torch.fx.Node, _without_memory, node.args)
+        kwargs = map_instances(torch.fx.Node, _without_memory, node.kwargs.values())
+        found = _found[call] = _searched(operator, args, dict(zip(node.kwargs, kwargs, strict=True)))
     return found
 
 
-def _call_of(operator: Any, node: Any) -> tuple:
+def binding_with(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The same for arguments like these, among which tensors have no memory (of the device `meta`)."""
+    if operator.namespace != "aten" or traits_of(operator).is_random:
+        return operator._op
+    call = _call_of(operator, args, kwargs)
+    found = _found.get(call)
+    if found is None:
+        found = _found[call] = _searched(operator, args, kwargs)
+    return found
+
+
+def _call_of(operator: Any, args: Any, kwargs: Any) -> tuple:
     """What PyTorch's parser of arguments sees of a call, as a key."""
 
     def key(value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
             value = value.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                return tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.stride(), value.dtype
         if isinstance(value, list | tuple):
             return tuple(map(key, value))
         return type(value), repr(value)
 
-    return operator, key(node.args), tuple((name, key(value)) for name, value in node.kwargs.items())
+    return operator, key(args), tuple((name, key(value)) for name, value in kwargs.items())
 
 
-def _searched(operator: Any, node: Any) -> Callable[..., Any]:
+def _without_memory(source: Any) -> Any:
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _searched(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
     plain = operator._op
-
-    def on_meta(source: Any) -> Any:
-        value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
     with no_modes(), torch.no_grad():
-        args = map_instances(torch.fx.Node, on_meta, node.args)
-        kwargs = dict(zip(node.kwargs, map_instances(torch.fx.Node, on_meta, node.kwargs.values()), strict=True))
         # Sequences are tuples in the program.
         args = tuple(tuple(item) if isinstance(item, list) else item for item in args)
         expected = _calls(plain, args, kwargs)

@@ -1,0 +1,397 @@
+"""A block's run that repeats an earlier one gives the same bits in the same bytes, and notices what is different."""
+
+import copy
+import functools
+import gc
+import weakref
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from test_recompute_traps import CASES
+from torch import nn
+from trap_levers import LEVERS, ProductsKept, RandomPolicy
+
+import exactness
+from exactness import assert_bit_equal
+from tightfit import recompute
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, observer
+from tightfit.levers.recompute.block_programs import BlockProgram
+from tightfit.levers.recompute.lever import apply_policies, matching_modules
+from tightfit.levers.recompute.recorder import Recorder
+from tightfit.levers.recompute.repeat import KnownPrograms, Repeat
+from tightfit.memory.allocator import measured_peak
+
+WIDTH, TIMES = 16, 4
+
+
+def repeated(name, levers=None):
+    case = CASES[name]
+    return exactness.run(*case.build(), case.loss, backward=case.backward, levers=levers, times=TIMES)
+
+
+@functools.cache
+def plain(name):
+    try:
+        return repeated(name)
+    except RuntimeError:
+        return None  # its second step needs the graph of the first
+
+
+@pytest.mark.sampled(60)
+@pytest.mark.parametrize("lever", ["whole blocks", "products kept", "everything kept", "random half 1"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_trap_that_is_stepped_into_again_leaves_everything_bit_equal(name, lever):
+    expected = plain(name)
+    if expected is not None:
+        assert_bit_equal(expected, repeated(name, LEVERS[lever]))
+
+
+class Block(nn.Module):
+    """A block with all that a repeated run has to do again: views, lists, writes inside of functions, draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.root = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.also = lambda x: x
+        self.zero = 0.0
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q = torch.cat([-q[..., 4:], q[..., :4]], -1) * 0.5
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = self.also(x + self.out(mixed).float())
+        x = x + (x.detach() * self.zero).reciprocal().clamp(-1, 1)
+        return x + self.dropout(F.gelu(self.root(x))).softmax(-1)
+
+
+def build(blocks=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks))), torch.randn(2, 5, WIDTH)
+
+
+def step(model, x):
+    torch.manual_seed(3)
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """How each run of a block ended: drafted, repeated to its end (and then replayed), or interrupted."""
+    found = []
+    end, restore = KnownPrograms.end, Repeat._replay
+
+    def noting(self, kind, run, outputs):
+        end(self, kind, run, outputs)
+        interrupted = isinstance(run, Repeat) and run.is_over
+        found.append("interrupted" if interrupted else type(run).__name__.lower() + "ed")
+
+    def replayed(self, replay, waiting):
+        found.append("replayed")
+        restore(self, replay, waiting)
+
+    monkeypatch.setattr(KnownPrograms, "end", noting)
+    monkeypatch.setattr(Repeat, "_replay", replayed)
+    return found
+
+
+def test_the_third_run_repeats_the_second_and_is_replayed_in_one_go(ended):
+    model, x = build()
+    expected = step(model, x)
+    with recompute(model, "*"):
+        for ends in (set(), {"drafted"}, {"repeated", "replayed"}, {"repeated", "replayed"}):
+            ended.clear()
+            assert all(map(torch.equal, expected, step(model, x)))
+            assert set(ended) == ends
+
+
+def test_no_operator_of_a_repeated_run_comes_to_the_dispatch_mode(monkeypatch):
+    model, x = build()
+    with recompute(model, "*"):
+        for _ in range(3):
+            step(model, x)
+        original, seen = Recorder.__torch_dispatch__, []
+
+        def noting(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return original(self, func, types, args, kwargs)
+
+        monkeypatch.setattr(Recorder, "__torch_dispatch__", noting)
+        step(model, x)
+    assert set(seen) <= {"aten.detach.default"}  # of the results, which the block holds
+
+
+class Small(nn.Module):
+    """A block of one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 3 * WIDTH)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def two_results(block, x):
+    first = block.up(x).tanh()
+    return block.down(first), first
+
+
+FUNCTIONS = {
+    "gated": lambda block, x: block.down(F.silu(block.gate(x)) * block.up(x)),
+    "its last result is saved": lambda block, x: block.down(block.up(x)).tanh(),
+    "its last result is saved twice": lambda block, x: block.down(block.up(x).tanh()).exp().sigmoid(),
+    "two branches": lambda block, x: block.down(block.up(x).tanh()) + block.down(block.gate(x).sigmoid()),
+    "a branch that leads nowhere": lambda block, x: block.down(block.up(x).tanh() + 0 * block.gate(x).exp().detach()),
+    "a view is its result": lambda block, x: block.down(block.up(x).tanh()).unsqueeze(0)[0].mT.contiguous().mT,
+    "it returns what it saves": lambda block, x: two_results(block, x)[0] + two_results(block, x)[1][..., :WIDTH],
+    "its input comes again": lambda block, x: block.down(block.up(x).relu()) * x + x,
+    "writes inside of a function": lambda block, x: block.down(F.rms_norm(block.up(x), (3 * WIDTH,))).tanh(),
+    "draws": lambda block, x: block.down(F.dropout(block.up(x).tanh(), 0.3, True)).tanh(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE_ALL, ProductsKept(), RandomPolicy(seed=1), KEEP_ALL], ids=str)
+@pytest.mark.parametrize("pattern", ["*", "*.down"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_repeated_runs_take_the_bytes_of_a_recorder_that_sees_each_operator(function, pattern, policy, monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Small(FUNCTIONS[function]) for _ in range(2))), torch.randn(2, 500, WIDTH)
+    expected = step(model, x)
+    policies = dict.fromkeys(matching_modules(model, pattern), policy)
+
+    def peak():
+        model.zero_grad()
+        return measured_peak(lambda: step(model, x), [*model.parameters(), x])
+
+    with apply_policies(model, policies):
+        peaks = [peak() for _ in range(5)]
+        assert all(map(torch.equal, expected, step(model, x)))
+    monkeypatch.setattr(observer, "KNOWN", {})
+    with apply_policies(model, policies):
+        assert {*peaks, peak()} == {peak()}
+
+
+def test_nothing_is_left_of_a_run_whose_graph_is_dropped():
+    model, x = build()
+    with recompute(model, "*"):
+        for _ in range(3):
+            step(model, x)
+        gc.collect()
+        gc.disable()
+        try:
+            y = model(x)
+            left = weakref.ref(y.untyped_storage())
+            held = [weakref.ref(t) for t in gc.get_objects() if isinstance(t, Repeat)]
+            assert held
+            del y
+            assert left() is None
+            assert not any(reference() for reference in held)
+        finally:
+            gc.enable()
+
+
+def switched(block):
+    block.also = torch.tanh
+
+
+def written(block):
+    block.also = lambda x: x.add_(0.25)
+
+
+def by_numpy(block):
+    def also(x):
+        x.detach().numpy()[:] *= 2
+        return x * 1
+
+    block.also = also
+
+
+def by_data(block):
+    def also(x):
+        x.data.mul_(0.5)
+        return x * 1
+
+    block.also = also
+
+
+def other_constant(block):
+    block.norm.eps = 0.5
+
+
+def other_zero(block):
+    block.zero = -0.0
+
+
+def other_tensor(block):
+    block.out.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1))
+
+
+def frozen(block):
+    block.qkv.weight.requires_grad_(False)
+
+
+def shared(block):
+    block.root.weight = block.norm.weight
+
+
+def other_strides(block):
+    block.out.weight.data = block.out.weight.data.t().contiguous().t()
+
+
+def without_gradient(block):
+    def also(x):
+        with torch.no_grad():
+            y = x * 2
+        return x + y
+
+    block.also = also
+
+
+def inside_hooks(block):
+    def also(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return x * x
+
+    block.also = also
+
+
+def under_autocast(block):
+    def also(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return block.out(x).float()
+
+    block.also = also
+
+
+def ends_early(block):
+    block.forward = lambda x: block.norm(x)
+
+
+def raises_inside(block):
+    def also(x):
+        try:
+            F.linear(x, block.qkv.weight[:, :3])
+        except RuntimeError:
+            return x.sigmoid()
+
+    block.also = also
+
+
+def gradient_inside(block):
+    def also(x):
+        leaf = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((leaf * leaf.exp()).sum(), leaf)
+        return x * slope
+
+    block.also = also
+
+
+def custom_function(block):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    block.also = Twice.apply
+
+
+def kept_on_the_module(block):
+    def also(x):
+        block.kept = x * 3
+        return x + block.kept.tanh()
+
+    block.also = also
+
+
+def evaluated(block):
+    block.eval()
+
+
+def deterministic(block):
+    def also(x):
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return x.mul(torch.tensor(0.5)).float() if block.training else x
+        finally:
+            torch.set_default_dtype(dtype)
+
+    block.also = also
+
+
+CHANGES = [
+    switched, written, by_numpy, by_data, other_constant, other_zero, other_tensor, frozen, shared, other_strides,
+    without_gradient, inside_hooks, under_autocast, ends_early, raises_inside, gradient_inside, custom_function,
+    kept_on_the_module, evaluated, deterministic,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE_ALL, RandomPolicy(seed=1), RandomPolicy(seed=2), KEEP_ALL], ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_after_three_runs_is_noticed(change, policy, ended):
+    model, x = build()
+    twin = copy.deepcopy(model)
+    with apply_policies(twin, dict.fromkeys("012", policy)):
+        for _ in range(3):
+            step(twin, x)
+        for each in (model, twin):
+            if change is not ends_early:
+                change(each[1])
+        if change is ends_early:
+            model[1].out = twin[1].out = nn.Identity()
+        ended.clear()
+        for _ in range(4):
+            expected, found = step(model, x), step(twin, x)
+            assert len(expected) == len(found)
+            assert all(map(torch.equal, expected, found))
+            assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    assert "repeated" in ended  # the blocks that did not change
+
+
+def test_inputs_of_many_shapes_are_told_apart(ended):
+    model, _ = build()
+    twin = copy.deepcopy(model)
+    inputs = [torch.randn(2, length, WIDTH) for length in (3, 5, 3, 7, 5, 3, 5, 3, 7, 7, 3, 5)]
+    with recompute(twin, "*"):
+        for x in inputs:
+            assert all(map(torch.equal, step(model, x), step(twin, x)))
+    assert ended.count("interrupted") == 0
+    assert "repeated" in ended
+
+
+def test_a_copy_of_a_model_learns_its_own_programs():
+    model, x = build()
+    with recompute(model, "*"):
+        for _ in range(3):
+            step(model, x)
+        assert any(isinstance(p, BlockProgram) for p in model[0].forward.programs._programs.values())
+        twin = copy.deepcopy(model)
+        assert not twin[0].forward.programs._programs
+        assert all(map(torch.equal, step(model, x), step(twin, x)))
+
+
+def test_a_block_that_changes_with_every_run_is_given_up(ended):
+    model, x = build(1)
+    turn = iter(numpy.arange(1, 100).tolist())
+    model[0].also = lambda x: x * next(turn)
+    with recompute(model, "*"):
+        for _ in range(12):
+            step(model, x)
+        assert "interrupted" in ended
+        ended.clear()
+        step(model, x)
+        assert not ended
