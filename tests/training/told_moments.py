@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MOMENTS = {
-    "step": ("tightfit.training.loop", "forward_backward", 2),
+    "step": ("tightfit.training.stepper", "forward_backward", 2),
     "evaluation": ("tightfit.training.validating", "held_out_sums", 1),
     "compiling": ("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", 1),
 }
