@@ -129,4 +129,4 @@ def test_a_signal_while_blocks_compile_ends_the_process_in_time_and_blocks_no_re
 
     assert (code, "Traceback" in said) == (128 + number, False)
     assert seconds <= ALLOWED_SECONDS
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
