@@ -119,7 +119,7 @@ def test_after_a_signal_at_any_moment_the_process_is_gone_in_time_and_goes_on_bi
 
 
 @pytest.mark.slow  # PyTorch's compiler is imported, and compiles C++
-@pytest.mark.parametrize(("number", "delay"), [(signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)])
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 0.5), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)])
 def test_a_signal_while_blocks_compile_ends_the_process_in_time_and_blocks_no_rerun(
     tmp_path: Path, one_thread: None, number: signal.Signals, delay: float
 ):

@@ -14,6 +14,16 @@ EXIT_BASE = 128  # of a command that a signal ended, in every shell
 INTERRUPTED = EXIT_BASE + signal.SIGINT
 
 
+def cancel_compilations() -> None:
+    """Where a command does not end well, let PyTorch's compiler begin nothing more: at its end Python waits for all
+    that was asked of it, and whoever has sent a signal may kill after seconds.
+    """
+    if "torch._inductor.async_compile" in sys.modules:
+        from tightfit.runtime.internals import cancel_waiting_kernels
+
+        cancel_waiting_kernels()
+
+
 @contextmanager
 def ends_in_order() -> Iterator[None]:
     """Inside, SIGTERM, SIGHUP and SIGUSR1 raise `SystemExit(128 + n)`, so that what is open is closed and said.

@@ -3,7 +3,7 @@
 import signal
 from types import FrameType
 
-from tightfit.cli.ending import INTERRUPTED
+from tightfit.cli.ending import INTERRUPTED, cancel_compilations
 
 
 def command() -> None:
@@ -15,6 +15,8 @@ def command() -> None:
             from tightfit.cli.light import end_at_once
 
             end_at_once()
+        else:
+            cancel_compilations()
         raise
 
 

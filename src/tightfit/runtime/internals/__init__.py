@@ -22,6 +22,7 @@ from tightfit.runtime.internals.autograd import (
     transforms_are_active,
 )
 from tightfit.runtime.internals.compiler import (
+    cancel_waiting_kernels,
     compiled_code_off,
     compiled_code_on,
     compiler_is_disabled,
@@ -131,6 +132,7 @@ __all__ = [
     "autocast_cache_cleared_by",
     "autocast_is_active",
     "boxed",
+    "cancel_waiting_kernels",
     "classes_before_fsdp2",
     "clear_cublas_workspaces",
     "compiled_code_off",

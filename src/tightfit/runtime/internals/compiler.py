@@ -55,6 +55,17 @@ def load_compiler() -> None:
         import torch._inductor.decomposition  # noqa: F401
 
 
+def cancel_waiting_kernels() -> None:
+    """Let inductor compile no kernel that it has not begun. Only for the end of a process: inductor remembers what was
+    cancelled as being compiled, and would fail where it is needed again.
+    """
+    compiling = getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None)
+    if compiling is not None and compiling.pool.cache_info().currsize:  # else the pool would be made here
+        pool = compiling.pool()
+        compiling.pool.cache_clear()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def compiler_is_disabled() -> bool:
     """Whether `torch.compile` returns functions as they are (`TORCHDYNAMO_DISABLE`)."""
     from torch._dynamo import config  # takes seconds to import
