@@ -20,7 +20,10 @@ pytestmark = [
 
 ATTENTION = OperatorKey("aten._scaled_dot_product_flash_attention_for_cpu.default", 0)
 PRODUCTS = Policy(frozenset({*(OperatorKey("aten.mm.default", place) for place in range(9)), ATTENTION}))
-POLICIES = {"keep all": KEEP_ALL, "keep products": PRODUCTS, "recompute all": RECOMPUTE_ALL}
+SOFTMAX = Policy(frozenset({OperatorKey("aten._safe_softmax.default", 0)}))
+POLICIES = {
+    "keep all": KEEP_ALL, "keep products": PRODUCTS, "keep softmax": SOFTMAX, "recompute all": RECOMPUTE_ALL,
+}  # fmt: skip
 SIZE = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
 
 
@@ -45,12 +48,18 @@ def dropping():
     return decoder(num_layers=2, hidden_size=64, dropout=0.1).train(), "layers.*"
 
 
+def dropping_in_attention():
+    """Its draws are written in place, after a softmax whose kernel reads them."""
+    return decoder(num_layers=2, hidden_size=32, num_heads=2, attention_dropout=0.1).train(), "layers.*"
+
+
 CASES = [
     (ours, "keep all", "fp32"),
     (ours, "keep products", "fp32"),
     (ours, "recompute all", "fp32"),
     (ours, "keep products", "bf16"),
     (dropping, "recompute all", "fp32"),
+    (dropping_in_attention, "keep softmax", "fp32"),
     (llama, "keep products", "bf16"),
     (llama, "recompute all", "fp32"),
     (gpt2, "keep products", "fp32"),
@@ -79,7 +88,7 @@ def test_bytes_are_those_predicted_and_gradients_as_exact_as_the_plain_ones(make
     torch.manual_seed(0)
     model, pattern = make()
     batch = token_batch(4)
-    dropout = make in (dropping, gpt2)
+    dropout = make in (dropping, dropping_in_attention, gpt2)
     plain, state = gradients(model, batch, precision), torch.get_rng_state()
     with tightfit.capture(model, pattern, policy=POLICIES[policy], compiled=True):
         predicted = tightfit.estimate(model, batch, precision=precision).peak_bytes

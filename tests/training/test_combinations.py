@@ -85,7 +85,8 @@ def rounds(c: Combination, plan: dict[str, Any] | None) -> bool:
     by_hand = c["model.mlp_tile"] is not None or c["memory.compile_blocks"]
     if plan is None:
         return by_hand
-    compiled = any(choice["action"] == "compile" for choice in plan["choices"])
+    # Whole, or as a block whose operators the plan has chosen.
+    compiled = any(choice["action"] == "compile" or choice["compiled"] for choice in plan["choices"])
     levers = {lever["name"] for lever in plan["levers"]}
     return by_hand or compiled or not levers.isdisjoint({"chunked_loss", "tile"})
 

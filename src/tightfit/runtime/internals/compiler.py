@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 
 from tightfit.errors import CompileError
 from tightfit.runtime.internals.dispatcher import no_modes
-from tightfit.runtime.internals.kernels import kernels_without_text, replaced
+from tightfit.runtime.internals.kernels import kernels_without_text, replaced, writes_are_waited_for
 
 SIGNATURES = 1000  # the most shapes, and constants such as a layer's number, for which one code object is compiled
 without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
@@ -100,7 +100,7 @@ def inductor_with_budget(
                 "would be wrong: use keep=1, or no dropout"
             )
         written = nullcontext() if build is None else _written_only(build)
-        with no_modes(), no_progress_bars(), inductor.patch(settings), written:
+        with no_modes(), no_progress_bars(), inductor.patch(settings), writes_are_waited_for(), written:
             return compile_fx_inner(graph, *args, **kwargs)
 
     with functorch.patch(activation_memory_budget=share, **unseen), inductor.patch(settings):
@@ -235,6 +235,7 @@ def inductor_program(
         tracing(context),
         no_progress_bars(),
         inductor.patch(settings),
+        writes_are_waited_for(),
         nullcontext() if build is None else _written_only(build),
     ):
         try:

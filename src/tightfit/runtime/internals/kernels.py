@@ -1,7 +1,7 @@
-"""Inductor without the text of its C++ kernels, for code whose kernels nobody builds.
+"""Inductor's kernels: their right order, and their code without text where nobody builds them.
 
-What is left is what decides about memory: which buffers a kernel reads and writes, which it writes in place, and which
-stay inside of it.
+What is left without the text is what decides about memory: which buffers a kernel reads and writes, which it writes in
+place, and which stay inside of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,31 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def writes_are_waited_for() -> Iterator[None]:
+    """A context in which inductor orders a kernel for a CPU after the operators that write in place into what it reads.
+
+    Where loops are divided anew to be fused, PyTorch 2.13 forgets that a kernel reads a buffer as an operator has left
+    it: dropout after a softmax was then read before it was drawn (docs/lab-notes.md, "Draws that were read too early").
+    """
+    from torch._inductor.scheduler import SchedulerNode  # these take seconds to import
+    from torch.compiler import config
+
+    divided = getattr(SchedulerNode, "recompute_size_and_body", None)
+    if divided is None:
+        yield
+        return
+
+    def divided_and_renamed(node: Any, *args: Any, **kwargs: Any) -> None:
+        divided(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    # What was compiled without this and lies in a cache on disk may be wrong.
+    tag = f"{config.cache_key_tag} tightfit: writes are waited for"
+    with replaced(SchedulerNode, "recompute_size_and_body", divided_and_renamed), config.patch(cache_key_tag=tag):
+        yield
 
 
 @contextmanager
