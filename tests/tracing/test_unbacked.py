@@ -175,13 +175,14 @@ def test_a_process_held_to_4_gb_estimates_it(shape, length, parameters, tmp_path
         resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
         from tightfit import TokenBatch, build_dry, estimate
         from tightfit.config.schema import PretrainedModel
+        from tightfit.memory.counters import highest_rss
         from tightfit.models.pretrained import build_pretrained
         section = PretrainedModel(path=sys.argv[1], random_init=True)
         model = build_dry(lambda: build_pretrained(section))
         batch = TokenBatch(1, int(sys.argv[2]), model.config.vocab_size)
         peak = estimate(model, batch, device="h200", precision="bf16").peak_bytes
         count = sum(p.numel() for p in model.parameters())
-        print(json.dumps([count, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+        print(json.dumps([count, peak, highest_rss()]))
         """,
         str(config),
         str(length),
