@@ -85,7 +85,7 @@ def planned_once(monkeypatch, plans):
     monkeypatch.setattr(hf, "plan_for_all", remembering)
 
 
-def assert_recovers(folder, budget, share, uninterrupted, caplog):
+def assert_recovers(folder, budget, share, uninterrupted, caplog, told=1):
     wanted, count = uninterrupted
     injected = Injected(int(share * count))
     caplog.clear()
@@ -93,7 +93,7 @@ def assert_recovers(folder, budget, share, uninterrupted, caplog):
         trainer = trained(folder, MemoryBudget(budget, recover=True), injected)
     assert injected.mode.raised == 1
     assert_same(trainer, wanted)
-    assert sum("out of memory" in record.message for record in caplog.records) == 1
+    assert sum("out of memory" in record.message for record in caplog.records) == told
     assert "training_step" not in vars(trainer)
     inner = trainer.optimizer.optimizer
     assert ("step" in vars(inner)) == ("step" in vars(wanted.optimizer.optimizer))
@@ -107,7 +107,9 @@ def test_a_trainers_step_is_recovered_bit_for_bit(tmp_path, planned_once, uninte
 
 @pytest.mark.slow  # twenty trainings
 def test_a_trainers_step_is_recovered_wherever_memory_runs_out(tmp_path, uninterrupted, caplog):
-    for twentieth in range(20):
+    # The first operator copies a buffer before the step. It is repeated: nothing is undone, and no plan is tightened.
+    assert_recovers(tmp_path, "0.9x", 0, uninterrupted, caplog, told=0)
+    for twentieth in range(1, 20):
         assert_recovers(tmp_path, "0.9x", twentieth / 20, uninterrupted, caplog)
 
 
