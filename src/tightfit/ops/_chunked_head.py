@@ -180,6 +180,9 @@ class TokenLoss(Protocol):
     """What is computed of each token's logits: cross-entropy with a label, a divergence from a teacher."""
 
     name: ClassVar[str]  # of the public function, for errors
+    # Whether 1 / N comes in fp64, for a loss that multiplies further factors into it and rounds once. Rounded before,
+    # its error would be that of every element, and would not average out.
+    takes_wide_scale: ClassVar[bool]
 
     def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:
         """The loss of chunks of at most `rows` tokens. `targets` are the tensors besides labels: a teacher's."""

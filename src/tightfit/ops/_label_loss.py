@@ -16,6 +16,7 @@ class LabelLoss:
     label_smoothing: float
     z_loss: float
     name: ClassVar[str] = "linear_cross_entropy"
+    takes_wide_scale: ClassVar[bool] = False
 
     @property
     def is_plain(self) -> bool:

@@ -66,7 +66,8 @@ class Mix:
                 factor = scale[part].double() * ((1 - self.hard_weight) * self.temperature * soft.factor)
                 student.mul_(factor.to(student.dtype))
                 if hard is not None:
-                    hard.add_gradient_(student, of_part, scale[part] * self.hard_weight)
+                    pull = scale[part].double() * self.hard_weight
+                    hard.add_gradient_(student, of_part, pull.to(student.dtype))
         return torch.cat(found)
 
     def softened_(self, logits: Tensor) -> Tensor:

@@ -223,6 +223,7 @@ class TeacherLoss:
     beta: float
     dtype: torch.dtype  # of the teacher's products
     name: ClassVar[str] = "distillation_loss"
+    takes_wide_scale: ClassVar[bool] = True
 
     def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:
         hidden, weight, bias = targets
@@ -253,6 +254,7 @@ class HiddenLoss:
     """The mean square of a token's difference from the teacher's hidden state, which is its target."""
 
     name: ClassVar[str] = "hidden_state_loss"
+    takes_wide_scale: ClassVar[bool] = True
 
     def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:
         (teacher,) = targets

@@ -162,7 +162,8 @@ class TotalLoss(torch.autograd.Function):
                 ctx.divisors[1] = 1 if is_divided else divisor
             else:
                 gradients = Gradients.zeros(hidden, weight, bias, needed) if any(needed) else None
-                scale = torch.full((tokens.count, 1), 1 / inside, dtype=head.accumulate, device=hidden.device)
+                kind = torch.float64 if loss.takes_wide_scale else head.accumulate
+                scale = torch.full((tokens.count, 1), 1 / inside, dtype=kind, device=hidden.device)
                 losses = run_chunks(head, tokens, loss, targets, rows, scale, gradients)
         if gradients is not None:
             ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)

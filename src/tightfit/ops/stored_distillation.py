@@ -119,6 +119,7 @@ class StoredLoss:
 
     mix: Mix
     name: ClassVar[str] = "stored_distillation_loss"
+    takes_wide_scale: ClassVar[bool] = True
 
     def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:
         stored_ids, stored_weights, stored_tail = targets
