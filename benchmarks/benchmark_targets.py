@@ -105,10 +105,7 @@ def small_steps(found: Found) -> list[Verdict]:
         return [("whole blocks recomputed, never slower than PyTorch's checkpoint", "not measured", None)]
     lines: list[Verdict] = []
     for way in ("captured, recompute all", "recompute"):
-        own = {
-            case: sides[way]["of_plain"] / sides["torch checkpoint"]["of_plain"]
-            for case, sides in record["cases"].items()
-        }
+        own = {case: sides[way]["of_checkpoint"] for case, sides in record["cases"].items()}
         figure = ", ".join(f"{ratio:.2f}x ({case})" for case, ratio in own.items())
         named = "captured blocks" if way.startswith("captured") else "the recorder"
         text = f"whole blocks recomputed by {named}: ≤ 1.0x of PyTorch's checkpoint"

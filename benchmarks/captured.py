@@ -42,9 +42,10 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+CHECKPOINT = "torch checkpoint"
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "plain": lambda model: None,
-    "torch checkpoint": by_checkpoint,
+    CHECKPOINT: by_checkpoint,
     "recompute": lambda model: tightfit.recompute(model, "layers.*"),
     "captured, keep all": lambda model: tightfit.capture(model, "layers.*"),
     "captured, keep all, compiled": lambda model: tightfit.capture(model, "layers.*", compiled=True),
@@ -90,6 +91,7 @@ def measure(shape: dict[str, Any], size: int, length: int, rounds: int, device: 
         name: {
             "seconds": statistics.median(own),
             "of_plain": statistics.median(a / b for a, b in zip(own, seconds["plain"], strict=True)),
+            "of_checkpoint": statistics.median(a / b for a, b in zip(own, seconds[CHECKPOINT], strict=True)),
             "least_of_plain": min(own) / min(seconds["plain"]),
             "first_step_seconds": first[name],
             "peak_bytes": peaks[name],
