@@ -55,7 +55,7 @@ def test_a_target_is_met_at_its_figure_and_missed_below_with_the_cause(benchmark
     few = targets.never_slower({"equal_memory": measured(0.9)})
     assert few[0][2] is None, "one peer is no verdict"
     assert verdict(1.10).endswith("| 1.100x | met |  |")
-    assert verdict(1.09).endswith(f"| 1.090x | missed | {targets.AT_PEAK} |")
+    assert verdict(1.09).endswith(f"| 1.090x | missed | {targets.PRODUCTS} |")
 
 
 def test_a_plan_is_compared_with_other_ways_at_whose_peak_one_was_made(benchmark):
