@@ -30,6 +30,7 @@ def writes_are_waited_for() -> Iterator[None]:
     from torch._inductor.scheduler import SchedulerNode  # these take seconds to import
     from torch.compiler import config
 
+    settings: Any = config  # the stub does not know that it can be patched
     divided = getattr(SchedulerNode, "recompute_size_and_body", None)
     if divided is None:
         yield
@@ -40,8 +41,8 @@ def writes_are_waited_for() -> Iterator[None]:
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
     # What was compiled without this and lies in a cache on disk may be wrong.
-    tag = f"{config.cache_key_tag} tightfit: writes are waited for"
-    with replaced(SchedulerNode, "recompute_size_and_body", divided_and_renamed), config.patch(cache_key_tag=tag):
+    tag = f"{settings.cache_key_tag} tightfit: writes are waited for"
+    with replaced(SchedulerNode, "recompute_size_and_body", divided_and_renamed), settings.patch(cache_key_tag=tag):
         yield
 
 
