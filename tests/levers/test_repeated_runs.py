@@ -16,6 +16,7 @@ from trap_levers import LEVERS, ProductsKept, RandomPolicy
 import exactness
 from exactness import assert_bit_equal
 from tightfit import recompute
+from tightfit.errors import RecomputeError
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, observer
 from tightfit.levers.recompute.block_programs import BlockProgram
 from tightfit.levers.recompute.lever import apply_policies, matching_modules
@@ -395,3 +396,37 @@ def test_a_block_that_changes_with_every_run_is_given_up(ended):
         ended.clear()
         step(model, x)
         assert not ended
+
+
+@pytest.mark.parametrize("runs", [1, 4])
+def test_other_memory_of_a_parameter_before_backward_changes_nothing(runs):
+    model, x = build()
+    twin = copy.deepcopy(model)
+    found = []
+    with recompute(twin, "*"):
+        for each in (model, twin):
+            for _ in range(runs - 1):
+                step(each, x)
+            each.zero_grad()
+            torch.manual_seed(3)
+            y = each(x).square().sum()
+            for parameter in each.parameters():
+                parameter.data = parameter.data * 2
+            y.backward()
+            found.append([parameter.grad for parameter in each.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_graph_whose_recomputation_has_ended_early_says_so(monkeypatch):
+    model, x = build(1)
+    with recompute(model, "*"):
+        for _ in range(3):
+            step(model, x)
+        y = model(x).square().sum()
+        with monkeypatch.context() as patched:
+            patched.setattr(Repeat, "_replay", lambda self, replay, waiting: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                y.backward(retain_graph=True)
+        with pytest.raises(RecomputeError, match="run the forward again"):
+            y.backward()
+        step(model, x)

@@ -149,10 +149,10 @@ class Call:
 
     def save(self, tensor: torch.Tensor) -> Promise | Held | Late:
         """Saved-tensor hook, while the function runs. Autograd saves the same tensors for each call of a signature."""
-        slot = next(self.to_save, _MORE)
+        slot = next(self.to_save, MORE)
         if slot is None:
             return hold(tensor)
-        if slot is _MORE:
+        if slot is MORE:
             raise saved_otherwise(self.key[0])
         number, geometry = slot
         if number >= len(self.values):  # a result, whose operator is not recorded yet
@@ -169,7 +169,7 @@ class Call:
 
     def note(self, program: Program, state: GeneratorState | None, results: Any, scope: RecordingScope) -> None:
         """Write the records of the steps, and give results and saved results their values."""
-        if next(self.to_save, _MORE) is not _MORE:
+        if next(self.to_save, MORE) is not MORE:
             raise saved_otherwise(self.key[0])
         values = self.values
         record(program, values, state, scope)
@@ -186,7 +186,7 @@ class Call:
             late.promise(values[number], geometry)
 
 
-_MORE: Any = object()  # autograd saves more than it did
+MORE: Any = object()  # autograd saves more than it did
 
 
 def saved_otherwise(function: Callable[..., Any]) -> RecomputeError:

@@ -29,7 +29,7 @@ from tightfit.levers.recompute.block_programs import (
 )
 from tightfit.levers.recompute.draft import Draft
 from tightfit.levers.recompute.generators import GeneratorState, generator_of
-from tightfit.levers.recompute.programs import record, saved_otherwise
+from tightfit.levers.recompute.programs import MORE, record, saved_otherwise
 from tightfit.levers.recompute.replay_code import code_of, give
 from tightfit.levers.recompute.saved import Awaited, Held, hold
 from tightfit.levers.recompute.values import (
@@ -49,7 +49,6 @@ from tightfit.runtime.activity import recomputation
 from tightfit.runtime.internals import NoAutocast, autocast_is_active
 from tightfit.runtime.operators import flat
 
-_MORE: Any = object()  # autograd saves more than it did
 _MOST_RUNS = 6  # of a block on one kind of input, after which no more drafts are tried
 _MOST_PROGRAMS, _MOST_KINDS = 16, 256  # of one block: ragged batches have many shapes
 
@@ -138,10 +137,10 @@ class Repeat:
 
     def save(self, tensor: torch.Tensor) -> Awaited | Held:
         """Saved-tensor hook, while the function runs."""
-        number = next(self._saving, _MORE)
+        number = next(self._saving, MORE)
         if number is None:
             return hold(tensor)
-        if number is _MORE:
+        if number is MORE:
             raise saved_otherwise(self.program.calls[self._place].function)
         reference = self._promised[number]
         promise = None if reference is None else reference()
@@ -159,7 +158,7 @@ class Repeat:
 
     def note(self, call: FunctionCall, results: Any) -> None:
         """Note what the function returned."""
-        if next(self._saving, _MORE) is not _MORE:
+        if next(self._saving, MORE) is not MORE:
             raise saved_otherwise(call.function)
         self._place += 1
         given = (results,) if type(results) is torch.Tensor else tensors_among(results)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.replay import materialise
 from tightfit.levers.recompute.values import (
     Geometry,
@@ -79,7 +80,11 @@ class Awaited:
         if self.product is not None:
             return restored(self.product, self.geometry)
         base = self.content.base() if isinstance(self.content, Root) else self.content
-        assert base is not None, "a replay computes all that autograd waits for"
+        if base is None:
+            raise RecomputeError(
+                "an earlier backward of this graph ended while it recomputed a block, and what it had used up is gone: "
+                "run the forward again"
+            )
         return self.geometry.over(base)
 
 

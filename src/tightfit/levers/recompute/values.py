@@ -112,8 +112,8 @@ class Root:
     __slots__ = ("__weakref__", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor):
-        # Not the tensor itself, which would hold the graph that computed it. A parameter has none.
-        self._tensor = tensor if type(tensor) is torch.nn.Parameter else counting_alias(tensor)
+        # Not the tensor itself: it would hold the graph that computed it, and may get other memory (`p.data = ...`).
+        self._tensor = counting_alias(tensor)
         self._version = tensor._version
 
     def is_current(self) -> bool:
