@@ -194,6 +194,32 @@ def test_a_weight_is_cast_once_within_a_region_and_anew_in_the_next():
     assert sum(casts) == 2
 
 
+@pytest.mark.parametrize(
+    ("call", "order"),
+    [
+        (lambda a, b, c: torch.addmm(a, b, c), "c b a"),
+        (lambda a, b, c: F.linear(b, c, bias=a), "a c b"),
+        (lambda a, b, c: torch.ops.aten.addmm.default(mat2=c, self=a, mat1=b), "c b a"),
+        (lambda a, b, c: torch.linalg.multi_dot([a, b, c]), "a b c"),  # a list is cast by a loop
+    ],
+    ids=["positions", "a bias", "names", "a list"],
+)
+def test_autocast_casts_an_operators_last_argument_first(call, order):
+    # Compared with the CUDA wheel by tests/card/test_casts.py. Plans name casts by their occurrence.
+    tensors = {name: torch.randn(3, 3) for name in "abc"}
+    cast: list[str] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and kwargs["dtype"] == torch.bfloat16:
+                cast.extend(n for n, t in tensors.items() if t.data_ptr() == args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    with A100.playing(), Spy(), torch.autocast("cpu", torch.bfloat16):
+        call(*tensors.values())
+    assert " ".join(cast) == order
+
+
 def test_afterwards_the_cpu_is_a_cpu_again():
     model, batch = tiny.decoder(dropout=0.1), tiny.token_batch()
     before = traced(model, batch, None).levels

@@ -133,12 +133,23 @@ class AutocastKernels:
         return kernel
 
     def _call(self, operator: Any, dtype: torch.dtype, args: tuple, kwargs: dict) -> Any:
+        """Call an operator with its arguments cast, from the last argument of its schema to the first.
+
+        C++ evaluates the arguments of a call in an order that the compiler chooses (`cached_cast(...)...` in
+        `WrapFunction_`, ATen/autocast_mode.h). The compiler of PyTorch's wheels for Linux begins with the last one.
+        Tensors of a list are cast by a loop, from the first to the last.
+        """
+
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return self._cached(tensor, dtype)
 
+        places = {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
         with NoAutocast():
-            named = {key: cast(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-            return operator(*map_instances(torch.Tensor, cast, args), **named)
+            named = dict(kwargs)
+            for key in sorted(kwargs, key=places.__getitem__, reverse=True):
+                (named[key],) = map_instances(torch.Tensor, cast, (kwargs[key],))
+            given = [map_instances(torch.Tensor, cast, (value,))[0] for value in reversed(args)]
+            return operator(*reversed(given), **named)
 
     def _cached(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not _eligible(tensor) or tensor.dtype == dtype:
