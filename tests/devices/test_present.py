@@ -1,4 +1,5 @@
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -116,7 +117,7 @@ def test_other_threads_are_another_device():
 
 
 def test_the_cache_follows_the_users_settings(monkeypatch, tmp_path):
-    monkeypatch.setattr(module.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("TIGHTFIT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "tightfit"

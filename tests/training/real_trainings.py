@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from tiny_training import settings
 
-from tightfit.devices.present import cache_folder
+from tightfit.devices.cache import cache_folder
 
 COMMAND = (sys.executable, "-c", "from tightfit.cli import main; main()", "train")
 STEPS = 100_000  # more than any test waits for

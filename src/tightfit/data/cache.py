@@ -26,7 +26,8 @@ import numpy as np
 from tightfit.data.bad_lines import Tally
 from tightfit.data.store import Kind, TokenStore
 from tightfit.data.writing import FileWriter, MemoryWriter, Writer, array_file, map_store
-from tightfit.devices.present import Notice, cache_folder
+from tightfit.devices.cache import cache_folder
+from tightfit.devices.present import Notice
 
 MANIFEST = "manifest.json"
 LAYOUT = 1  # of the files of an entry

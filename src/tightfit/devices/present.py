@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tightfit.devices.cache import cache_folder
 from tightfit.devices.calibrate import calibrate
 from tightfit.devices.described import Description, changed, of_ones_own, read_description
 from tightfit.devices.known import KnownDevice, find, nearest, others_of
@@ -24,15 +24,6 @@ Notice = Callable[[str], None]
 LOOKED_AGAIN_AFTER = 60.0  # seconds between checks whether a machine that was busy is quiet now
 
 PRESENT_KINDS: tuple[Kind, ...] = ("cpu", "cuda")
-
-
-def cache_folder() -> Path:
-    """The folder of the cache: `TIGHTFIT_CACHE`, else `tightfit` in this system's folder for users' caches."""
-    if chosen := os.environ.get("TIGHTFIT_CACHE"):
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "tightfit"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
 
 
 def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:

@@ -1,0 +1,77 @@
+/* libcudnn: descriptors are opaque. Of its graph interface there is as much as a frontend needs to find one engine, which
+   is said to need `cudnn_workspace` bytes (assumed: the real heuristics are closed). */
+#include "card.h"
+#include <stdlib.h>
+#include <string.h>
+
+EXPORT size_t cudnnGetVersion(void) { return 92000; }
+EXPORT size_t cudnnGetCudartVersion(void) { return card()->cuda; }
+EXPORT int cudnnGetProperty(int kind, int *value) { *value = kind == 0 ? 9 : kind == 1 ? 20 : 0; return OK; }
+EXPORT const char *cudnnGetErrorString(int status) { return status == 3000 ? "not supported by the null card" : status ? "an error" : "success"; }
+EXPORT void cudnnGetLastErrorString(char *text, size_t room) { if (room) *text = 0; }
+EXPORT int cudnnCreate(void **handle) { *handle = calloc(1, 64); return OK; }
+EXPORT int cudnnDestroy(void *handle) { free(handle); return OK; }
+EXPORT int cudnnSetStream(void **handle, void *stream) { handle[0] = stream; return OK; }
+EXPORT int cudnnGetStream(void **handle, void **stream) { *stream = handle[0]; return OK; }
+#define DESCRIPTOR(name) \
+    EXPORT int cudnnCreate##name##Descriptor(void **made) { *made = calloc(1, 512); return OK; } \
+    EXPORT int cudnnDestroy##name##Descriptor(void *made) { free(made); return OK; }
+DESCRIPTOR(Tensor) DESCRIPTOR(Filter) DESCRIPTOR(Convolution) DESCRIPTOR(Dropout) DESCRIPTOR(RNN) DESCRIPTOR(RNNData)
+DESCRIPTOR(Activation) DESCRIPTOR(Pooling) DESCRIPTOR(CTCLoss) DESCRIPTOR(SpatialTransformer)
+
+/* Sizes are answered with the assumed workspace, so that none is left to chance. */
+#define WORKSPACE(bytes) do { *(bytes) = card()->cudnn_workspace; return card_unmodelled(__func__, OK); } while (0)
+EXPORT int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int m, int o, void *x, void *z, void *y, void *b, void *a, size_t *bytes) { WORKSPACE(bytes); }
+EXPORT int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int m, int o, void *x, void *y, void *dy, void *dz, void *dx, void *b, void *a, size_t *bytes) { WORKSPACE(bytes); }
+EXPORT int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int m, int o, void *a, void *x, size_t *bytes) { WORKSPACE(bytes); }
+EXPORT int cudnnGetCTCLossWorkspaceSize_v8(void *h, int algorithm, void *d, void *p, void *g, size_t *bytes) { WORKSPACE(bytes); }
+
+/* The graph interface: descriptors with attributes. */
+typedef struct { int name; int64_t count; size_t size; void *data; } Attribute;
+typedef struct { int type, count; Attribute attributes[64]; } Descriptor;
+static size_t size_of(int type) { /* cudnnBackendAttributeType_t */
+    switch (type) {
+    case 0: case 3: case 5: case 6: case 15: return 8; /* handle, int64, double, pointer, descriptor */
+    case 2: case 24: return 1;                         /* boolean, char */
+    default: return 4;
+    }
+}
+EXPORT int cudnnBackendCreateDescriptor(int type, Descriptor **made) { *made = calloc(1, sizeof **made); (*made)->type = type; return OK; }
+EXPORT int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
+    if (!descriptor) return OK;
+    for (int i = 0; i < descriptor->count; i++) free(descriptor->attributes[i].data);
+    free(descriptor);
+    return OK;
+}
+EXPORT int cudnnBackendFinalize(Descriptor *descriptor) { return OK; }
+EXPORT int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *variables) { return OK; }
+EXPORT int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t count, const void *data) {
+    int at = 0;
+    while (at < descriptor->count && descriptor->attributes[at].name != name) at++;
+    if (at == 64) return card_unmodelled(__func__, OK);
+    Attribute *attribute = &descriptor->attributes[at];
+    if (at == descriptor->count) descriptor->count++; else free(attribute->data);
+    *attribute = (Attribute){name, count, size_of(type), malloc(size_of(type) * count + 1)};
+    if (data) memcpy(attribute->data, data, attribute->size * count);
+    return OK;
+}
+enum { HEURISTIC_RESULTS = 202, CONFIG_ENGINE = 300, CONFIG_WORKSPACE = 303, CONFIG_SHARED = 304, PLAN_WORKSPACE = 402, ENGINE_INDEX = 1301 };
+EXPORT int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *got, void *data) {
+    int64_t ignored;
+    if (!got) got = &ignored;
+    *got = 1;
+    switch (name) {
+    case HEURISTIC_RESULTS: case CONFIG_ENGINE: return OK; /* the caller's descriptors are the result */
+    case PLAN_WORKSPACE: case CONFIG_WORKSPACE: if (data && wanted) *(int64_t *)data = (int64_t)card()->cudnn_workspace; return OK;
+    case CONFIG_SHARED: if (data && wanted) *(int *)data = 0; return OK;
+    case ENGINE_INDEX: if (data && wanted) *(int64_t *)data = 0; return OK;
+    }
+    *got = 0;
+    for (int i = 0; i < descriptor->count; i++) {
+        Attribute *attribute = &descriptor->attributes[i];
+        if (attribute->name != name) continue;
+        *got = attribute->count;
+        if (data) memcpy(data, attribute->data, attribute->size * (wanted < attribute->count ? wanted : attribute->count));
+    }
+    return OK;
+}
