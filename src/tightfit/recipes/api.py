@@ -18,6 +18,7 @@ from tightfit.planner.api import describe_batch
 from tightfit.planner.asked import Asked
 from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import Wanted, recipes_for
+from tightfit.recipes.leaving_out import LeftOut, in_words
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.of_ranks import RanksSearch, recipes_of_ranks
 from tightfit.recipes.ranking import ranked
@@ -133,14 +134,14 @@ def recipes_of(
         if not tried:
             raise InputError(NOTHING_TO_TRY)
         if not (outcomes := ranks.run(tried)):
-            raise InputError(f"no recipe could be tried: {'; '.join(ranks.notes)}")
+            raise _nothing_tried(ranks.left_out)
         return Recipes(
             outcomes=tuple(outcomes),
             device=device.name,
             budget_bytes=ranks.budget_bytes,
             batch=describe_batch(asked.batch),
             model=name or type(asked.model).__name__,
-            notes=tuple(ranks.notes),
+            notes=in_words(ranks.left_out),
         )
     search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing)
     recipes = recipes_for(
@@ -151,10 +152,11 @@ def recipes_of(
     with Shares(search, recipes, processes) as shares:
         rows = shares.rows()
         if not rows:
-            raise InputError(f"no recipe could be tried: {'; '.join(search.notes)}")
+            raise _nothing_tried(search.left_out)
         if not any(row.outcome.fits for row in rows):
             rows = _with_last_resorts(shares, rows)
-        rows = _worth_a_row(_confirmed(shares, rows))
+        if not (rows := _worth_a_row(_confirmed(shares, rows))):
+            raise _nothing_tried(search.left_out)
         by_outcome = {id(row.outcome): row for row in rows}
         rows = [by_outcome[id(outcome)] for outcome in ranked([row.outcome for row in rows])]
         if pick is not None:
@@ -166,7 +168,7 @@ def recipes_of(
         budget_bytes=search.budget_bytes,
         batch=describe_batch(asked.batch),
         model=name or type(asked.model).__name__,
-        notes=tuple(search.notes),
+        notes=in_words(search.left_out),
     )
 
 
@@ -187,7 +189,8 @@ def _confirmed(shares: Shares, rows: list[Row]) -> list[Row]:
         todo = [recipe for recipe in dict.fromkeys([*first[:CONFIRMED], *small]) if recipe not in done]
         if not todo:
             return list(left.values())
-        left |= shares.confirmed([left[recipe] for recipe in todo])
+        found = shares.confirmed([left[recipe] for recipe in todo])
+        left = {recipe: row for recipe, row in (left | found).items() if recipe in found or recipe not in todo}
         done |= set(todo)
 
 
@@ -240,6 +243,12 @@ def _batch(model: nn.Module) -> TokenBatch:
     if vocabulary is None:
         raise InputError(f"{type(model).__name__} has no embedding to make token ids for: give a batch")
     return TokenBatch(1, LENGTH, vocabulary)
+
+
+def _nothing_tried(left: list[LeftOut]) -> InputError:
+    """Why there is no table: the reason, where it is one, else all."""
+    reasons = list(dict.fromkeys(each.reason for each in left))
+    return InputError(f"no recipe could be tried: {reasons[0] if len(reasons) == 1 else '; '.join(in_words(left))}")
 
 
 def _say_nothing(line: str) -> None:

@@ -9,7 +9,7 @@ take is alike on any number of cards; others share nothing, so forks of this pro
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
+from tightfit.errors import BudgetError, CannotFit, InputError
 from tightfit.planner.api import plan_of_ranks
 from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness
@@ -18,6 +18,7 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.ranks.world import Sharding, World
 from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, least_bytes_of_rank
+from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
 from tightfit.recipes.search import token_count
@@ -30,12 +31,12 @@ ENGINES = ("ddp", "fsdp2")  # ranks of the others read one batch, so their rows 
 SIZES = (2, 4, 8)  # numbers of cards with rows of their own, up to the number that was asked for
 OPTIMIZER = "adamw_fused"  # where none is named: most others do not run on shards, or change the result
 
-_Answer = tuple[list[Outcome], list[str]]  # rows, and notes about those that were left out
+_Answer = tuple[list[Outcome], list[LeftOut]]
 
 
 @dataclass
 class RanksSearch:
-    """Mutable: the models built so far, and why recipes were left out."""
+    """Mutable: the models built so far, and what was left out."""
 
     asked: Asked
     world: World
@@ -43,7 +44,7 @@ class RanksSearch:
     optimizer: OptimizerOf
     notice: Notice
     processes: int = 1
-    notes: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.world.parallel not in ENGINES:
@@ -61,7 +62,7 @@ class RanksSearch:
         parts = [(recipe, engine) for recipe in recipes for engine in engines]
         sharing = min(self.processes, processes_for(len(parts)))
         answers = shared_out(self._searched if sharing == 1 else self._searched_apart, parts, self.notice, sharing)
-        self.notes = [note for _, notes in answers for note in notes]
+        self.left_out = [each for _, left_out in answers for each in left_out]
         every = [outcome for outcomes, _ in answers for outcome in outcomes]
         found: list[Outcome] = []
         for size in sizes_of(self.world):
@@ -69,29 +70,29 @@ class RanksSearch:
         return sorted(found, key=lambda outcome: not outcome.fits)
 
     def _searched_apart(self, part: tuple[Recipe, str], notice: Notice) -> _Answer:
-        outcomes, notes = self._searched(part, notice)
-        return [replace(outcome, plan=None) for outcome in outcomes], notes  # a plan holds its model
+        outcomes, left_out = self._searched(part, notice)
+        return [replace(outcome, plan=None) for outcome in outcomes], left_out  # a plan holds its model
 
     def _searched(self, part: tuple[Recipe, str], notice: Notice) -> _Answer:
         """The rows of one recipe with one engine, on each number of cards, and why some were left out."""
         recipe, engine = part
-        found, notes, steps = [], [], {}
+        found: list[Outcome] = []
+        left_out: list[LeftOut] = []
+        steps: dict[int, RankStep | None] = {}
         for size in sizes_of(self.world):
             world = replace(self.world, size=size, parallel=engine)
-            try:
+            with leaving_out([recipe], left_out, f"{size} cards, {engine}, "):
                 outcome, steps[size] = self.of_recipe(recipe, world)
-            except (InputError, DeviceError, ModelError) as error:
-                notes.append(f"{recipe.name} on {size} cards with {engine} was left out: {error}")
-                continue
-            notice(f"{outcome.name}: {'fits' if outcome.fits else 'does not fit'}")
-            found.append(outcome)
+                notice(f"{outcome.name}: {'fits' if outcome.fits else 'does not fit'}")
+                found.append(outcome)
         sizes = SizesOfRanks()
         for number, outcome in enumerate(found):
             if (step := steps[outcome.world_size]) is not None:
-                longest, largest = sizes.of(step)
-                found[number] = replace(outcome, longest_sequence=longest, largest_batch=largest)
-                notice(f"{outcome.name}: sequences of {longest} tokens")
-        return found, notes
+                with leaving_out([outcome], left_out, "the largest sizes of "):
+                    longest, largest = sizes.of(step)
+                    found[number] = replace(outcome, longest_sequence=longest, largest_batch=largest)
+                    notice(f"{outcome.name}: sequences of {longest} tokens")
+        return found, left_out
 
     def of_recipe(self, recipe: Recipe, world: World) -> tuple[Outcome, RankStep | None]:
         """What becomes of a recipe, and the step whose sizes can be found, where it fits."""

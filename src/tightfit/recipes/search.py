@@ -8,8 +8,10 @@ for the memory that its states leave.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from tightfit.devices.present import lookup
-from tightfit.errors import BudgetError, CannotFit, DeviceError, InputError, ModelError
+from tightfit.errors import BudgetError, CannotFit
 from tightfit.names.optimizers import OFFLOADED, parse_optimizer
 from tightfit.planner.api import as_plan, levers_of
 from tightfit.planner.asked import Asked
@@ -18,6 +20,7 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
 from tightfit.recipes.choices import least_bytes
+from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.variant_search import VariantSearch
 from tightfit.recipes.variants import (
@@ -55,14 +58,14 @@ class Found:
 
 @dataclass
 class RecipeSearch:
-    """Mutable: the models built, and the searches of variants whose traces recipes share."""
+    """Mutable: the models built, the searches of variants whose traces recipes share, and what was left out."""
 
     asked: Asked
     budget: int | str
     optimizer: OptimizerOf = optimizer_of
     notice: Notice = lambda line: None
     searches: dict[Variant, VariantSearch] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
     updates: dict[tuple, StepTrace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,34 +105,36 @@ class RecipeSearch:
                 alike = [r for r in alike if replace(r, step_in_backward=False) not in done]
             if not alike:
                 continue
-            try:
-                for each in self.of_variant(variant, alike):
-                    if each.outcome.fits and not each.outcome.levers:
-                        done.add(each.recipe)
-                    self.notice(_line(each.outcome))
-                    yield each
-            except ModelError as error:
-                self.notes.append(f"{alike[0].weights} was left out: {error}")
+            for each in self.of_variant(variant, alike):
+                if each.outcome.fits and not each.outcome.levers:
+                    done.add(each.recipe)
+                self.notice(_line(each.outcome))
+                yield each
 
     def of_variant(self, variant: Variant, recipes: Sequence[Recipe]) -> Iterator[Found]:
-        """What becomes of the recipes of one variant."""
-        first = recipes[0]
+        """What becomes of the recipes of one variant. One that cannot be tried is left out."""
+        waiting = list(recipes)
+        with leaving_out(lambda: waiting, self.left_out):
+            search, model, held = self.search_of(variant, recipes[0])
+            limit = search.budget_bytes - UNSEEN_BYTES
+            waiting = [r for r in recipes if least_bytes(r, model, held) <= limit]
+            for recipe in (r for r in recipes if r not in waiting):
+                yield Found(self.hopeless(recipe, least_bytes(recipe, model, held)), search)
+            if waiting:
+                _ = search.plain  # a step that cannot be run dry is not tried once for each optimizer
+            for recipe in waiting:
+                with leaving_out([recipe], self.left_out):
+                    yield self.of_recipe(search, recipe)
+
+    def search_of(self, variant: Variant, first: Recipe) -> tuple[VariantSearch, nn.Module, int]:
+        """The search of a variant, its model, and the bytes of that model's weights."""
         model = self.models.of(first)
         held = held_bytes(model)
         asked = without_optimizer(self.asked, first, model)
         if variant not in self.searches:
             request, frees = asked.request(may_choose=True), variant.step_in_backward
             self.searches[variant] = VariantSearch(request, self.budget, frees=frees, updates=self.updates)
-        search = self.searches[variant]
-        limit = search.budget_bytes - UNSEEN_BYTES
-        waiting = [r for r in recipes if least_bytes(r, model, held) <= limit]
-        for recipe in (r for r in recipes if r not in waiting):
-            yield Found(self.hopeless(recipe, least_bytes(recipe, model, held)), search)
-        for recipe in waiting:
-            try:
-                yield self.of_recipe(search, recipe)
-            except (InputError, DeviceError) as error:
-                self.notes.append(f"{recipe.name} was left out: {error}")
+        return self.searches[variant], model, held
 
     def hopeless(self, recipe: Recipe, least: int) -> Outcome:
         """A recipe whose weights, gradients and states alone exceed the budget, so nothing of it is traced."""

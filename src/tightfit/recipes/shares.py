@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from tightfit.errors import InputError
+from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.records import Largest, Outcome, Recipe
 from tightfit.recipes.search import Found, RecipeSearch
 from tightfit.recipes.sizes import Sizes
@@ -28,10 +30,17 @@ class Row(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What became of some recipes, and notes about those that were left out."""
+    """What became of some recipes, and those that were left out."""
 
     rows: list[tuple[Outcome, bool]]
-    notes: list[str]
+    left_out: list[LeftOut]
+
+
+class _Sized(NamedTuple):
+    """The longest sequence and the largest batch of some recipes, and the sizes that were left out."""
+
+    sizes: dict[Recipe, tuple[Largest | None, Largest | None]]
+    left_out: list[LeftOut]
 
 
 class _Size(NamedTuple):
@@ -60,49 +69,55 @@ class _Share:
         return getattr(self, method)(arguments)
 
     def searched(self, part: Sequence[Recipe]) -> _Answer:
-        noted = len(self.search.notes)
+        known = len(self.search.left_out)
         found = {each.recipe: each for each in self.search.run(part)}
         self.found |= found
-        return _Answer([self._row(each) for each in found.values()], self.search.notes[noted:])
+        return _Answer([self._row(each) for each in found.values()], self.search.left_out[known:])
 
-    def confirmed(self, recipes: Sequence[Recipe]) -> list[tuple[Outcome, bool]]:
+    def confirmed(self, recipes: Sequence[Recipe]) -> _Answer:
         return self._changed(recipes, self.search.confirmed)
 
-    def at_last(self, recipes: Sequence[Recipe]) -> list[tuple[Outcome, bool]]:
-        return self._changed(recipes, self.search.last_resort)
+    def at_last(self, recipes: Sequence[Recipe]) -> _Answer:
+        return self._changed(recipes, self.search.last_resort, "the levers of least memory of ")
 
-    def sized(self, wanted: Sequence[_Size]) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
+    def sized(self, wanted: Sequence[_Size]) -> _Sized:
         # Recipes of one variant share dry runs, so they stay together. Those that take longest come first.
         parts: dict[Variant, list[_Size]] = {}
         for each in wanted:
             parts.setdefault(Variant.of(each.recipe), []).append(each)
         ordered = sorted(parts.values(), key=_dry_runs, reverse=True)
-        found: dict[Recipe, tuple[Largest | None, Largest | None]] = {}
         # Another process may have less to do: a fork of this one then takes what is left here.
         processes = min(self.processes, processes_for(len(ordered)))
+        found = _Sized({}, [])
         for part in shared_out(self._sized_alike, ordered, self.search.notice, processes):
-            found |= part
+            found.sizes.update(part.sizes)
+            found.left_out.extend(part.left_out)
         return found
 
-    def _sized_alike(
-        self, part: Sequence[_Size], notice: Notice
-    ) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
-        done = {}
+    def _sized_alike(self, part: Sequence[_Size], notice: Notice) -> _Sized:
+        done = _Sized({}, [])
         for recipe, confirm in part:
-            outcome = self.sizes.of(self._known(recipe), confirm=confirm).outcome
-            notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
-            done[recipe] = (outcome.longest_sequence, outcome.largest_batch)
+            with leaving_out([recipe], done.left_out, "the largest sizes of "):
+                outcome = self.sizes.of(self._known(recipe), confirm=confirm).outcome
+                notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
+                done.sizes[recipe] = (outcome.longest_sequence, outcome.largest_batch)
         return done
 
-    def _changed(self, recipes: Sequence[Recipe], change: Callable[[Found], Found]) -> list[tuple[Outcome, bool]]:
+    def _changed(self, recipes: Sequence[Recipe], change: Callable[[Found], Found], what: str = "") -> _Answer:
+        done = _Answer([], [])
         for recipe in recipes:
-            self.found[recipe] = change(self._known(recipe))
-        return [self._row(self.found[recipe]) for recipe in recipes]
+            with leaving_out([recipe], done.left_out, what):
+                self.found[recipe] = change(self._known(recipe))
+                done.rows.append(self._row(self.found[recipe]))
+        return done
 
     def _known(self, recipe: Recipe) -> Found:
         """What was found of a recipe, if need be anew: the process that had found it may have been ended."""
         if recipe not in self.found:
+            known = len(self.search.left_out)
             self.found |= {each.recipe: each for each in self.search.of_variant(Variant.of(recipe), [recipe])}
+            if len(self.search.left_out) > known:
+                raise InputError(self.search.left_out[known].reason)
         return self.found[recipe]
 
     def _row(self, found: Found) -> tuple[Outcome, bool]:
@@ -129,9 +144,9 @@ class Shares:
     def rows(self) -> list[Row]:
         """What becomes of each recipe."""
         found: list[Row] = []
-        for process, (rows, notes) in self.crew.share([("searched", part) for part in self.parts]):
-            found += [Row(outcome, process, small) for outcome, small in rows]
-            self.search.notes += [note for note in notes if note not in self.search.notes]
+        for process, answer in self.crew.share([("searched", part) for part in self.parts]):
+            found += [Row(outcome, process, small) for outcome, small in answer.rows]
+            self._leave_out(answer.left_out)
         return found
 
     def confirmed(self, rows: Iterable[Row]) -> dict[Recipe, Row]:
@@ -149,16 +164,23 @@ class Shares:
         wanted = _by_process(rows, lambda row: _Size(row.recipe, is_confirmed(row)))
         found: dict[Recipe, tuple[Largest | None, Largest | None]] = {}
         for answer in self.crew.ask({process: ("sized", each) for process, each in wanted.items()}).values():
-            found |= answer
+            found |= answer.sizes
+            self._leave_out(answer.left_out)
         return found
+
+    def _leave_out(self, left: list[LeftOut]) -> None:
+        """Keep what a process has left out; this one has kept its own already."""
+        self.search.left_out += [each for each in left if each not in self.search.left_out]
 
     def _changed(self, method: str, rows: Iterable[Row]) -> dict[Recipe, Row]:
         wanted = _by_process(rows, lambda row: row.recipe)
         answers = self.crew.ask({process: (method, recipes) for process, recipes in wanted.items()})
+        for answer in answers.values():
+            self._leave_out(answer.left_out)
         return {
             outcome.recipe: Row(outcome, process, small)
             for process, answer in answers.items()
-            for outcome, small in answer
+            for outcome, small in answer.rows
         }
 
 
