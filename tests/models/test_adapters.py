@@ -9,7 +9,7 @@ import torch
 from tightfit import TokenBatch, estimate, plan, recompute, verify
 from tightfit.config import AdapterConfig, PretrainedModel, parse_config
 from tightfit.errors import ConfigError, InputError, ModelError
-from tightfit.models.adapters import add_adapter
+from tightfit.models.adapters import add_adapter, usual_layers
 from tightfit.models.loading import build_model
 from tightfit.models.saving import load_model, save_model
 from tightfit.planner.levers import ChunkedLoss
@@ -138,6 +138,19 @@ def test_a_model_that_peft_has_no_layers_in_mind_for_must_name_them():
         add_adapter(decoder(), AdapterConfig())
     model = add_adapter(decoder(), AdapterConfig(target_modules=("q_proj", "v_proj")))
     assert sum(p.requires_grad for p in model.parameters()) == 3 * 2 * 2
+
+
+def test_a_model_of_transformers_that_peft_does_not_know_gets_adapters_on_all_its_linear_layers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "gpt_oss", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, vocab_size=32,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert usual_layers(model) == "all-linear"
+    adapted = {path for path, _ in add_adapter(model, AdapterConfig(r=2)).named_parameters() if "lora_A" in path}
+    assert {path.split(".")[-4] for path in adapted} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not any("lm_head" in path for path in adapted)
 
 
 @pytest.mark.parametrize(

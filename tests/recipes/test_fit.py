@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import tightfit
 from command_line import tightfit as run
@@ -17,7 +18,8 @@ from tightfit.config import AdapterConfig, parse_config
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
-from tightfit.recipes.choices import Wanted, half_of, recipes_for
+from tightfit.recipes import choices
+from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Largest, Outcome, Recipe
 from tightfit.recipes.table import describe_recipes
@@ -127,6 +129,26 @@ def test_what_is_settled_is_not_searched_and_clipping_excludes_steps_in_backward
 
 def outcome(recipe, seconds, *, fits=True, needed=10):
     return Outcome(recipe, fits, 9, needed, step_seconds=seconds if fits else None)
+
+
+def test_packages_that_are_not_installed_are_named_with_the_recipes_that_they_would_bring(monkeypatch):
+    card = lookup("rtx4090")
+    every = recipes_for(card, Wanted(), may_adapt=True)
+    assert not_installed(card, Wanted(), may_adapt=True) == ()
+    monkeypatch.setattr(choices, "find_spec", lambda name: None if name in ("bitsandbytes", "torchao") else name)
+    left = recipes_for(card, Wanted(), may_adapt=True)
+    (line,) = not_installed(card, Wanted(), may_adapt=True)
+    count = len(every) - len(left)
+    assert count == 14, "8-bit and 4-bit AdamW on three kinds of weights, in backward too; two bases of adapters"
+    assert line == f"{count} further recipes with bitsandbytes and torchao: pip install 'tightfit[lowbit]'"
+    assert not any("8-bit" in recipe.name or "nf4" in recipe.name for recipe in left)
+
+
+def test_a_base_whose_package_is_not_installed_is_answered_with_its_name(monkeypatch):
+    monkeypatch.setattr(choices, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))  # no decoder, so adapters may go on it
+    with pytest.raises(InputError, match=r"no recipe is left to try: 1 further recipe with bitsandbytes: pip install"):
+        tightfit.fit(model, TokenBatch(1, 8, 64), device="rtx4090", adapter=AdapterConfig(base="nf4"))
 
 
 def test_the_order_weighs_what_changes_against_speed():

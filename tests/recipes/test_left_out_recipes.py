@@ -81,7 +81,7 @@ def test_the_table_comes_where_one_step_of_the_search_fails_for_a_recipe(monkeyp
 
 
 def test_where_every_recipe_fails_for_one_reason_it_is_said_once():
-    with pytest.raises(InputError, match="no recipe could be tried: [^;]*nowhere") as raised:
+    with pytest.raises(InputError, match=r"no recipe could be tried: [^;]*nowhere") as raised:
         _fit(_as(_Never))
     assert str(raised.value).count("nowhere") == 1
 

@@ -12,7 +12,7 @@ from command_line import tightfit as run
 from models_by_name import Flat
 from tightfit.config import load_config
 from tightfit.errors import CannotFit, InputError
-from tightfit.recipes import neighbours, ways_out
+from tightfit.recipes import choices, ways_out
 from tightfit.recipes.describe_ways import describe_ways_out
 from tightfit.recipes.smaller import length_of, shortened, with_rows
 from tightfit.recipes.ways import WaysOut
@@ -31,14 +31,14 @@ def refused(model, batch, budget, **how):
 @pytest.fixture
 def without_packages(monkeypatch):
     """Neither peft nor bitsandbytes, whose imports take seconds."""
-    monkeypatch.setattr(neighbours, "find_spec", lambda name: None)
+    monkeypatch.setattr(choices, "find_spec", lambda name: None)
 
 
 @pytest.fixture(scope="module")
 def held_by_states():
     """A refusal of a step whose peak is in the optimizer's phase."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "find_spec", lambda name: None)
+        patch.setattr(choices, "find_spec", lambda name: None)
         error = refused(decoder(**SMALL), token_batch(1, 16), "0.87x")
         assert len(error.ways_out) > 1
         yield error

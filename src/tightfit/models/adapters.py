@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tightfit.errors import ModelError
 from tightfit.runtime.light_imports import light_import
 from tightfit.weights.low_bit import freeze_in_low_bits, is_in_low_bits
 
+ALL_LINEAR = "all-linear"
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -23,13 +25,13 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     """The model under a `peft.PeftModel` whose adapters alone are trained; the weights below are frozen, and in few
     bits where the configuration says so.
 
-    What an adapter adds is zero at first. Raises `ModelError` where the model has none of the layers that are named,
-    or a package is missing.
+    What an adapter adds is zero at first. Without `target_modules` the layers are those of `usual_layers`. Raises
+    `ModelError` where the model has none of the layers that are named, or a package is missing.
     """
     peft = _peft()
     if config.base in ("int8", "nf4"):
         freeze_in_low_bits(model, config.base)
-    targets = config.target_modules
+    targets = usual_layers(model) if config.target_modules is None else config.target_modules
     task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
     lora = peft.LoraConfig(
         task_type=task if hasattr(model, "prepare_inputs_for_generation") else None,
@@ -43,6 +45,21 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
             return peft.get_peft_model(model, lora)
     except (ValueError, KeyError) as error:  # a model without a model_type is looked up all the same
         raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
+
+
+def usual_layers(model: nn.Module) -> str | None:
+    """What stands for the layers that adapters go on where nobody names any: None for those that peft chooses for the
+    architecture, or where peft is not installed; `all-linear` (but for the head) for a model of transformers of which
+    peft knows none.
+    """
+    if find_spec("peft") is None:
+        return None
+    _peft()
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    has_head = callable(getattr(model, "get_output_embeddings", None))
+    return ALL_LINEAR if has_head and kind is not None and kind not in KNOWN else None
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -110,11 +127,12 @@ def _reason(text: str, model: nn.Module) -> str:
 @contextmanager
 def _no_idle_warnings() -> Iterator[None]:
     """Without warnings about what nobody here asked for: merging adapters into int8 weights, and the name by which peft
-    asks a model of transformers whether it recomputes.
+    asks a model of transformers whether it recomputes, and ranks of layers that `target_modules` does not name.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         yield
 
 

@@ -10,14 +10,14 @@ from tightfit.config.schema import AdapterConfig, PretrainedModel
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.memory.allocator import old_objects_left_alone
-from tightfit.models.adapters import is_adapted
+from tightfit.models.adapters import is_adapted, usual_layers
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.api import describe_batch
 from tightfit.planner.asked import Asked
 from tightfit.ranks.world import world_of
-from tightfit.recipes.choices import Wanted, recipes_for
+from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
 from tightfit.recipes.leaving_out import LeftOut, in_words
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.of_ranks import RanksSearch, recipes_of_ranks
@@ -34,7 +34,8 @@ from tightfit.tracing.twin import real_tensors, twin_of
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
 RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
 FASTER = 0.98  # of another recipe's time: a gain worth a row
-NOTHING_TO_TRY = "no recipe is left to try: adapters are for models of `transformers`, and need peft"
+NOTHING_TO_TRY = "no recipe is left to try: "
+NO_ADAPTERS = "adapters are for models of `transformers`"
 LENGTH = 1024  # tokens of the one sequence that is meant where no batch is given
 Notice = Callable[[str], None]
 
@@ -132,7 +133,7 @@ def recipes_of(
         ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing, processes)
         tried = recipes_of_ranks(asked, wanted, may_adapt=not isinstance(asked.model, Decoder))
         if not tried:
-            raise InputError(NOTHING_TO_TRY)
+            raise InputError(f"{NOTHING_TO_TRY}{NO_ADAPTERS}, and need peft: {install_line(['hf'])}")
         if not (outcomes := ranks.run(tried)):
             raise _nothing_tried(ranks.left_out)
         return Recipes(
@@ -144,11 +145,13 @@ def recipes_of(
             notes=in_words(ranks.left_out),
         )
     search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing)
-    recipes = recipes_for(
-        device, wanted, may_adapt=not isinstance(asked.model, Decoder), clips=asked.grad_clip is not None
-    )
+    may_adapt, clips = not isinstance(asked.model, Decoder), asked.grad_clip is not None
+    if may_adapt:
+        wanted = _with_usual_layers(wanted, asked.model)
+    recipes = recipes_for(device, wanted, may_adapt=may_adapt, clips=clips)
+    further = not_installed(device, wanted, may_adapt=may_adapt, clips=clips)
     if not recipes:
-        raise InputError(NOTHING_TO_TRY)
+        raise InputError(f"{NOTHING_TO_TRY}{'; '.join(further) or NO_ADAPTERS}")
     with Shares(search, recipes, processes) as shares:
         rows = shares.rows()
         if not rows:
@@ -168,7 +171,7 @@ def recipes_of(
         budget_bytes=search.budget_bytes,
         batch=describe_batch(asked.batch),
         model=name or type(asked.model).__name__,
-        notes=in_words(search.left_out),
+        notes=(*in_words(search.left_out), *further),
     )
 
 
@@ -243,6 +246,14 @@ def _batch(model: nn.Module) -> TokenBatch:
     if vocabulary is None:
         raise InputError(f"{type(model).__name__} has no embedding to make token ids for: give a batch")
     return TokenBatch(1, LENGTH, vocabulary)
+
+
+def _with_usual_layers(wanted: Wanted, model: nn.Module) -> Wanted:
+    """With the layers named that adapters go on, where peft knows none for the model, so that every text names them."""
+    adapter = wanted.adapter or ADAPTER
+    if adapter.target_modules is not None:
+        return wanted
+    return replace(wanted, adapter=adapter.model_copy(update={"target_modules": usual_layers(model)}))
 
 
 def _nothing_tried(left: list[LeftOut]) -> InputError:

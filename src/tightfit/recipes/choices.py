@@ -1,6 +1,6 @@
 """The recipes worth a look on a device, and the least bytes that each can need by arithmetic."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -19,7 +19,8 @@ BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf
 # Of AdamW and its kin. Adam, SGD and plain AdamW are left out: the others need less, or learn as well with as much.
 FOR_FP32 = ("adamw_fused", "flash_adamw", "adamw8bit", "adamw4bit", "offloaded_adamw", "adafactor", "muon")
 FOR_BF16 = ("adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", *FOR_FP32[1:6])
-PACKAGES = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao"}
+PACKAGES = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao", "nf4": "bitsandbytes", "int8": "torchao"}
+EXTRAS = {"peft": "hf", "bitsandbytes": "lowbit", "torchao": "lowbit"}  # of tightfit, by the package that it brings
 NOT_ON_CPU = ("adamw4bit", "offloaded_adamw")  # one compiles its step for a minute, the other's host is the device
 NOT_IN_BACKWARD = ("offloaded_adamw", "muon")  # one has moved its gradients already, the other orders its matrices
 
@@ -51,7 +52,44 @@ class Wanted:
 
 
 def recipes_for(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips: bool = False) -> list[Recipe]:
-    """The recipes to try. `clips` says that gradients are clipped together, which a step in backward cannot do."""
+    """The recipes to try here. `clips` says that gradients are clipped together, which a step in backward cannot do."""
+    return installed(_every_recipe(device, wanted, may_adapt, clips))
+
+
+def not_installed(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips: bool = False) -> tuple[str, ...]:
+    """What would bring further recipes, a sentence for each extra of tightfit that has packages which are not here."""
+    missing = [missing_packages(recipe) for recipe in _every_recipe(device, wanted, may_adapt, clips)]
+    found: dict[tuple[str, ...], tuple[int, set[str]]] = {}
+    for packages in filter(None, missing):
+        extras = tuple(sorted({EXTRAS[package] for package in packages}))
+        count, names = found.get(extras, (0, set()))
+        found[extras] = count + 1, names | set(packages)
+    return tuple(
+        f"{count} further recipe{'s' if count > 1 else ''} with {' and '.join(sorted(names))}: {install_line(extras)}"
+        for extras, (count, names) in found.items()
+    )
+
+
+def missing_packages(recipe: Recipe) -> tuple[str, ...]:
+    """The packages that a recipe needs and that are not installed."""
+    base = None if recipe.adapter is None else recipe.adapter.base
+    kind = parse_optimizer(recipe.optimizer).kind
+    needed = [*([] if base is None else ["peft", PACKAGES.get(base)]), PACKAGES.get(kind)]
+    return tuple(package for package in dict.fromkeys(needed) if package is not None and find_spec(package) is None)
+
+
+def installed(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """The recipes whose packages are all here."""
+    return [recipe for recipe in recipes if not missing_packages(recipe)]
+
+
+def install_line(extras: Sequence[str]) -> str:
+    """The command that installs extras of tightfit."""
+    return f"pip install 'tightfit[{','.join(extras)}]'"
+
+
+def _every_recipe(device: DeviceSpec, wanted: Wanted, may_adapt: bool, clips: bool) -> list[Recipe]:
+    """The recipes, those included whose packages are missing."""
     found = [*_full(device, wanted)] if wanted.trains != "adapters" else []
     if may_adapt and wanted.trains != "all":
         found += adapter_recipes(device, wanted)
@@ -80,7 +118,7 @@ def _full(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
 def _with_optimizers(recipe: Recipe, names: Sequence[str], device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
     for name in names if wanted.optimizer is None else (wanted.optimizer,):
         kind = parse_optimizer(name).kind
-        if wanted.optimizer is None and not _is_available(kind, device):
+        if wanted.optimizer is None and device.kind == "cpu" and kind in NOT_ON_CPU:
             continue
         each = replace(recipe, optimizer=name)
         yield each
@@ -88,23 +126,14 @@ def _with_optimizers(recipe: Recipe, names: Sequence[str], device: DeviceSpec, w
             yield replace(each, step_in_backward=True)
 
 
-def _is_available(kind: str, device: DeviceSpec) -> bool:
-    missing = kind in PACKAGES and find_spec(PACKAGES[kind]) is None
-    return not missing and not (device.kind == "cpu" and kind in NOT_ON_CPU)
-
-
 def adapter_recipes(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
-    """Adapters on each base that can be had here; none without `peft`."""
-    if find_spec("peft") is None:
-        return
+    """Adapters on each base, whether or not its packages are installed."""
     half = half_of(device)
     precision = wanted.precision or ("fp32" if device.kind == "cpu" else half)
     kept: Dtype = wanted.dtype or ("bf16" if precision == "bf16" else "fp32")
     # A base in fp32 under autocast costs twice the bytes of one in bf16 for the same products.
     usual = [base for base in ("fp32", "bf16", "int8", "nf4") if base != ("fp32" if precision == "bf16" else "bf16")]
     for base in usual if wanted.base is None else (wanted.base,):
-        if base == "nf4" and find_spec("bitsandbytes") is None:
-            continue
         adapter = (wanted.adapter or ADAPTER).model_copy(update={"base": base})
         dtype: Dtype = kept if base in FEW_BITS else "bf16" if base == "bf16" else "fp32"
         yield Recipe(dtype, adapter, wanted.optimizer or "adamw_fused", precision=precision)

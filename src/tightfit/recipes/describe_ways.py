@@ -11,7 +11,8 @@ ROOMY = 110  # columns
 
 
 def describe_ways_out(found: WaysOut, width: int = WIDTH, *, in_config: bool = False) -> str:
-    """The first few ways that fit, with the options that take them; or a sentence that nothing does.
+    """The first few ways that fit, with the options that take them; or a sentence that nothing does. Notes say what was
+    not tried, and why.
 
     With `in_config`, overrides of a configuration stand in the place of options.
     """
@@ -23,6 +24,8 @@ def describe_ways_out(found: WaysOut, width: int = WIDTH, *, in_config: bool = F
     taking = [way.overrides if in_config else way.flags for way in shown]
     if any(taking):
         sections.append("\n".join(f"{number}. {line}" for number, line in enumerate(taking, 1) if line))
+    if found.notes:
+        sections.append(rendered(*found.notes, width=width))
     return "\n".join(sections)
 
 

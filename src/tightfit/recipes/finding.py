@@ -23,7 +23,7 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of, sized
 from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
-from tightfit.recipes.choices import least_bytes
+from tightfit.recipes.choices import EXTRAS, install_line, installed, least_bytes, missing_packages
 from tightfit.recipes.lines import (
     Lines,
     change_in_words,
@@ -253,7 +253,12 @@ class Finder:
 
     def adapted(self) -> list[Recipe]:
         """Low-rank adapters, on weights as they are and on narrow ones."""
-        return neighbours.adapted(self.search.request, self.recipe) if self.refusal.may_adapt else []
+        found = neighbours.adapted(self.search.request, self.recipe) if self.refusal.may_adapt else []
+        for recipe in found:
+            if missing := missing_packages(recipe):
+                extras = sorted({EXTRAS[package] for package in missing})
+                self.notes.append(f"{recipe.name} needs {' and '.join(missing)}: {install_line(extras)}")
+        return installed(found)
 
     def fused(self) -> Iterator[Recipe]:
         """AdamW in one kernel. On a card, several others need a copy of all weights in between."""

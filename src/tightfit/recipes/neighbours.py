@@ -1,17 +1,16 @@
 """The recipe of a step as it was asked for, and recipes like it that need less memory."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
-from tightfit.models.adapters import is_adapted
+from tightfit.models.adapters import is_adapted, usual_layers
 from tightfit.names.optimizers import OFFLOADED, OPTIMIZERS, parse_optimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Optimizer, Request
-from tightfit.recipes.choices import ADAPTER, NOT_IN_BACKWARD, half_of
+from tightfit.recipes.choices import ADAPTER, NOT_IN_BACKWARD, half_of, installed
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.variants import holds_fp32
 from tightfit.runtime.module_paths import module_at
@@ -73,10 +72,9 @@ def frugal_optimizers(request: Request, recipe: Recipe) -> list[Recipe]:
     """
     if kind_of(request.optimizer) not in PLAIN:
         return []
-    names = ["flash_adamw", *(["adamw8bit"] if find_spec("bitsandbytes") is not None else [])]
     # States on the host save nothing where the host is the device.
-    names = [*([] if request.device.kind == "cpu" else [OFFLOADED]), *names, "adafactor"]
-    return [replace(recipe, optimizer=name) for name in names]
+    names = [*([] if request.device.kind == "cpu" else [OFFLOADED]), "flash_adamw", "adamw8bit", "adafactor"]
+    return installed(replace(recipe, optimizer=name) for name in names)
 
 
 def in_backward(request: Request, recipe: Recipe) -> Recipe | None:
@@ -107,14 +105,13 @@ def narrow_weights(request: Request, recipe: Recipe) -> list[Recipe]:
 
 
 def adapted(request: Request, recipe: Recipe) -> list[Recipe]:
-    """Recipes with low-rank adapters on the model as it is, and on weights of few bits."""
-    if not trains_all(request.model) or kind_of(request.optimizer) is None or find_spec("peft") is None:
+    """Recipes with low-rank adapters on the model as it is, and on weights of few bits, installed or not."""
+    if not trains_all(request.model) or kind_of(request.optimizer) is None:
         return []
     targets = layers_to_adapt(request.model, request.blocks)
     if targets == ():
         return []
     optimizer = recipe.optimizer if recipe.optimizer in ("adam", "sgd", *PLAIN) else "adamw"
-    narrowest = "nf4" if find_spec("bitsandbytes") is not None else "int8"
     return [
         replace(
             recipe,
@@ -122,7 +119,7 @@ def adapted(request: Request, recipe: Recipe) -> list[Recipe]:
             optimizer=optimizer,
             step_in_backward=False,
         )
-        for base in (recipe.dtype, narrowest)
+        for base in (recipe.dtype, "nf4")
     ]
 
 
@@ -133,9 +130,9 @@ def trains_all(model: nn.Module) -> bool:
 
 
 def layers_to_adapt(model: nn.Module, blocks: str | None) -> str | tuple[str, ...] | None:
-    """The layers that adapters go on: those that peft chooses (None), or the linear ones of all blocks."""
+    """The layers that adapters go on: those of `usual_layers`, or the linear ones of all blocks."""
     if _is_of_transformers(model):
-        return ADAPTER.target_modules
+        return usual_layers(model)
     names = {
         path.rpartition(".")[2]
         for block in find_blocks(model, blocks)

@@ -17,7 +17,7 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.ranks.world import Sharding, World
-from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, least_bytes_of_rank
+from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, installed, least_bytes_of_rank
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
@@ -167,6 +167,6 @@ def recipes_of_ranks(asked: Asked, wanted: Wanted, *, may_adapt: bool) -> list[R
         if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
             found.append(Recipe("bf16", optimizer=optimizer, precision=wanted.precision or "fp32"))
     if may_adapt and wanted.trains != "all":
-        adapted = adapter_recipes(asked.device, wanted)
+        adapted = installed(adapter_recipes(asked.device, wanted))
         found += [recipe for recipe in adapted if recipe.adapter is not None and recipe.adapter.base not in FEW_BITS]
     return found

@@ -14,6 +14,7 @@ from tightfit.planner.request import Request, Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
+from tightfit.recipes.choices import installed
 from tightfit.recipes.lines import change_in_words, sections_for, statements_for, yaml_of
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.variants import Models
@@ -125,7 +126,7 @@ def _recipes(request: Request, notes: list[str]) -> Iterator[_Trial]:
     found = [each for each in (cast, stepping) if each is not None]
     found += neighbours.frugal_optimizers(request, before)
     found += neighbours.narrow_weights(request, before)[:1]
-    found += neighbours.adapted(request, before)[:1]
+    found += installed(neighbours.adapted(request, before))[:1]
     models = Models(request.model)
     for recipe in found:
         words = ", ".join(change_in_words(before, recipe))

@@ -55,14 +55,7 @@ class Models:
         adapter = recipe.adapter
         if adapter is None and all(p.dtype == WEIGHT_DTYPES[recipe.dtype] for p in self.model.parameters()):
             return self.model  # dry runs leave it as it is
-        try:
-            return as_recipe(self.model, dtype=recipe.dtype, adapter=adapter)
-        except ModelError:
-            if adapter is None or adapter.target_modules is not None:
-                raise
-        # An architecture for which peft has no choice.
-        everywhere = adapter.model_copy(update={"target_modules": "all-linear"})
-        return as_recipe(self.model, dtype=recipe.dtype, adapter=everywhere)
+        return as_recipe(self.model, dtype=recipe.dtype, adapter=adapter)
 
     def forget(self, recipe: Recipe) -> None:
         """Release a model that no further recipe needs."""
