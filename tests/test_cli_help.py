@@ -1,9 +1,11 @@
 import re
+from pathlib import Path
 
 import pytest
 
 import tightfit as package
 from command_line import tightfit
+from tightfit import cli
 from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
@@ -49,6 +51,9 @@ def test_no_word_of_the_help_is_lost_to_markup():
     """Square brackets are markup to rich, and what stands in them vanishes."""
     for command in COMMANDS:
         assert not re.search(r"\s\.\s", tightfit(command, "--help").out)
+    assert "pip install 'tightfit[explore]'" in tightfit("explore", "--help").out
+    sources = "".join(path.read_text() for path in Path(cli.__file__).parent.glob("*.py"))
+    assert not re.search(r"[^\\]\[(hf|data|lightning|lowbit|report|track|explore)\]", sources), "an extra is escaped"
 
 
 def test_the_help_names_every_lever_and_every_optimizer():

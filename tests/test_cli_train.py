@@ -97,6 +97,8 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(config, monkeypatch, tmp_pa
     done = tightfit("train", config(memory={"budget": None}))
     assert done.code == 130
     assert "peak memory" in done.out
+    said = " ".join(done.out.split())
+    assert f"Stopped after 1 of 3 steps, and a checkpoint is kept. To go on: tightfit train {config()} --resume" in said
     assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
 
 
@@ -197,17 +199,44 @@ def test_the_measured_peak_takes_the_place_of_the_predicted_one():
     assert "peak 192M of 512M" in screen.getvalue()
 
 
-def test_skipped_steps_and_unknown_times_are_told():
-    result = TrainResult(
+RESULT = TrainResult(
         folder="runs/x", plain_peak_bytes=400, predicted_peak_bytes=200, measured_peak_bytes=100, budget_bytes=None,
         first_loss=9.0, last_loss=5.0, validation_loss=None, perplexity=None, tokens_per_second=10.0,
         predicted_step_seconds=1.0, measured_step_seconds=None, steps=2, skipped_steps=1, tokens=64, interrupted=False,
         parameters=5, precision="fp16", device="cpu", versions={}, sample="a\nb",
     )  # fmt: skip
-    text = outcome(result, None, 80)
+
+
+def test_skipped_steps_and_unknown_times_are_told():
+    text = outcome(RESULT, None, 80)
     assert "1 of 2 steps skipped" in text
     assert "50.0%" in text
     assert "25.0%" in text
+    assert "Stopped" not in text
+
+
+def test_only_a_cross_entropy_has_a_perplexity():
+    assert "On held-out text 2.000 (perplexity 7.4)" in outcome(
+        replace(RESULT, validation_loss=2, perplexity=7.4), None, 80
+    )
+    text = outcome(replace(RESULT, validation_loss=0.693), None, 80)
+    assert "On held-out samples 0.693." in text
+    assert "perplexity" not in text
+
+
+def test_the_budget_is_no_share_of_a_plain_step_that_fits_in_it():
+    assert "300.0%" not in outcome(replace(RESULT, budget_bytes=1200), None, 80)
+    assert "75.0%" in outcome(replace(RESULT, budget_bytes=300), None, 80)
+
+
+def test_only_files_that_were_written_are_named(tmp_path):
+    result = replace(RESULT, folder=str(tmp_path))
+    assert outcome(result, None, 400).endswith(f"The run is in {tmp_path}.")
+    (tmp_path / "report.html").touch()
+    assert f"{tmp_path}: report.html shows the step." in outcome(result, None, 400)
+    (tmp_path / "memory.png").touch()
+    (tmp_path / "plan.json").touch()
+    assert "memory.png and report.html show the step, plan.json has the figures." in outcome(result, None, 400)
 
 
 @pytest.mark.slow  # a whole training

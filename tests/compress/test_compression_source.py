@@ -1,6 +1,7 @@
 """Folders that hold a model to compress, and the report of a compression."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tightfit.compress.report import CompressionReport, Side, measured
 from tightfit.compress.source import open_source
 from tightfit.data.tokenizer import train_tokenizer
-from tightfit.errors import SourceError
+from tightfit.errors import ModelError, SourceError
 from tightfit.models.saving import save_model
 from tiny import decoder
 
@@ -43,6 +44,14 @@ def test_a_decoder_is_opened_as_a_model_of_transformers_measured_and_written(tmp
     assert side.perplexity == pytest.approx(losses.exp().item(), rel=1e-5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in theirs.state_dict().items())
     assert all(parameter.grad is None for parameter in theirs.parameters())
+
+
+def test_a_run_without_transformers_is_refused_with_what_brings_it(tmp_path, monkeypatch):
+    save_model(decoder(hidden_size=32, num_layers=1, vocab_size=300), tmp_path / "run")
+    source = open_source(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"this model needs the package transformers: pip install .*\[hf\]"):
+        source.transformers_model()
 
 
 def test_a_report_shows_both_sides_and_what_there_is_of_them():

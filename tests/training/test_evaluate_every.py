@@ -1,6 +1,7 @@
 """Evaluations during a training: they are where they belong, they move nothing, and no signal loses one."""
 
 import json
+import math
 import signal
 
 import pytest
@@ -32,6 +33,8 @@ def test_the_lines_of_evaluated_steps_have_the_loss_and_the_others_do_not(tmp_pa
     assert list(lines) == [1, 2, 4, 5]  # every fourth, the first, the last, and those that were evaluated
     assert lines[1] is lines[5] is None
     assert lines[2] > lines[4] > result.validation_loss
+    assert result.perplexity == pytest.approx(math.exp(result.validation_loss))
+    assert result.max_steps == 5
 
 
 def test_the_loss_of_a_step_is_that_of_the_weights_after_it(tmp_path):

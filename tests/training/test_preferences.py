@@ -138,6 +138,7 @@ def test_a_training_on_pairs_learns_to_prefer_the_chosen_answer(tmp_path: Path):
     assert np.mean(losses[-3:]) < 0.9 * losses[0]
     assert result.validation_loss is not None
     assert result.validation_loss < np.log(2)
+    assert result.perplexity is None
     assert any("preference pairs" in value for name, value in listener.told if name == "note")
 
 

@@ -49,7 +49,8 @@ def distil(
                 found = run(config, tuple(overrides or ()), reporter=reporter, store_only=store_only, resume=resume)
         except BaseException:  # an interrupted training has an outcome too
             if reporter.result is not None and not as_json:
-                typer.echo(outcome(reporter.result, reporter.plan, columns()))
+                again = f"tightfit distil {config} --resume"
+                typer.echo(outcome(reporter.result, reporter.plan, columns(), again))
             raise
         if as_json:
             report = None if found.report is None else found.report.to_dict()

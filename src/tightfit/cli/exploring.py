@@ -22,7 +22,7 @@ def explore(
     """Serve a local page that says what fits a card: memory, time, recipes and what they cost.
 
     Choose a model or upload its configuration, a card and a batch. The page
-    needs Gradio (pip install 'tightfit[explore]'). It loads nothing from
+    needs Gradio (pip install 'tightfit\\[explore]'). It loads nothing from
     outside, sends nothing, and runs no code of an uploaded file. Its address
     is the first line of the output. Ctrl-C ends it.
 

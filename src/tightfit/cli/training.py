@@ -1,5 +1,6 @@
 """`train`: the whole road, with a progress bar and the outcome at the end."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,7 @@ from tightfit.cli import options
 from tightfit.cli.asking import columns
 from tightfit.cli.ending import ends_in_order
 from tightfit.cli.together import is_silent
+from tightfit.names.run_files import PAGE, PICTURE, PLAN
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,11 +56,13 @@ def train(
                 run(config, tuple(overrides or ()), reporter=reporter, resume=resume)
         finally:  # an interrupted training has an outcome too
             if reporter.result is not None:
-                typer.echo(outcome(reporter.result, reporter.plan, columns()))
+                typer.echo(outcome(reporter.result, reporter.plan, columns(), f"tightfit train {config} --resume"))
 
 
-def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
-    """Plain, predicted and measured side by side; the losses; a sample; where everything is."""
+def outcome(result: "TrainResult", plan: "Plan | None", width: int, resuming: str = "") -> str:
+    """Plain, predicted and measured side by side; the losses; a sample; where everything is. Of a training that was
+    stopped, the command that goes on (`resuming`).
+    """
     from tightfit.report.terminal import rendered
 
     sample = ("", "A sample:", *(f"  {line}" for line in result.sample.splitlines())) if result.sample else ()
@@ -68,10 +72,28 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int) -> str:
         "",
         *losses(result),
         *sample,
+        *stopped(result, resuming),
         "",
-        f"The run is in {result.folder}: memory.png and report.html show the step, plan.json has the figures.",
+        where(result),
         width=width,
     )
+
+
+def stopped(result: "TrainResult", resuming: str) -> tuple[str, ...]:
+    """What is left of a training that a signal has ended."""
+    if not result.interrupted:
+        return ()
+    of = "" if result.max_steps is None else f" of {result.max_steps}"
+    return ("", f"Stopped after {result.steps}{of} steps, and a checkpoint is kept. To go on: {resuming}")
+
+
+def where(result: "TrainResult") -> str:
+    """The folder, and which of its files show the step."""
+    folder = Path(result.folder)
+    shows = [name for name in (PICTURE, PAGE) if (folder / name).is_file()]
+    said = [f"{' and '.join(shows)} show{'' if len(shows) > 1 else 's'} the step"] if shows else []
+    said += [f"{PLAN} has the figures"] if (folder / PLAN).is_file() else []
+    return f"The run is in {result.folder}{': ' if said else ''}{', '.join(said)}."
 
 
 def figures(result: "TrainResult", plan: "Plan | None") -> "Table":
@@ -95,7 +117,10 @@ def figures(result: "TrainResult", plan: "Plan | None") -> "Table":
             f"{peak / result.plain_peak_bytes:.1%}"
             for peak in (result.predicted_peak_bytes, result.measured_peak_bytes)
         ),
-        "" if result.budget_bytes is None else f"{result.budget_bytes / result.plain_peak_bytes:.1%}",
+        # A budget beyond the plain step is no share of it that says anything.
+        f"{result.budget_bytes / result.plain_peak_bytes:.1%}"
+        if result.budget_bytes is not None and result.budget_bytes <= result.plain_peak_bytes
+        else "",
     )
     plain_step = "" if plan is None else format_seconds(plan.plain.step_seconds)
     table.add_row(
@@ -114,7 +139,8 @@ def losses(result: "TrainResult") -> list[str]:
         f"({result.tokens:,} tokens, {result.tokens_per_second:,.0f} a second)."
     ]
     if result.validation_loss is not None:
-        lines.append(f"On held-out text {result.validation_loss:.3f} (perplexity {result.perplexity:.1f}).")
+        known = "" if result.perplexity is None else f" (perplexity {result.perplexity:,.1f})"
+        lines.append(f"On held-out {'samples' if not known else 'text'} {result.validation_loss:.3f}{known}.")
     if result.skipped_steps:
         lines.append(
             f"{result.skipped_steps} of {result.steps} steps skipped: gradients beyond fp16, so the scale fell."

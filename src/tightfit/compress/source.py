@@ -22,7 +22,7 @@ from tightfit.models.export import export_model
 from tightfit.models.layouts import to_transformers
 from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, stated_dtype
-from tightfit.models.pretrained import transformers_config
+from tightfit.models.pretrained import transformers_config, transformers_package
 from tightfit.run_folders.loading import load_trained
 from tightfit.run_folders.records import is_run
 from tightfit.run_folders.tokenizer_sources import tokenizer_sources
@@ -73,7 +73,7 @@ class Source:
         """
         if is_own(self.folder):
             shape = decoder_config(self.folder)
-            config = _transformers().AutoConfig.for_model(**to_transformers(shape))
+            config = transformers_package().AutoConfig.for_model(**to_transformers(shape))
             return config, WEIGHT_DTYPES[stated_dtype(vars(shape))]
         if (self.folder / CONFIG_FILE).is_file() and not (self.folder / ADAPTER_CONFIG).is_file():
             section = PretrainedModel(path=str(self.folder))
@@ -126,13 +126,6 @@ class Source:
     @property
     def _config(self) -> dict[str, Any]:
         return read_config(self.folder)
-
-
-def _transformers() -> Any:
-    """The package, imported only where it is needed: that takes seconds."""
-    import transformers
-
-    return transformers
 
 
 def open_source(path: str | Path) -> Source:

@@ -54,12 +54,10 @@ def usual_layers(model: nn.Module) -> str | None:
     """
     if find_spec("peft") is None:
         return None
-    _peft()
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
+    known = _peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     kind = getattr(getattr(model, "config", None), "model_type", None)
     has_head = callable(getattr(model, "get_output_embeddings", None))
-    return ALL_LINEAR if has_head and kind is not None and kind not in KNOWN else None
+    return ALL_LINEAR if has_head and kind is not None and kind not in known else None
 
 
 def is_adapted(model: nn.Module) -> bool:

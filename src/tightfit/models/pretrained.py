@@ -44,7 +44,7 @@ def build_pretrained(
         raise ModelError(
             f"model.path {config.path!r} is a config without weights: set model.random_init to true{named}"
         )
-    transformers = _transformers()
+    transformers = transformers_package()
     with _one_line(config.path):
         if config.random_init:
             model = _new(transformers, place, config, dtype, any_task)
@@ -59,7 +59,7 @@ def build_described(name: str, fields: Mapping[str, Any]) -> nn.Module:
     """A language model of `transformers` with new fp32 weights, from the fields of a config.json that errors call
     `name`. No file and no hub is asked. Raises `ModelError`.
     """
-    transformers = _transformers()
+    transformers = transformers_package()
     with _one_line(name):
         place = Place(name, Published(source=name, parameters=0, config=dict(fields)), has_weights=False)
         model = _new(transformers, place, PretrainedModel(path=name), torch.float32, any_task=False)
@@ -167,7 +167,7 @@ def transformers_config(path: str) -> Any:
 
 def _configuration(place: Place) -> Any:
     try:
-        return place.config(_transformers())
+        return place.config(transformers_package())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path {place.name!r} is not a language model: {_line(error)}") from error
 
@@ -208,12 +208,12 @@ def _auto_class(transformers: Any, config: Any, any_task: bool = False) -> tuple
     raise ValueError(f"its config is of a {config.model_type}: name a function that returns it, module:function")
 
 
-def _transformers() -> Any:
-    """The package, imported only where it is needed: that takes seconds."""
+def transformers_package() -> Any:
+    """The package, imported only where it is needed: that takes seconds. Raises `ModelError`."""
     try:
         import transformers
     except ImportError as error:
-        raise ModelError(f"model.path needs the package transformers: {INSTALL_HINT}") from error
+        raise ModelError(f"this model needs the package transformers: {INSTALL_HINT}") from error
     return transformers
 
 

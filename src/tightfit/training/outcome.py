@@ -10,6 +10,7 @@ from torch import nn
 from tightfit.config import Config
 from tightfit.training.fitting import Fit
 from tightfit.training.loop import Record
+from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.result import TrainResult
 from tightfit.version import VERSION
 
@@ -22,12 +23,13 @@ def result_of(
     *,
     is_cut: bool,
     validation: float | None,
+    held_out: Objective,
     device: str,
     sample: str,
     skipped_lines: int,
     resumed_from: int | None,
 ) -> TrainResult:
-    """The result of a training that has made at least one step."""
+    """The result of a training that has made at least one step. `validation` is what `held_out` found."""
     return TrainResult(
         folder=str(Path(config.output.folder)),
         plain_peak_bytes=fitted.plain.peak_bytes,
@@ -37,7 +39,7 @@ def result_of(
         first_loss=record.first_loss,
         last_loss=record.last_loss,
         validation_loss=validation,
-        perplexity=None if validation is None else _exponential(validation),
+        perplexity=_exponential(validation) if validation is not None and isinstance(held_out, CausalLMLoss) else None,
         tokens_per_second=record.tokens_per_second,
         predicted_step_seconds=fitted.planned.step_seconds,
         measured_step_seconds=record.step_seconds,
@@ -52,6 +54,7 @@ def result_of(
         sample=sample,
         skipped_lines=skipped_lines,
         resumed_from=resumed_from,
+        max_steps=config.training.max_steps,
     )
 
 

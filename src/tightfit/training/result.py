@@ -47,9 +47,10 @@ class TrainResult:
     `measured_peak_bytes` is what the allocator recorded. `measured_step_seconds` is the median over the steps after the
     second that were not profiled, None where there was none; `tokens_per_second` rests on it, or else on all steps.
     `validation_loss` is the mean over all held-out tokens, None where nothing was held out, and `perplexity` its
-    exponential. An `interrupted` training is neither evaluated nor sampled. `skipped_lines` are bad lines of the data.
-    `resumed_from` is the step of the checkpoint from which the training went on the last time, None where it ran in one
-    go.
+    exponential where it is a cross-entropy, None where it is of preferences. An `interrupted` training is neither
+    evaluated nor sampled. `skipped_lines` are bad lines of the data. `resumed_from` is the step of the checkpoint from
+    which the training went on the last time, None where it ran in one go. `max_steps` are the steps that were asked
+    for, None in a result of an earlier version.
     """
 
     folder: str
@@ -75,6 +76,7 @@ class TrainResult:
     sample: str
     skipped_lines: int = 0
     resumed_from: int | None = None
+    max_steps: int | None = None
 
     @classmethod
     def from_json(cls, text: str) -> "TrainResult":

@@ -118,6 +118,7 @@ class Run:
                 record,
                 is_cut=is_cut,
                 validation=validation,
+                held_out=self.purpose.held_out_loss(ready.data, config),
                 device=ready.device.name,
                 sample=sample,
                 skipped_lines=ready.data.skipped_lines,

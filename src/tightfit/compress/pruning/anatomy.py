@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from tightfit.errors import InputError, ModelError
+from tightfit.models.pretrained import transformers_package
 
 MULTIPLE = 8  # of widths that were one before: grouped products take rows of 16 bytes, and tensor cores like them
 TOLERANCE = 0.01  # of a group of heads, so that 0.3333 is a third
@@ -222,7 +223,7 @@ def _as_mistral(raw: Mapping[str, Any]) -> Any:
     """The same computation as a Mistral without a window, whose weights have the same names, and whose heads need
     divide nothing. Raises `ModelError` for a Llama with biases, which a Mistral has no place for.
     """
-    import transformers
+    transformers = transformers_package()
 
     if raw.get("attention_bias") or raw.get("mlp_bias"):
         raise ModelError(

@@ -14,6 +14,7 @@ from tightfit.any_code.generation import estimate_generation
 from tightfit.compress.pruning.anatomy import Anatomy, Ratios, Removal, config_after, loads_after, unit_of
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, InputError
+from tightfit.models.pretrained import transformers_package
 from tightfit.planner.api import estimate, plan
 from tightfit.step import TokenBatch
 from tightfit.tracing.build import build_dry
@@ -141,7 +142,7 @@ def predicted_peak(config: Any, dtype: torch.dtype, goal: Goal) -> int:
 
 def dry_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """A causal language model of `transformers` of that shape, without weights."""
-    import transformers
+    transformers = transformers_package()
 
     def made() -> nn.Module:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tightfit.compress.pruning.anatomy import Anatomy, Removal, config_after
 from tightfit.errors import ModelError
+from tightfit.models.pretrained import transformers_package
 
 
 class Axis(Enum):
@@ -103,7 +104,7 @@ class Kept:
 @torch.no_grad()
 def sliced(model: Any, anatomy: Anatomy, removal: Removal, kept: Kept) -> nn.Module:
     """A new model with the parts that stay; the first one is as it was. Raises `ModelError`."""
-    import transformers
+    transformers = transformers_package()
 
     config = config_after(model.config, anatomy, removal, kept.layers)
     with torch.random.fork_rng(devices=[]):
