@@ -16,7 +16,7 @@ from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication
 from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, Recompute
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import Action, BlockChoice
+from tightfit.planner.records import Action, BlockChoice, PlannedProgram
 from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Optimizer, Request, state_bytes
 from tightfit.planner.search.candidates import Candidate
@@ -268,7 +268,8 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         budget_bytes=search.budget_bytes,
         planned=step_figures(candidate.trace),
         plain=step_figures(search.plain),
-        choices=block_choices(search.paths, candidate),
+        choices=(choices := block_choices(search.paths, candidate)),
+        programs=programs_of(candidate, choices),
         levers=levers_of(request, candidate),
         rejected=tuple(search.rejected),
         precision=request.settings.precision,
@@ -349,12 +350,12 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
                 path=path,
                 action=action_of(policy) if (share := shares.get(path)) is None else "compile",
                 share=share,
-                kept=tuple((key.name, key.occurrence) for key in kept),
+                kept=tuple(map(tuple, kept)),
                 kept_modules=tuple(modules[path][key] for key in kept),
                 joined=path in candidate.joined,
                 kept_bytes=0 if option is None else option.kept_bytes,
                 recompute_seconds=0.0 if option is None else option.seconds,
-                offloaded=tuple((key.name, key.occurrence) for key in offloaded),
+                offloaded=tuple(map(tuple, offloaded)),
                 offloaded_modules=tuple(modules[path][key] for key in offloaded),
                 offloads_inputs=policy.offloads_inputs,
                 captured=captured is not None and path in captured.paths,
@@ -363,6 +364,18 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
         )
     assert all(policy_of(c) == candidate.policies.get(c.path, KEEP_ALL) for c in choices), "a choice says its policy"
     return tuple(choices)
+
+
+def programs_of(candidate: Candidate, choices: Sequence[BlockChoice]) -> tuple[PlannedProgram, ...]:
+    """The operators of the blocks whose choice names some."""
+    graphs = {} if candidate.priced is None else {graph.path: graph for graph in candidate.priced.graphs}
+    paths: dict[tuple[tuple[str, str, int], ...], list[str]] = {}
+    for choice in choices:
+        graph = graphs.get(choice.path)
+        if graph is not None and (choice.kept or choice.offloaded):
+            operators = ((key.name, key.operands, size) for key, size in zip(graph.keys, graph.sizes, strict=True))
+            paths.setdefault(tuple(operators), []).append(choice.path)
+    return tuple(PlannedProgram(tuple(alike), operators) for operators, alike in paths.items())
 
 
 def action_of(policy: Policy) -> Action:

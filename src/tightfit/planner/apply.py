@@ -10,12 +10,12 @@ from tightfit.errors import InputError, LeverError
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.offload import HostStore
-from tightfit.levers.recompute import KEEP_ALL, OperatorKey, Policy
+from tightfit.levers.recompute import KEEP_ALL, Expected, OperatorKey, Policy, Ran
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
 from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, find
 from tightfit.planner.outcome import PlanRecord
-from tightfit.planner.records import BlockChoice
+from tightfit.planner.records import BlockChoice, PlannedProgram
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.ranks.context_parallel import in_context_parallel
@@ -65,8 +65,8 @@ def policy_of(choice: BlockChoice) -> Policy:
     """The executor's policy for a block's choice."""
     if choice.action in ("keep", "compile"):
         return KEEP_ALL
-    kept = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.kept)
-    offloaded = frozenset(OperatorKey(name, occurrence) for name, occurrence in choice.offloaded)
+    kept = frozenset(OperatorKey(*each) for each in choice.kept)
+    offloaded = frozenset(OperatorKey(*each) for each in choice.offloaded)
     return Policy(kept, offloaded=offloaded, offloads_inputs=choice.offloads_inputs)
 
 
@@ -93,7 +93,16 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
         else lever
         for lever in plan.levers
     ]
-    return AppliedPlan(plan, model, apply_levers(model, policies, levers, joined_paths(plan), offload_store))
+    # On another kind of device, blocks run other operators: nothing is expected of them there.
+    is_there = (plan.room is not None) == any(parameter.is_cuda for parameter in model.parameters())
+    programs = plan.programs if is_there else ()
+    expected = {path: each for program in programs for path, each in expected_of(program).items()}
+    return AppliedPlan(plan, model, apply_levers(model, policies, levers, joined_paths(plan), offload_store, expected))
+
+
+def expected_of(program: PlannedProgram) -> dict[str, Expected]:
+    """The operators that each block of a kind is expected to run, which its blocks share."""
+    return dict.fromkeys(program.paths, Expected(Ran(*each) for each in program.operators))
 
 
 def joined_paths(plan: PlanRecord) -> list[str]:
@@ -106,16 +115,19 @@ def apply_levers(
     levers: Sequence[Lever],
     joined: Sequence[str] = (),
     offload_store: HostStore | None = None,
+    expected: Mapping[str, Expected] | None = None,
 ) -> list[Removable]:
     """Apply the levers of a plan, or of a candidate, to a model, and return their handles.
 
-    If one lever raises, the others are removed again.
+    `expected` are the operators that blocks run, by a plan. If one lever raises, the others are removed again.
     """
     captured, compiled = find(levers, CapturedBlocks), find(levers, CompiledBlocks)
     fused = () if compiled is None else compiled.paths
     programs = (*(() if captured is None else captured.paths), *fused)
     recorded = {path: policy for path, policy in policies.items() if path not in programs}
-    handles: list[Removable] = [apply_policies(model, recorded, joined=joined, offload_store=offload_store)]
+    handles: list[Removable] = [
+        apply_policies(model, recorded, joined=joined, offload_store=offload_store, expected=expected)
+    ]
     try:
         if programs:
             from tightfit.levers.captured import capture_paths

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.planner.levers import Combination, Lever, find
 from tightfit.planner.levers.base import L
-from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, Rejected, StepFigures
+from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, PlannedProgram, Rejected, StepFigures
 from tightfit.ranks.world import Sharding
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class PlanRecord:
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank under the plan, in their order; empty for one process
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
     ddp: tuple[tuple[str, Any], ...] = ()  # settings of DDP that are not PyTorch's defaults
+    programs: tuple[PlannedProgram, ...] = ()  # of the blocks that keep or offload something; none in older plans
 
     @property
     def peak_bytes(self) -> int:

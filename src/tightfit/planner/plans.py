@@ -10,15 +10,16 @@ from tightfit.errors import InputError
 from tightfit.planner.curves import Curve
 from tightfit.planner.levers import lever_from_dict
 from tightfit.planner.outcome import PlanRecord
-from tightfit.planner.records import BlockChoice, DeviceRoom, Rejected, StepFigures
+from tightfit.planner.records import BlockChoice, DeviceRoom, PlannedProgram, Rejected, StepFigures
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tightfit.planner.apply import AppliedPlan
 
-FORMAT = 6
+FORMAT = 7
 EARLIER_FORMATS = (4, 5)  # of version 0.1.0
+_WITHOUT_OPERANDS = 6  # its choices name operators without their operands, and it has no programs
 # Fields that plans of one process had not, before there were plans of several ranks.
 OF_RANKS = (
     "world_size", "nodes", "parallel", "reshard_after_forward", "rank_peak_bytes", "communicator_bytes", "ddp",
@@ -105,17 +106,18 @@ class Plan(PlanRecord):
     def from_dict(cls, raw: Mapping[str, Any]) -> "Plan":
         if not isinstance(raw, Mapping):
             raise ValueError(f"a {type(raw).__name__}, wanted a mapping")
-        if raw.get("format") not in (*EARLIER_FORMATS, FORMAT):
+        if raw.get("format") not in (*EARLIER_FORMATS, _WITHOUT_OPERANDS, FORMAT):
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
-        raw = raw if raw["format"] == FORMAT else _brought_up(raw)
-        fields = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw or name not in OF_RANKS}
+        raw = _brought_up(raw) if raw["format"] in EARLIER_FORMATS else raw
+        absent = (*OF_RANKS, "programs")
+        fields = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw or name not in absent}
         choices = tuple(
             BlockChoice(
                 **{
                     **c,
-                    "kept": tuple((name, occurrence) for name, occurrence in c["kept"]),
+                    "kept": tuple(map(tuple, c["kept"])),
                     "kept_modules": tuple(c["kept_modules"]),
-                    "offloaded": tuple((name, occurrence) for name, occurrence in c["offloaded"]),
+                    "offloaded": tuple(map(tuple, c["offloaded"])),
                     "offloaded_modules": tuple(c["offloaded_modules"]),
                 }
             )
@@ -133,6 +135,12 @@ class Plan(PlanRecord):
             "ddp": tuple(raw.get("ddp", {}).items()),
             "sharded_blocks": tuple(raw.get("sharded_blocks", ())),
             "sharded_apart": tuple(raw.get("sharded_apart", ())),
+            "programs": tuple(
+                PlannedProgram(
+                    tuple(program["paths"]), tuple((name, of, size) for name, of, size in program["operators"])
+                )
+                for program in raw.get("programs", ())
+            ),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
         }
         return cls(**fields)

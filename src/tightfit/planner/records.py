@@ -11,8 +11,9 @@ Action = Literal["keep", "recompute", "operators", "offload", "compile"]
 class BlockChoice:
     """The choice for one block: keep all activations, recompute them all, or keep the outputs of some operators.
 
-    `kept` names the operator calls whose outputs are kept: the operator, and how many calls of it came before in the
-    block. `kept_modules` gives the module inside the block that each call runs in, empty for the block itself.
+    `kept` names the operator calls whose outputs are kept: the operator, how many calls of it on such operands came
+    before in the block, and the operands (dtype and rank of each; absent in plans of earlier versions). `kept_modules`
+    gives the module inside the block that each call runs in, empty for the block itself.
     `offloaded` and `offloaded_modules` name the offloaded outputs in the same way. With `offloads_inputs` the block's
     inputs are offloaded too. `joined` means that the block's output is recomputed as well, because it is in one segment
     with the next block. `share` is the `activation_memory_budget` of a block whose action is `compile`. A `captured`
@@ -21,17 +22,28 @@ class BlockChoice:
 
     path: str
     action: Action
-    kept: tuple[tuple[str, int], ...] = ()
+    kept: tuple[tuple, ...] = ()
     kept_modules: tuple[str, ...] = ()
     joined: bool = False
     kept_bytes: int = 0
     recompute_seconds: float = 0.0
-    offloaded: tuple[tuple[str, int], ...] = ()
+    offloaded: tuple[tuple, ...] = ()
     offloaded_modules: tuple[str, ...] = ()
     offloads_inputs: bool = False
     share: float | None = None
     captured: bool = False
     compiled: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedProgram:
+    """The operators that some blocks ran dry, in order: name, operands, and bytes of the results of each.
+
+    The first real step is compared with them.
+    """
+
+    paths: tuple[str, ...]
+    operators: tuple[tuple[str, str, int], ...]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def keeps(choice: BlockChoice) -> str:
     words = {
         "keep": "everything",
         "recompute": "only its input",
-        "operators": kept_in_words([name for name, _ in choice.kept], choice.kept_modules),
+        "operators": kept_in_words([name for name, *_ in choice.kept], choice.kept_modules),
         "offload": offloaded_in_words(choice),
         "compile": f"{choice.share or 0:.0%} of what compiled code would keep",
     }
@@ -34,7 +34,7 @@ def kept_bytes(choices: Sequence[BlockChoice]) -> str:
 
 def offloaded_in_words(choice: BlockChoice) -> str:
     """The offloaded values of a block: `offloaded: its input, mlp.up_proj, attention (attention)`."""
-    outputs = kept_in_words([name for name, _ in choice.offloaded], choice.offloaded_modules)
+    outputs = kept_in_words([name for name, *_ in choice.offloaded], choice.offloaded_modules)
     return f"offloaded: its input, {outputs}" if outputs else "offloaded: its input"
 
 

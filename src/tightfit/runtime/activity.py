@@ -20,7 +20,8 @@ class Activity(threading.local):
 
     recomputing: int = 0  # depth of running recomputations
     region: str | None = None  # module path of the innermost block that a lever observes
-    occurrence: int = -1  # the number of operators of this name that ran in the block before this one
+    operands: str = ""  # what the operator works on (`operands_of` in levers/recompute/policy.py)
+    occurrence: int = -1  # the number of operators of this name and operands that ran in the block before this one
     recording: bool = False  # a lever records this operator, to recompute or offload its results
     captured: int = 0  # depth of running programs of captured blocks
     aside: int = 0  # depth of code that is no part of a training: dry runs, calibrations, comparisons

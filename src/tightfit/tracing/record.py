@@ -48,8 +48,8 @@ class OperatorRecord(NamedTuple):
     """One operator call.
 
     `module` is the path of the innermost module; in backward, the module of the forward operator whose gradient this
-    is. `region` and `occurrence` are those of an observed block (see `tightfit.runtime.activity`). `reads` and `makes`
-    are indices of values, so the operators of a block form a graph.
+    is. `region`, `occurrence` and `operands` are those of an observed block (see `tightfit.runtime.activity`). `reads`
+    and `makes` are indices of values, so the operators of a block form a graph.
     """
 
     name: str
@@ -67,6 +67,7 @@ class OperatorRecord(NamedTuple):
     call: int = -1  # the call of `module` that it belongs to, as an index into `StepTrace.calls`
     host_seconds: float = 0.0  # in which the host launches it; on a CPU, in which it runs
     device_seconds: float = 0.0  # in which the device runs it
+    operands: str = ""
 
 
 class StorageRecord(NamedTuple):

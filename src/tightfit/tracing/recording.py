@@ -150,7 +150,7 @@ class Recording(TorchDispatchMode):
             OperatorRecord(
                 traits.name, phase, module, now.repeats * seconds + executor_seconds, workspace,
                 now.region if watched else None, now.occurrence, reads, makes, is_choice,
-                executor_seconds=executor_seconds, call=call,
+                executor_seconds=executor_seconds, call=call, operands=now.operands if watched else "",
                 host_seconds=now.repeats * host, device_seconds=now.repeats * device,
             )
         )  # fmt: skip

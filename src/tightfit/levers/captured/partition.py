@@ -12,7 +12,7 @@ import torch
 
 from tightfit.errors import CompileError
 from tightfit.levers.captured.draws import STATE_BYTES, replayed, resumed, state_of_generator
-from tightfit.levers.recompute.policy import Decision, OperatorKey, Policy
+from tightfit.levers.recompute.policy import Decision, OperatorKey, Policy, operands_of
 from tightfit.runtime.internals import (
     divide_joint_graph,
     inputs_written_later,
@@ -92,13 +92,14 @@ class Values:
         backward = [node for node in joint.graph.nodes if node.op == "call_function" and FORWARD not in node.meta]
         self.read = {base_of(source) for node in backward for source in node.all_input_nodes}
         self.returned = {base_of(node) for node, _ in results_with_gradients(joint)}
-        counts: dict[str, int] = {}
+        counts: dict[tuple[str, str], int] = {}
+        by_operands = policy.counts_by_operands
         for node in joint.graph.nodes:
             if FORWARD not in node.meta or node.target is operator.getitem or traits_of(node.target).is_view:
                 continue
-            name = str(node.target)
-            self.keys[node] = OperatorKey(name, counts.get(name, 0))
-            counts[name] = counts.get(name, 0) + 1
+            call = str(node.target), operands_of(operands_in(node)) if by_operands else ""
+            self.keys[node] = OperatorKey(call[0], counts.get(call, 0), call[1])
+            counts[call] = counts.get(call, 0) + 1
 
     def held_for_backward(self) -> list[Any]:
         """The nodes of forward, inputs among them, that backward reads, in the order of the graph."""
@@ -179,6 +180,17 @@ def base_of(node: Any) -> Any:
     while is_view(node):
         node = node.args[0]
     return node
+
+
+def operands_in(node: Any) -> list[Any]:
+    """The arguments of a node's operator, with the tensors that stand for the nodes among them."""
+
+    def operand(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            return item.meta.get("val")
+        return [operand(part) for part in item] if isinstance(item, list | tuple) else item
+
+    return [operand(item) for item in (*node.args, *node.kwargs.values())]
 
 
 def values_of(node: Any) -> Sequence[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.levers.recompute.generators import draws
+from tightfit.levers.recompute.policy import operands_of
 from tightfit.levers.recompute.programs import Call, Program, Slot, Step
 from tightfit.levers.recompute.values import Geometry, has_plain_storage
 from tightfit.runtime.operators import Traits, chooses, flat, instances, map_instances, written_arguments
@@ -82,6 +83,7 @@ class Learner:
             outputs=[],
             becomes=[],
             draws=draws(traits, args, kwargs),
+            operands=operands_of((*args, *kwargs.values())),
         )
 
     def after(self, step: Step | None, operator: Any, args: tuple, kwargs: dict[str, Any], results: Any) -> None:

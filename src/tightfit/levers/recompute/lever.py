@@ -8,6 +8,7 @@ from torch import nn
 
 from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied
+from tightfit.levers.recompute.expected import Expected
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.rule import Rule, every_block
@@ -62,16 +63,23 @@ def apply_policies(
     *,
     joined: Iterable[str] = (),
     offload_store: OffloadStore | None = None,
+    expected: Mapping[str, Expected] | None = None,
 ) -> Applied:
     """Give each named block its policy.
 
     Blocks in `joined` do not hold their output for the next block. Policies that offload use the `offload_store`.
+    `expected` are the operators of each block from which its policy was made.
     """
     joined = set(joined)
     ignore_hooks_around_selective_checkpoints()
     return install(
         RecordedForward(
-            module_at(model, path), path, policy, offload_store=offload_store, holds_output=path not in joined
+            module_at(model, path),
+            path,
+            policy,
+            offload_store=offload_store,
+            holds_output=path not in joined,
+            expected=None if expected is None else expected.get(path),
         )
         for path, policy in policies.items()
     )

@@ -38,6 +38,7 @@ class Recording(Protocol):
     repeat: Repeat | None
     draft: Draft | None
     hooks: tuple[Any, Any]
+    ran: list[Any] | None
 
     def decide(self, program: Program) -> bool | None:
         """Whether the program's results are recorded or kept, or None if that differs by operator."""
@@ -106,6 +107,8 @@ class FunctionObserver(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(program, Call):
             return self.learn(call, func, args, kwargs)
+        if recorder.ran is not None:
+            return func(*args, **kwargs)
         recorded = recorder.decide(program)
         if recorded is None:
             return func(*args, **kwargs)

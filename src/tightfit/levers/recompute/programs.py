@@ -62,6 +62,7 @@ class Step(NamedTuple):
     outputs: list[int]
     becomes: list[int]  # written arguments, by index, each of which is a new value afterwards
     draws: bool
+    operands: str  # of `operands_of`
 
     def run(self, tensors: list[Any]) -> list[Any]:
         """Run the operator with these tensors in its slots, and return its flat results."""

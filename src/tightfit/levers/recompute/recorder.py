@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.draft import Draft
+from tightfit.levers.recompute.expected import Ran
 from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
 from tightfit.levers.recompute.learner import Learner
 from tightfit.levers.recompute.observer import FunctionObserver
-from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy
+from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy, operands_of
 from tightfit.levers.recompute.programs import Call, Program
 from tightfit.levers.recompute.repeat import Repeat
 from tightfit.levers.recompute.saved import pack, unpack
@@ -70,13 +71,15 @@ class Recorder(TorchDispatchMode):
         self.decides_for_all = not (policy.kept or policy.offloaded)
         self.recording = policy != KEEP_ALL
         self.offload_store = offload_store
-        self.counts: dict[str, int] = {}
+        self.by_operands = policy.counts_by_operands
+        self.counts: dict[tuple[str, str], int] = {}  # calls so far, by name and operands
         self.scope = RecordingScope()
         self.sees_functions = sees_functions
         self.call: Call | Repeat | None = None  # a function that runs without this mode
         self.repeat: Repeat | None = None  # the earlier run that this one repeats
         self.draft: Draft | None = None  # the program of this run, for later ones
         self.learner: Learner | None = None  # of a function that runs under this mode, and next time without it
+        self.ran: list[Ran] | None = None  # a list: every operator is noted, to be compared with the plan's
         self.observers = ExitStack()
 
     @classmethod
@@ -133,12 +136,12 @@ class Recorder(TorchDispatchMode):
         policy = self.policy
         if self.decides_for_all:
             return None if policy.default is Decision.OFFLOAD else policy.default is Decision.RECOMPUTE
-        ahead: dict[str, int] = {}
+        ahead: dict[tuple[str, str], int] = {}
         decisions = set()
         for step in program.steps:
-            name = step.traits.name
-            ahead[name] = ahead.get(name, self.counts.get(name, 0) - 1) + 1
-            decisions.add(policy.decide(OperatorKey(name, ahead[name])))
+            call = step.traits.name, step.operands if self.by_operands else ""
+            ahead[call] = ahead.get(call, self.counts.get(call, 0) - 1) + 1
+            decisions.add(policy.decide(OperatorKey(call[0], ahead[call], call[1])))
         if decisions <= _RECOMPUTE:
             return True
         return False if decisions == _KEEP else None
@@ -148,7 +151,8 @@ class Recorder(TorchDispatchMode):
         if self.decides_for_all:
             return
         for step in program.steps:
-            self.counts[step.traits.name] = self.counts.get(step.traits.name, 0) + 1
+            call = step.traits.name, step.operands if self.by_operands else ""
+            self.counts[call] = self.counts.get(call, 0) + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -159,19 +163,26 @@ class Recorder(TorchDispatchMode):
             self.interrupt()
         if traits.is_view:
             return func(*args, **kwargs)  # it only changes geometry
-        name = traits.name
-        occurrence = self.counts.get(name, 0)
-        self.counts[name] = occurrence + 1
+        is_watched = dispatch_is_watched()  # by modes other than this one, which ask what runs
+        operands = operands_of((*args, *kwargs.values())) if self.by_operands or is_watched else ""
+        key = self.next_key(traits.name, operands if self.by_operands else "")
         policy = self.policy
-        decision = policy.default if self.decides_for_all else policy.decide(OperatorKey(name, occurrence))
-        if not dispatch_is_watched():  # by modes other than this one, which ask what runs
+        decision = policy.default if self.decides_for_all else policy.decide(key)
+        if not is_watched:
             return self.run(func, traits, decision, args, kwargs)
-        outer = now.region, now.occurrence, now.recording
-        now.region, now.occurrence, now.recording = self.region, occurrence, self.recording
+        known = key if self.by_operands else self.next_key(traits.name, operands)
+        outer = now.region, now.occurrence, now.operands, now.recording
+        now.region, now.occurrence, now.operands, now.recording = self.region, known[1], operands, self.recording
         try:
             return self.run(func, traits, decision, args, kwargs)
         finally:
-            now.region, now.occurrence, now.recording = outer
+            now.region, now.occurrence, now.operands, now.recording = outer
+
+    def next_key(self, name: str, operands: str) -> OperatorKey:
+        """Count a call, and give it its key."""
+        occurrence = self.counts.get((name, operands), 0)
+        self.counts[name, operands] = occurrence + 1
+        return OperatorKey(name, occurrence, operands)
 
     def run(self, func: Any, traits: Traits, decision: Decision, args: tuple, kwargs: dict) -> Any:
         """Run the operator, and record it unless its outputs are kept."""
@@ -203,6 +214,9 @@ class Recorder(TorchDispatchMode):
         results = func(*args, **kwargs)
         if learner is not None:
             learner.after(step, func, args, kwargs, results)
+        if self.ran is not None:
+            operands = operands_of((*args, *kwargs.values()))
+            self.ran.append(Ran(traits.name, operands, bytes_made((args, kwargs), results, targets)))
         offload_store = self.offload_store if decision is Decision.OFFLOAD and not traits.is_foreign else None
         if chooses(traits, results):
             # A recomputed router may send tokens to other experts than the forward did (pytorch#171355,
@@ -228,6 +242,15 @@ def trust_only_what_was_written(traits: Traits, targets: Sequence[torch.Tensor])
             continue
         if not traits.overwrites or target.numel() * target.itemsize != storage.nbytes():
             set_product(storage, None)
+
+
+def bytes_made(arguments: Any, results: Any, targets: Sequence[torch.Tensor]) -> int:
+    """Bytes of the storages that an operator allocated or wrote."""
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments) if has_plain_storage(tensor)}
+    made = [t for t in flat(results) if isinstance(t, torch.Tensor) and has_plain_storage(t)]
+    storages = [t.untyped_storage() for t in made if t.untyped_storage()._cdata not in given]
+    storages += [t.untyped_storage() for t in targets if has_plain_storage(t)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def writes_only_held(traits: Traits, targets: Sequence[torch.Tensor]) -> bool:

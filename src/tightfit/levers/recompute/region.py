@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.boundary import enter, leave
+from tightfit.levers.recompute.expected import Expected
 from tightfit.levers.recompute.observer import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder
@@ -99,7 +100,7 @@ class RecordedForward(FrugalForward):
     """Runs a block so that each operator's output is kept, recomputed or offloaded, as the policy says.
 
     `holds_output` says whether the block's results are held for the next block; false if both are in one segment. The
-    policy offloads to the `offload_store`.
+    policy offloads to the `offload_store`. The first run is compared with the operators that are `expected`.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class RecordedForward(FrugalForward):
         *,
         offload_store: OffloadStore | None = None,
         holds_output: bool = True,
+        expected: Expected | None = None,
     ):
         super().__init__(module, path)
         assert offload_store is not None or not policy.offloads, f"{path} has no offload_store to offload to"
         self.policy = policy
         self.offload_store = offload_store
         self.holds_output = holds_output
+        self.expected = expected if policy.kept or policy.offloaded else None
         self.programs = KnownPrograms()
         self.sees_functions = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
@@ -136,6 +139,8 @@ class RecordedForward(FrugalForward):
             kind = KnownPrograms.kind_of(self.module, args, kwargs) if repeats else ()
             run = self.programs.begin(kind, recorder.scope) if repeats else None
             recorder.start(run)
+            if self.expected is not None:
+                recorder.ran = []
             # Inputs first: an operator of the block may already need them in backward.
             if self.policy.offloads_inputs and self.offload_store is not None:
                 enter((args, kwargs), recorder.scope, self.offload_store)
@@ -145,6 +150,8 @@ class RecordedForward(FrugalForward):
             leave(outputs, held=self.holds_output)
             if run is not None:
                 self.programs.end(kind, run, outputs)
+        if self.expected is not None and recorder.ran is not None:
+            self.policy, self.expected = self.expected.bind(self.policy, recorder.ran, self.path), None
         return outputs
 
     @contextmanager

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from tightfit.levers.recompute import OperatorKey
-from tightfit.planner.blocks.graph import BlockGraph
+from tightfit.planner.blocks.graph import BlockGraph, key_of
 from tightfit.planner.blocks.windows import Window
 from tightfit.tracing.record import Phase, StepTrace
 
@@ -141,7 +140,7 @@ def _places(trace: StepTrace, graph: BlockGraph, window: Window) -> dict[int, in
     found = {}
     for index in range(*window.forward):
         operator = trace.operators[index]
-        key = OperatorKey(operator.name, operator.occurrence)
+        key = key_of(operator)
         if operator.region == graph.path and operator.phase is Phase.FORWARD and key in place_of:
             found[index] = place_of[key]
     return found

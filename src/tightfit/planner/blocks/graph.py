@@ -9,19 +9,20 @@ from torch import nn
 from tightfit.levers.recompute import OperatorKey
 from tightfit.planner.blocks.frontier import Operation
 from tightfit.runtime.module_paths import module_at
-from tightfit.tracing.record import Phase, StepTrace
+from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
 
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """The forward of one block: for each recorded operator its operation for the frontier, its key, and the path of its
-    module inside the block. Blocks of one `kind` share prices.
+    """The forward of one block: for each recorded operator its operation for the frontier, its key, the path of its
+    module inside the block, and the bytes of its results. Blocks of one `kind` share prices.
     """
 
     path: str
     operations: tuple[Operation, ...]
     keys: tuple[OperatorKey, ...]
     modules: tuple[str, ...]
+    sizes: tuple[int, ...]
     kind: str
 
     def kept_keys(self, kept: frozenset[int]) -> frozenset[OperatorKey]:
@@ -38,26 +39,38 @@ def block_graph(trace: StepTrace, model: nn.Module, path: str, *, replaying_seco
         return None
     position = {index: place for place, index in enumerate(calls)}
     operations = tuple(_operation(trace, index, position, calls[-1], replaying_seconds) for index in calls)
-    keys = tuple(OperatorKey(trace.operators[i].name, trace.operators[i].occurrence) for i in calls)
+    keys = tuple(key_of(trace.operators[i]) for i in calls)
     modules = tuple(trace.operators[i].module.removeprefix(path).lstrip(".") for i in calls)
-    return BlockGraph(path, operations, keys, modules, kind_of(module_at(model, path), keys))
+    sizes = tuple(sum(result_sizes(trace, trace.operators[i]).values()) for i in calls)
+    return BlockGraph(path, operations, keys, modules, sizes, kind_of(module_at(model, path), keys))
 
 
 def first_call(trace: StepTrace, path: str) -> list[int]:
     """Indexes of the operators of the block's first call in the last traced micro-batch."""
     first, last = trace.repeated
-    seen: set[tuple[str, int]] = set()
+    seen: set[OperatorKey] = set()
     calls: list[int] = []
     for index in range(first, last):
         operator = trace.operators[index]
         if operator.region != path or operator.phase is not Phase.FORWARD:
             continue
-        key = (operator.name, operator.occurrence)
+        key = key_of(operator)
         if key in seen:
             break  # the counts of occurrences start again: this is the block's second call
         seen.add(key)
         calls.append(index)
     return calls
+
+
+def key_of(operator: OperatorRecord) -> OperatorKey:
+    """The key of an operator of an observed block."""
+    return OperatorKey(operator.name, operator.occurrence, operator.operands)
+
+
+def result_sizes(trace: StepTrace, operator: OperatorRecord) -> dict[int, int]:
+    """The bytes of an operator's results, by storage: it may return several views of one."""
+    storages = (trace.values[value].storage for value in operator.makes)
+    return {storage: trace.storages[storage].bytes for storage in storages}
 
 
 def _operation(
@@ -68,11 +81,9 @@ def _operation(
     inputs = tuple(sorted(position[p] for p in producers if p in position and p < index))
     # A result of the block: the next block holds it anyway, so keeping it costs nothing.
     leaves = any(trace.last_forward_read.get(value, -1) > last for value in operator.makes)
-    # By storage: an operator may return several views of one storage.
-    sizes = {trace.values[v].storage: trace.storages[trace.values[v].storage].bytes for v in operator.makes}
     return Operation(
         seconds=operator.seconds + replaying_seconds,
-        bytes=0 if leaves else sum(sizes.values()),
+        bytes=0 if leaves else sum(result_sizes(trace, operator).values()),
         saved=any(trace.values[value].saved for value in operator.makes),
         inputs=inputs,
         pinned=leaves or operator.chooses,
