@@ -15,16 +15,18 @@ from tightfit import TokenBatch
 from tightfit.cli.question import Question
 from tightfit.cli.recipe_subject import recipe_subject
 from tightfit.config import AdapterConfig, parse_config
+from tightfit.data.tokenizer import train_tokenizer
 from tightfit.devices.present import lookup
-from tightfit.errors import BudgetError, InputError
+from tightfit.errors import BudgetError, ConfigError, DataError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
+from tightfit.models.saving import save_model
 from tightfit.recipes import choices
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Largest, Outcome, Recipe
 from tightfit.recipes.table import describe_recipes
 from tightfit.recipes.variants import optimizer_of
-from tightfit.recipes.written import Setting, written
+from tightfit.recipes.written import Setting, next_steps, written
 from tightfit.step import StepSettings
 from tiny import allocator_peak, decoder
 
@@ -193,6 +195,46 @@ def test_a_recipe_is_written_as_a_configuration(recipe, model, keys):
     assert (config.memory.budget, config.memory.levers, config.training.grad_clip) == ("8GiB", "rounding", None)
 
 
+@pytest.fixture
+def weights(tmp_path):
+    """The folder of a model with weights and a tokenizer."""
+    save_model(decoder(**SHAPE), tmp_path / "weights")
+    train_tokenizer(["the sky is blue"], 300).save(tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def test_weights_that_are_trained_on_keep_their_tokenizer_and_wait_for_their_users_data(weights):
+    made = Outcome(Recipe("bf16"), True, 8, 8)
+    setting = Setting({"path": str(weights)}, device="rtx4090", vocabulary=600)
+    config = parse_config(yaml.safe_load(written(made, setting)))
+    assert (config.data.tokenizer, config.data.source) == ("model", "YOUR_DATA.jsonl")
+    assert (config.training.device, config.training.learning_rate) == ("auto", 1e-5)
+    plan, train = next_steps("run.yaml", made, setting)
+    assert plan == "Its plan: tightfit plan run.yaml --device rtx4090"
+    assert train == "Train: tightfit train run.yaml data.source=YOUR_DATA.jsonl"
+    with pytest.raises(DataError, match=r"YOUR_DATA.jsonl': no such file"):
+        tightfit.train(config)
+
+
+def test_a_shape_without_weights_gets_a_tokenizer_of_its_own_and_says_that_it_begins_anew():
+    setting = Setting({"path": "llama-3.1-8b"}, vocabulary=128256)
+    config = parse_config(yaml.safe_load(written(Outcome(Recipe("bf16"), True, 8, 8), setting)))
+    assert (config.data.tokenizer, config.data.vocab_size, config.training.learning_rate) == ("auto", 6400, 1e-3)
+    assert next_steps("run.yaml", Outcome(Recipe("bf16"), True, 8, 8), setting)[-1].startswith("It begins with new")
+    adapted = Outcome(Recipe("bf16", AdapterConfig(base="nf4"), precision="bf16"), True, 8, 8)
+    train = next_steps("run.yaml", adapted, setting)[-1]
+    assert train == "Train: tightfit train run.yaml model.path=FOLDER data.source=YOUR_DATA.jsonl"
+
+
+def test_a_tokenizer_is_not_trained_over_weights_that_are_loaded(weights):
+    asked = {"model": {"path": str(weights)}, "data": {"tokenizer": "train"}}
+    with pytest.raises(ConfigError, match="know other tokens: take theirs"):
+        tightfit.train(parse_config(asked))
+    (weights / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer.json: no such file"):
+        tightfit.train(parse_config({"model": {"path": str(weights)}}))
+
+
 # The command
 
 TINY = """
@@ -218,6 +260,16 @@ def test_the_command_answers_as_json_and_writes_a_recipe_that_has_the_same_plan(
     assert recipes[0]["fits"]
     planned = json.loads(run("plan", file, "--json").out)
     assert (planned["peak_bytes"], planned["step_seconds"]) == (recipes[0]["peak_bytes"], recipes[0]["step_seconds"])
+
+
+@pytest.mark.slow  # recipes are searched
+def test_a_recipe_for_a_card_that_is_not_here_is_written_for_the_one_that_will_be(config, tmp_path):
+    file = tmp_path / "run.yaml"
+    asked = run("fit", config, "--device", "rtx4090", "--optimizer", "adamw_fused", "--output", file)
+    assert parse_config(yaml.safe_load(file.read_text())).training.device == "auto"
+    assert f"Its plan: tightfit plan {file} --device rtx4090" in asked.out
+    planned = json.loads(run("plan", file, "--device", "rtx4090", "--json").out)
+    assert planned["device"].endswith("RTX 4090")
 
 
 @pytest.mark.slow  # the least of three recipes is searched

@@ -55,6 +55,22 @@ def test_a_script_names_what_the_recipe_says(library):
     assert 'LEVERS = ["exact", "offload"]' in stepping
 
 
+@each_library
+def test_a_script_clips_as_the_recipe_was_planned(library):
+    recipe = Recipe("fp32", None, "adamw_fused", precision="bf16")
+    plain, clipped = as_code(library, job(recipe)), as_code(library, job(recipe, grad_clip=0.5))
+    if library == "lightning":
+        assert "gradient_clip_val=None" in plain
+        assert "clip_grad_norm_" not in plain
+        assert "gradient_clip_val=0.5" in clipped
+        assert "clip_grad_norm_(self.parameters(), gradient_clip_val)" in clipped
+        with pytest.raises(InputError, match="fused AdamW scales fp16 gradients itself"):
+            as_code(library, job(Recipe("fp32", None, "adamw_fused", precision="fp16"), grad_clip=0.5))
+    else:
+        assert "max_grad_norm=0.0" in plain
+        assert "max_grad_norm=0.5" in clipped
+
+
 def test_what_cannot_be_written_is_one_line():
     with pytest.raises(InputError, match="--as 'keras' is not known: choose one of transformers, trl, lightning"):
         as_code("keras", job(Recipe()))
@@ -119,6 +135,7 @@ RECIPES = {
     "adapters": Recipe("fp32", ADAPTER.model_copy(update={"base": "bf16"}), precision="bf16"),
     "bf16": Recipe("bf16", None, "adamw_bf16", True),
     "8bit": Recipe("fp32", None, "adamw8bit"),
+    "clipped": Recipe("fp32", None, "adamw_fused", precision="bf16"),  # lightning clips none beside a fused optimizer
 }
 
 
@@ -130,7 +147,7 @@ def test_a_script_trains_two_steps_within_its_budget(library, name, folder, tmp_
     parts = 1 if recipe.step_in_backward else 2
     # trl's loss takes room for 32768 words a token, whatever the model has.
     budget = "64MiB" if library == "trl" else "20MiB"
-    wanted = Job(recipe, str(folder), budget, 4, 48, "exact", parts)
+    wanted = Job(recipe, str(folder), budget, 4, 48, "exact", parts, 1.0 if name == "clipped" else None)
     script = tmp_path / "train.py"
     script.write_text(as_code(library, wanted))
     arguments = [str(script), str(folder / "texts.jsonl"), "--steps", "2", "--output", str(tmp_path / "trained")]

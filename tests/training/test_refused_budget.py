@@ -8,14 +8,14 @@ from tiny_training import settings
 from quick_trainings import leave_out_pictures
 from tightfit.config import parse_config
 from tightfit.errors import CannotFit
-from tightfit.recipes import neighbours
+from tightfit.recipes import choices
 from tightfit.recipes.describe_ways import describe_ways_out
 from tightfit.training import train
 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(neighbours, "find_spec", lambda name: name == "peft")
+    monkeypatch.setattr(choices, "find_spec", lambda name: name if name == "peft" else None)
     leave_out_pictures(monkeypatch)
     config = settings(tmp_path, memory={"budget": "1000KiB", "levers": "exact"})
     with pytest.raises(CannotFit) as caught:

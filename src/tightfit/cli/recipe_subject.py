@@ -26,7 +26,7 @@ from tightfit.recipes.listed import Recipes
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
 from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
-from tightfit.recipes.written import YAML, Setting, model_section, written
+from tightfit.recipes.written import YAML, Setting, model_section, next_steps, written
 from tightfit.tracing.build import build_dry
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.purpose import refuse_teacher
@@ -60,6 +60,10 @@ class RecipeSubject:
         """The recipe as a configuration, or as a script for another library."""
         return written(outcome, self.setting(), as_)
 
+    def next_steps(self, outcome: Outcome, path: Path, as_: str | None) -> list[str]:
+        """What to do with the recipe that was written to `path`, a line each."""
+        return next_steps(str(path), outcome, self.setting(), as_ or YAML)
+
     def refusal(self, found: Recipes) -> Refusal:
         """What was asked for, where no recipe fits. On several cards it is the row that needs least."""
         asked = replace(self.asked, optimizer=self.wanted.optimizer or "adamw")
@@ -72,7 +76,7 @@ class RecipeSubject:
 
     def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
         """The outcome with the figures of the plan of the configuration that was written."""
-        subject = subject_of(Question(config=str(path)), dry=True)
+        subject = subject_of(Question(config=str(path), device=self.question.device), dry=True)
         plan = subject.plan(budget_of(subject))
         tokens = token_count(self.asked.batch)
         rounding = [lever for lever in plan.levers if lever.exactness is not Exactness.EXACT]
@@ -105,7 +109,7 @@ def _of_model(question: Question) -> RecipeSubject:
     def setting() -> Setting:
         return Setting(
             model={**_section_of(source), **({} if attention is None else {"attention": attention})},
-            device=question.device or "auto",
+            device=question.device,
             budget=_budget(question.budget, asked),
             levers=question.allowed or "rounding",
             batch_size=question.batch_size or SIZE,
@@ -149,7 +153,7 @@ def _of_config(question: Question) -> RecipeSubject:
         return Setting(
             model=sections["model"],
             sections=sections,
-            device=training.device,
+            device=question.device,
             budget=_budget(config.memory.budget, asked),
             levers=levers if isinstance(levers, str) else list(levers),
             batch_size=training.batch_size,

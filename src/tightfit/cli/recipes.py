@@ -90,9 +90,7 @@ def fit(
         found, chosen = _answered(subject, pick, output, as_)
     show(found.to_dict() if as_json else describe_recipes(found, columns()))
     if chosen is not None and not as_json:
-        is_config = as_ in (None, "yaml")
-        then = f"Its plan is that of `tightfit plan {output}`." if is_config else f"Run `python {output} MODEL DATA`."
-        show(f"\nWritten to {output}: {chosen.name}. {then}")
+        show("\n".join(["", f"Written to {output}: {chosen.name}.", *subject.next_steps(chosen, output, as_)]))
     if not found.fitting:
         least = min(outcome.needed_bytes for outcome in found)
         raise CannotFit(found.sentence, least, refusal=subject.refusal(found))

@@ -173,9 +173,9 @@ class DataConfig(Section):
     buckets: bool = False
     """Batches of samples of alike length, the longest first, each in the fewest micro-batches whose predicted bytes fit
     the budget. Text then has a document a row, padded."""
-    tokenizer: str = "train"
+    tokenizer: str = "auto"
     """`train` (a byte-level BPE on the source), `model` (the one in the folder of model.path), a tokenizer.json,
-    or a folder that holds one."""
+    or a folder that holds one; `auto`: `model` where weights are loaded, which know its tokens, else `train`."""
     vocab_size: Annotated[int, Field(ge=257)] = 6400
     """Vocabulary of a tokenizer that is trained: 256 bytes, the end of text, and the merges."""
     max_documents: Count | None = None

@@ -53,11 +53,18 @@ def _tell_of_skipped(entry: Entry, notice: Notice) -> None:
 
 
 def _loaded_tokenizer(config: DataConfig, model: ModelConfig) -> TextTokenizer | None:
-    """The tokenizer that is named; None where one is trained."""
-    if config.tokenizer == "train":
-        return None
-    if config.tokenizer != "model":
+    """The tokenizer that is named; None where one is trained. Weights that are loaded know the tokens of their own."""
+    if config.tokenizer not in ("auto", "train", "model"):
         return load_tokenizer(config.tokenizer)
+    folder = Path(model.path) if isinstance(model, PretrainedModel) and not model.random_init else None
+    loaded = folder is not None and folder.is_dir()
+    if loaded and config.tokenizer == "train":
+        raise ConfigError(
+            f"data.tokenizer is train, and the weights in {folder} know other tokens: take theirs "
+            "(data.tokenizer=model), or new weights (model.random_init=true)"
+        )
+    if config.tokenizer == "train" or (config.tokenizer == "auto" and not loaded):
+        return None
     if not isinstance(model, PretrainedModel):
         raise ConfigError("data.tokenizer is 'model', but model.path is not given: write 'train' or a path")
     path = Path(model.path)

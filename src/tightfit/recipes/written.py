@@ -11,24 +11,26 @@ from tightfit.errors import InputError
 from tightfit.models.decoder_config import PRESETS
 from tightfit.models.pretrained import find
 from tightfit.models.published import published
-from tightfit.recipes.code import LIBRARIES, Job, as_code
+from tightfit.recipes.code import LIBRARIES, RATES, Job, as_code
 from tightfit.recipes.records import FEW_BITS, Outcome
 
 YAML = "yaml"
 KINDS = (YAML, *LIBRARIES)
 SMALLEST_VOCABULARY, USUAL_VOCABULARY = 257, 6400  # of `data.vocab_size`
+YOUR_DATA = "YOUR_DATA.jsonl"  # stands for the data of whoever trains on from weights
 
 
 @dataclass(frozen=True)
 class Setting:
     """What a configuration holds beside the recipe: its sections, as far as they are known.
 
-    `model` names the model: a preset, or a path. `sections` are laid under the recipe's own keys.
+    `model` names the model: a preset, or a path. `sections` are laid under the recipe's own keys. `device` is the one
+    that was asked about where that need not be the one of the training; None where `sections` name it.
     """
 
     model: Mapping[str, Any]
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    device: str = "auto"
+    device: str | None = None
     budget: int | str | None = None
     levers: Any = "rounding"
     batch_size: int = 1
@@ -62,6 +64,24 @@ def written(outcome: Outcome, setting: Setting, as_: str = YAML) -> str:
     return f"# {outcome.name}, as `tightfit fit` chose it.\n{text}"
 
 
+def next_steps(path: str, outcome: Outcome, setting: Setting, as_: str = YAML) -> list[str]:
+    """What to do with the text that was written to `path`, a line each."""
+    if as_ != YAML:
+        return [f"Train: python {path} MODEL DATA"]
+    sections = configuration(outcome, setting)
+    own_data = sections["data"].get("source") == YOUR_DATA
+    there = "" if setting.device is None else f" --device {setting.device}"
+    needed = []
+    if outcome.recipe.adapter is not None and not _holds_weights(setting):
+        needed.append("model.path=FOLDER")  # of the weights that the adapters go on
+    if own_data:
+        needed.append(f"data.source={YOUR_DATA}")
+    found = [f"Its plan: tightfit plan {path}{there}", f"Train: {' '.join(['tightfit train', path, *needed])}"]
+    if sections["model"].get("random_init"):
+        found.append("It begins with new weights: to train on from others, model.path=FOLDER model.random_init=false")
+    return found
+
+
 def _job(outcome: Outcome, setting: Setting) -> Job:
     """What a script trains. Raises `InputError` for a model that `transformers` does not load by a name."""
     path = setting.model.get("path")
@@ -78,6 +98,7 @@ def _job(outcome: Outcome, setting: Setting) -> Job:
         batch_size=setting.batch_size,
         sequence_length=setting.sequence_length,
         levers=setting.levers,
+        grad_clip=setting.grad_clip,
     )
 
 
@@ -92,16 +113,28 @@ def configuration(outcome: Outcome, setting: Setting) -> dict[str, Any]:
         "optimizer": recipe.optimizer,
         "precision": recipe.precision,
         "grad_clip": None if recipe.step_in_backward else setting.grad_clip,
-        "device": setting.device,
     }
+    if setting.device is not None:
+        training["device"] = "auto"  # the card is asked about here, and the training runs on the one that is there
     if recipe.step_in_backward:
         training["step_in_backward"] = True
     data = {"sequence_length": setting.sequence_length, **sections.get("data", {})}
-    if setting.vocabulary is not None and "vocab_size" not in data:
+    if recipe.adapter is not None or _holds_weights(setting):
+        # Weights are trained on: with the tokens that they know, at a rate that does not undo them.
+        data = {"source": YOUR_DATA, "tokenizer": "model", **data}
+        training.setdefault("learning_rate", float(RATES[recipe.adapter is not None]))
+    elif setting.vocabulary is not None and "vocab_size" not in data:
         data["vocab_size"] = max(SMALLEST_VOCABULARY, min(USUAL_VOCABULARY, setting.vocabulary))
     memory = {**sections.get("memory", {}), "budget": setting.budget, "levers": setting.levers}
     found = {**sections, "model": _model(outcome, setting), "data": data, "training": training, "memory": memory}
     return {name: section for name, section in found.items() if section}
+
+
+def _holds_weights(setting: Setting) -> bool:
+    """Whether the model's section names weights, and not only their shape."""
+    if "path" not in setting.model or setting.model.get("random_init"):
+        return False
+    return bool(setting.model.get("gguf_file")) or find(setting.model["path"]).has_weights
 
 
 def _model(outcome: Outcome, setting: Setting) -> dict[str, Any]:
@@ -111,8 +144,7 @@ def _model(outcome: Outcome, setting: Setting) -> dict[str, Any]:
     for key in ("adapter", "dtype", "random_init"):
         model.pop(key, None)
     if recipe.adapter is None:
-        has_weights = bool(model.get("gguf_file")) or find(model["path"]).has_weights
-        return {**model, "dtype": recipe.dtype, **({} if has_weights else {"random_init": True})}
+        return {**model, "dtype": recipe.dtype, **({} if _holds_weights(setting) else {"random_init": True})}
     if recipe.adapter.base in FEW_BITS and recipe.dtype != "fp32":
         model["dtype"] = recipe.dtype
     return {**model, "adapter": _adapter(recipe.adapter)}
