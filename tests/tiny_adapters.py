@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from tightfit.config import AdapterConfig, PretrainedModel
+from tightfit.data.tokenizer import train_tokenizer
 from tightfit.models.loading import build_model
 
 SHAPE = {
@@ -17,9 +18,10 @@ SHAPE = {
 
 
 def saved_llama(folder: Path, **shape: Any) -> Path:
-    """The folder of a Llama of some 170k parameters."""
+    """The folder of a Llama of some 170k parameters, with a tokenizer."""
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **shape})).save_pretrained(folder)
+    train_tokenizer(["the quick brown fox jumps over the lazy dog"], 300).save(folder)
     return folder
 
 

@@ -337,12 +337,12 @@ def test_the_command_line_resumes_refuses_and_leaves_alone(tmp_path: Path):
 
 
 def test_a_result_of_an_earlier_version_is_read():
-    new = ("resumed_from", "skipped_lines")
+    new = ("resumed_from", "skipped_lines", "max_steps")
     figures = {name: 1 for name in TrainResult.__dataclass_fields__ if name not in new}
 
     result = TrainResult.from_json(json.dumps(figures))
 
-    assert (result.resumed_from, result.skipped_lines) == (None, 0)
+    assert (result.resumed_from, result.skipped_lines, result.max_steps) == (None, 0, None)
 
 
 @pytest.mark.parametrize("base", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
