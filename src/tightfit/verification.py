@@ -8,12 +8,9 @@ the same function. The planned error may be at most the plain error times the le
 
 import copy
 import math
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -27,7 +24,7 @@ from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, forward_backward, model_loss
-from tightfit.tracing.restore import everything_restored
+from tightfit.tracing.restore import random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 from tightfit.weights.low_bit import at_full_width
 
@@ -216,6 +213,9 @@ def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> t
     """The relative errors of all gradients against fp64, of the plain and of the planned run, with dropout off."""
     training = {name: module.training for name, module in model.named_modules()}
     model.eval()  # dropout would draw other numbers in fp64
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):  # its statistics are those of the batch: parts differ
+            module.training = training[name]
     try:
         exact = at_full_width(copy.deepcopy(model)).double()
         double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
@@ -265,24 +265,3 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     infinite = {"posinf": math.inf, "neginf": -math.inf}
     numbers = [t.nan_to_num(**infinite) if t.is_floating_point() else t for t in (left, right)]
     return torch.equal(left.isnan(), right.isnan()) and torch.equal(*numbers)
-
-
-def random_states() -> dict[str, bytes]:
-    """The states of the random generators."""
-    return {
-        "random state of torch": torch.get_rng_state().numpy().tobytes(),
-        "random state of python": repr(random.getstate()).encode(),
-        "random state of numpy": repr(numpy.random.get_state()).encode(),
-    }
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """A context in which the model may run. Afterwards its buffers and everything else are restored."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with everything_restored(model):
-        yield
-    with torch.no_grad():
-        for buffer, content in buffers:
-            if not torch.equal(buffer, content):
-                buffer.copy_(content)

@@ -10,18 +10,14 @@ import torch
 
 from tightfit.errors import InputError
 from tightfit.integrations.longest import longest_samples
-from tightfit.levers.micro_batch import IGNORE_INDEX, batch_size
+from tightfit.levers.micro_batch import IGNORE_INDEX
+from tightfit.levers.samples import is_table, mapped, per_sample, stretched
 from tightfit.step import Batch
 
 
 def repeated(batch: Batch, times: int) -> Batch:
     """A batch of `times` copies along the first dimension. Values without a batch dimension do not change."""
-    return batch if times == 1 else _per_sample(batch, lambda value: torch.cat([value] * times))
-
-
-def first_samples(batch: Batch, count: int) -> Batch:
-    """The first samples of a batch. Values without a batch dimension do not change."""
-    return _per_sample(batch, lambda value: value[:count])
+    return batch if times == 1 else per_sample(batch, lambda value: torch.cat([value] * times))
 
 
 def all_labels_counted(batch: Batch) -> Batch:
@@ -39,26 +35,7 @@ def all_labels_counted(batch: Batch) -> Batch:
         counted[(-1,) * value.dim()] = IGNORE_INDEX
         return counted
 
-    return _mapped(batch, changed)
-
-
-def stretched(batch: Batch, length: int) -> Batch:
-    """The batch with sequences of another length: its tokens are repeated or cut.
-
-    Sequences are the tensors (B, L) whose L is the largest second dimension of integer tensors.
-    """
-    values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
-    widths = [v.shape[1] for v in values if is_table(v)]
-    if not widths:
-        raise InputError("max_length: the batch holds no tensor of token ids (batch, length) whose length could be set")
-    width = max(widths)
-
-    def changed(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.shape[1] != width:
-            return value
-        return value.repeat(1, -(-length // width))[:, :length]
-
-    return _mapped(batch, changed)
+    return mapped(batch, changed)
 
 
 def with_padding(batch: Batch) -> Batch:
@@ -130,11 +107,6 @@ def have_one_shape(batches: Iterable[Batch]) -> bool:
     return len(shapes) == 1
 
 
-def is_table(value: Any) -> bool:
-    """Whether a value of a batch has an integer or a boolean for each token: (B, L)."""
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
-
-
 def ignores_labels(value: Any) -> bool:
     """Whether a value contains `IGNORE_INDEX`, so that it holds labels of which some are ignored."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
@@ -143,23 +115,6 @@ def ignores_labels(value: Any) -> bool:
 def is_mask(value: torch.Tensor) -> bool:
     """Whether a tensor contains only zeros and ones."""
     return value.numel() > 1 and bool(((value == 0) | (value == 1)).all())
-
-
-def _per_sample(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """The batch with `change` applied to the tensors that have a row for each sample."""
-    size = batch_size(batch)
-
-    def changed(value: Any) -> Any:
-        per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
-        return change(value) if per_sample else value
-
-    return _mapped(batch, changed)
-
-
-def _mapped(batch: Batch, change: Callable[[Any], Any]) -> Batch:
-    if isinstance(batch, Mapping):
-        return {key: change(value) for key, value in batch.items()}
-    return tuple(change(value) for value in batch)
 
 
 def _likeness(batch: Batch) -> tuple:

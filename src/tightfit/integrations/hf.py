@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import InputError, LeverError, VerificationFailed
-from tightfit.integrations.batches import checked_length, first_samples
+from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.guests import missing
 from tightfit.integrations.in_force import PlanInForce, note, take_off_earlier
@@ -31,6 +31,7 @@ from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, train
 from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
+from tightfit.levers.samples import first_samples
 from tightfit.memory.counters import read_counters
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import MicroBatches, allowed_levers

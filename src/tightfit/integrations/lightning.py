@@ -20,7 +20,7 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import LeverError
-from tightfit.integrations.batches import checked_length, stretched
+from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
@@ -41,6 +41,7 @@ from tightfit.integrations.recovering import GuestRecovery
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
+from tightfit.levers.samples import stretched
 from tightfit.memory.counters import read_counters
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan

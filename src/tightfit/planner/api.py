@@ -14,7 +14,7 @@ from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication
-from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, Recompute
+from tightfit.planner.levers import CapturedBlocks, Combination, CompiledBlocks, Lever, MicroBatches, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice, PlannedProgram
 from tightfit.planner.refusal import Refusal
@@ -276,7 +276,11 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         optimizer=request.optimizer_name,
         device=request.device.name,
         fingerprint=fingerprint(request.model),
-        assumptions=(*assumption_sentences(candidate.trace.assumptions), *not_proved(search.gap_seconds(candidate))),
+        assumptions=(
+            *assumption_sentences(candidate.trace.assumptions),
+            *not_tried(candidate.combination),
+            *not_proved(search.gap_seconds(candidate)),
+        ),
         worst_peak_bytes=candidate.worst_bytes,
         batch=describe_batch(request.batch),
         weights=dtypes_of(request.model),
@@ -328,6 +332,16 @@ def not_proved(gap_seconds: float) -> tuple[str, ...]:
         return ()
     most = format_seconds(max(gap_seconds, LEAST_GAP))
     return (f"the choice was not proved to be the fastest: at most {most} a step from it",)
+
+
+def not_tried(combination: Combination) -> tuple[str, ...]:
+    """A sentence that the batch's samples were not computed apart yet. Nothing if they were, or stay together."""
+    found = combination.get(MicroBatches)
+    if found is None or found.tried:
+        return ()
+    return (
+        "samples can be computed apart: the first backward in micro-batches tries it, as there were no numbers yet",
+    )
 
 
 def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoice, ...]:

@@ -13,9 +13,10 @@ from tightfit.levers.offload import HostStore
 from tightfit.levers.recompute import KEEP_ALL, Expected, OperatorKey, Policy, Ran
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, Offload, find
+from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, MicroBatches, Offload, find
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice, PlannedProgram
+from tightfit.planner.separation import refuse_coupled
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.ranks.context_parallel import in_context_parallel
@@ -32,6 +33,8 @@ class AppliedPlan(Applied):
         super().__init__(parts)
         self.plan = plan
         self.model = model
+        split = plan.lever(MicroBatches)
+        self._tried = split is None or split.tried
         self._numbers = {forward.number for forward in forwards_on(model)}
 
     def undo(self) -> None:
@@ -54,8 +57,14 @@ class AppliedPlan(Applied):
 
         If the plan has one micro-batch, the usual `model(**batch).loss.backward()` does the same. `model` is the
         `DistributedDataParallel` around the planned model, whose gradients are added up in the last micro-batch.
+
+        Raises `LeverError` in the first call if the plan splits the batch, was made without numbers to try that on, and
+        the loss couples samples.
         """
         loss, model = loss or model_loss, self.model if model is None else model
+        if not self._tried:
+            refuse_coupled(self.model, batch, loss)
+            self._tried = True
         # FSDP2 casts weights and activations itself.
         precision = "fp32" if self.plan.parallel in SHARDED else self.plan.precision
         return forward_backward(model, self.parts(batch, loss), loss, precision)

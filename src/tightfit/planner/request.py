@@ -21,7 +21,8 @@ from tightfit.names.optimizers import optimizer_in_words
 from tightfit.optim.by_name import OptimizerFactory, optimizer_over
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.levers import Combination, Lever, lever_types
+from tightfit.planner.levers import Combination, Lever, PlainStep, Separation, lever_types
+from tightfit.planner.separation import can_be_tried, refuse_coupled
 from tightfit.ranks.messages import overlapped, with_messages
 from tightfit.ranks.peaks import RankTraces, trace_ranks
 from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
@@ -111,6 +112,17 @@ class Request:
     def size(self) -> int:
         return inseparable_samples(self.batch, self.loss)
 
+    @cached_property
+    def separation(self) -> Separation:
+        """Whether the samples of the batch can be computed apart, tried on real numbers where there are any."""
+        if self.size < 2 or not can_be_tried(self.model, self.batch):
+            return Separation(None, tried=False)
+        try:
+            refuse_coupled(self.model, self.batch, self.loss)
+        except LeverError as error:
+            return Separation(str(error), tried=True)
+        return Separation(None, tried=True)
+
     def parts(self, micro_batches: int) -> list[Part]:
         return as_parts(split_batch(as_tensors(self.batch), micro_batches), self.loss)
 
@@ -148,6 +160,19 @@ def _of_copies(
     known: dict[torch.Tensor, torch.Tensor] = {}
     known.update(zip((p for p in model.parameters() if p.requires_grad), copies, strict=True))
     return optimizer_over(optimizer, known)
+
+
+def plain_step(request: Request, trace: StepTrace, paths: Sequence[str]) -> PlainStep:
+    """The request's step without levers as levers see it, with its trace and the paths of its blocks."""
+    return PlainStep(
+        request.model,
+        request.batch,
+        trace,
+        tuple(paths),
+        request.micro_batches,
+        request.size,
+        lambda: request.separation,
+    )
 
 
 def role_of(device: DeviceSpec) -> CudaRole | None:

@@ -9,8 +9,8 @@ from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, Le
 from tightfit.levers.recompute import Policy
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.levers import Combination, Exactness, Offer, PlainStep, Role, allowed_levers, lever_types
-from tightfit.planner.request import Request, Tracer
+from tightfit.planner.levers import Combination, Exactness, Offer, Role, allowed_levers, lever_types
+from tightfit.planner.request import Request, Tracer, plain_step
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
@@ -87,7 +87,7 @@ def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_T
     `notes` gets a sentence for each remedy that cannot be set up.
     """
     paths = tuple(find_blocks(request.model, request.blocks))
-    step = PlainStep(request.model, request.batch, plain, paths, request.micro_batches, request.size)
+    step = plain_step(request, plain, paths)
     kinds = [kind for kind in lever_types() if kind.refusal(request.device) is None]
     together: list[Offer] = []
     for kind in kinds:

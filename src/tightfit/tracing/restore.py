@@ -47,6 +47,18 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator["C
 
 
 @contextmanager
+def untouched(model: nn.Module) -> Iterator["Contents"]:
+    """A context in which the model may run. Afterwards its buffers and everything else are restored."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with everything_restored(model) as attributes:
+        yield attributes
+    with torch.no_grad():
+        for buffer, content in buffers:
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
+
+
+@contextmanager
 def generators_restored() -> Iterator[None]:
     """A context after which the random generators of Python, numpy and PyTorch's CPU are in their state of before."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -56,6 +68,15 @@ def generators_restored() -> Iterator[None]:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def random_states() -> dict[str, bytes]:
+    """The states of the random generators."""
+    return {
+        "random state of torch": torch.get_rng_state().numpy().tobytes(),
+        "random state of python": repr(random.getstate()).encode(),
+        "random state of numpy": repr(numpy.random.get_state()).encode(),
+    }
 
 
 def attributes_of(model: nn.Module) -> "Contents":
@@ -98,6 +119,10 @@ class Contents:
     def changed(self) -> bool:
         """Whether any container holds other things than before."""
         return any(content_changed(item, content) for item, content in self.contents if item or content)
+
+    def generator_states(self) -> list[Any]:
+        """The present states of the random generators that the containers hold."""
+        return [state_of(generator) for generator, _ in self.generators]
 
     def restore(self) -> None:
         """Restore the contents of all containers that changed."""

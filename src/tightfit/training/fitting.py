@@ -297,7 +297,8 @@ def _buckets(asked: Asked, fitted: Fit, shorter: Sequence[Mapping[str, Any]]) ->
     longest = Bucket(asked.batch["input_ids"].shape[1], fitted.micro_batches, fitted.planned.peak_bytes)
     counts, size = [asked.count], inseparable_samples(asked.batch, asked.loss or model_loss)
     if fitted.plan is not None and (asked.micro_batches == "auto" or MicroBatches.name in allowed_levers(asked.levers)):
-        counts += [each.count for each in MicroBatches.beyond(asked.count, size)]
+        separation = asked.request(may_choose=True).separation
+        counts += [each.count for each in MicroBatches.apart(separation, asked.count, size)]
 
     def run_dry(length: int, count: int) -> DryRun:
         found = estimate_asked(replace(asked, batch=batches[length], micro_batches=count))

@@ -6,9 +6,9 @@ they run.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from tightfit.errors import InputError
 from tightfit.names.exclusions import Exclusion
@@ -50,7 +50,8 @@ class PlainStep:
     """The step without levers, from which a lever derives its settings.
 
     `blocks` are the paths of the repeated blocks. `trace` is the dry run of the whole step. `micro_batches` is the
-    caller's own gradient accumulation. `size` is the number of sequences in the batch.
+    caller's own gradient accumulation. `size` is the number of sequences in the batch. `separation` says whether these
+    can be computed apart.
     """
 
     model: "nn.Module"
@@ -59,6 +60,14 @@ class PlainStep:
     blocks: tuple[str, ...]
     micro_batches: int
     size: int
+    separation: "Callable[[], Separation]"
+
+
+class Separation(NamedTuple):
+    """Whether the samples of a batch can be computed apart: `refusal` says why not. `tried`: on real numbers."""
+
+    refusal: str | None
+    tried: bool
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ class Combination:
 
     @classmethod
     def of(cls, micro_batches: int) -> "Combination":
-        """The step in `micro_batches` parts, with no other lever."""
-        return cls((MicroBatches(micro_batches),) if micro_batches > 1 else ())
+        """The step in the caller's own `micro_batches` parts, with no other lever."""
+        return cls((MicroBatches(micro_batches, tried=True),) if micro_batches > 1 else ())
 
     @property
     def micro_batches(self) -> int:

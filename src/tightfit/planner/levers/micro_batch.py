@@ -1,11 +1,11 @@
 """The lever `micro_batch`: gradient accumulation over parts of the batch, weighted by valid tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from tightfit.names.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, register
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Separation, register
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,9 +21,14 @@ PARTS_SPREAD = 1.5
 @register
 @dataclass(frozen=True)
 class MicroBatches(Lever):
-    """`count` equal parts of the batch. `AppliedPlan.backward` runs them. The lever changes no module."""
+    """`count` equal parts of the batch. `AppliedPlan.backward` runs them. The lever changes no module.
+
+    `tried`: that the samples of the batch can be computed apart was seen on real numbers, or is the caller's own
+    decision. Otherwise the first backward tries it.
+    """
 
     count: int
+    tried: bool = field(default=False, compare=False)
 
     name = "micro_batch"
     title = "micro batch"
@@ -34,7 +39,18 @@ class MicroBatches(Lever):
 
     @classmethod
     def settings(cls, step: PlainStep) -> Sequence[Self]:
-        return cls.beyond(step.micro_batches, step.size)
+        return cls.apart(step.separation(), step.micro_batches, step.size)
+
+    @classmethod
+    def apart(cls, separation: Separation, micro_batches: int, size: int) -> list[Self]:
+        """The settings of `beyond` for a batch of that separation: none if its samples cannot be computed apart."""
+        if separation.refusal is not None:
+            return []
+        return [replace(each, tried=separation.tried) for each in cls.beyond(micro_batches, size)]
+
+    @classmethod
+    def why_not(cls, step: PlainStep) -> str | None:
+        return step.separation().refusal
 
     @classmethod
     def beyond(cls, micro_batches: int, size: int) -> list[Self]:

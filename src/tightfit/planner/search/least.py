@@ -60,7 +60,8 @@ def as_it_will_run(search: Search, way: Way) -> StepTrace:
 def sized(search: Search, way: Way) -> Combination:
     """The way's combination with the largest number of micro-batches that the search's batch allows."""
     request = search.request
-    counts = MicroBatches.beyond(request.micro_batches, request.size) if request.may(MicroBatches) else []
+    may = request.may(MicroBatches)
+    counts = MicroBatches.apart(request.separation, request.micro_batches, request.size) if may else []
     sized = counts[-1:] or request.plain.levers
     return way.combination.without(MicroBatches).with_lever(sized[0] if sized else None)
 

@@ -9,9 +9,9 @@ from tightfit.errors import CannotFit
 from tightfit.levers.recompute import Policy
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.blocks.pricing import Priced
-from tightfit.planner.levers import Combination, Lever, Offload, PlainStep, Role, lever_types
+from tightfit.planner.levers import Combination, Lever, MicroBatches, Offload, PlainStep, Role, lever_types
 from tightfit.planner.records import DeviceRoom, Rejected
-from tightfit.planner.request import Request, Tracer, lacking
+from tightfit.planner.request import Request, Tracer, lacking, plain_step
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate, describe_levers
 from tightfit.runtime.forked import processes_for, shared_out
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
@@ -65,7 +65,7 @@ class Selection:
         """
         request = self.request
         trace = self.plain if plain is None else plain
-        return PlainStep(request.model, request.batch, trace, tuple(self.paths), request.micro_batches, request.size)
+        return plain_step(request, trace, self.paths)
 
     @cached_property
     def plain(self) -> StepTrace:
@@ -189,10 +189,15 @@ class Selection:
             f"{limit}: the least is {format_bytes(least.needed_bytes)} "
             f"({least.needed_bytes} bytes), reached by {self.in_words(least)}; it is held up in "
             f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
-            f"by {format_bytes(holds[1])} of {holds[0]}{self.offload_bound()}",
+            f"by {format_bytes(holds[1])} of {holds[0]}{self.offload_bound()}{self.no_micro_batches()}",
             least.needed_bytes,
             taken,
         )
+
+    def no_micro_batches(self) -> str:
+        """Why the batch may not be split, for the message; empty if it may, or if nobody allowed it."""
+        refusal = self.request.separation.refusal if self.request.may(MicroBatches) else None
+        return "" if refusal is None else f"; {MicroBatches.title} is left out: {refusal}"
 
     def offload_bound(self) -> str:
         """The user's own limit for offload, for the message; empty if there is none."""

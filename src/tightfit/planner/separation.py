@@ -1,0 +1,225 @@
+"""Tries on real numbers whether the loss of a batch is the weighted sum of the losses of its samples.
+
+Micro-batches promise the gradient of the whole batch. That holds if a sample's part of the loss depends on no other
+sample. Many losses and models break it: negatives from the batch, batch statistics, means over groups, a router's
+balance, offsets of packed sequences, numbers drawn for the whole batch. A dry run has no numbers to tell. So a few
+samples run for real: all at once, then one by one, as micro-batches would run them. Losses, gradients and buffers are
+compared. Dropout is off: that micro-batches drop other elements is known.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.errors import LeverError
+from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, inseparable_samples, split_batch
+from tightfit.levers.samples import mapped, rows_of, shortened, unlike
+from tightfit.runtime.activity import aside
+from tightfit.runtime.dropout import without_dropout
+from tightfit.step import Batch, Loss, Part
+from tightfit.tracing.restore import Contents, random_states, untouched
+from tightfit.tracing.twin import has_no_memory
+from tightfit.tracing.unbacked import is_unbacked
+
+LENGTH = 16  # tokens of each sample: the trial runs before a plan, so it must use little memory and time
+MOST_SAMPLES = 32
+FEW_BYTES = 1 << 26  # of the gradients that are compared
+SAMPLED = 1 << 16  # numbers of each gradient
+# Relative differences of sums in another order, of a tensor itself and of all gradients together. What couples samples
+# weakly (a router's balance) moves some gradient by more. See docs/lab-notes.md, "Samples apart".
+ROUNDING = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-3, 1e-5)}
+ROUNDING_OF_HALVES = (5e-2, 5e-3)
+
+Weights = Callable[[Sequence[Batch]], Sequence[Part]]
+
+
+class Coupled(LeverError):
+    """The samples of a batch cannot be computed apart."""
+
+
+class CannotRun(Coupled):
+    """Some samples of the batch, or one, cannot be computed at all."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The numbers of samples together and of each apart: the loss, then gradients."""
+
+    parts: Sequence[Batch]
+    whole: Sequence[torch.Tensor]
+    apart: Sequence[Sequence[torch.Tensor]]
+    limits: tuple[float, float]
+
+    @property
+    def says_something(self) -> bool:
+        return any(bool(numbers.any()) for numbers in (*self.whole, *(n for each in self.apart for n in each)))
+
+    def adds_up(self, weigh: Weights) -> bool:
+        """Whether the samples' numbers, weighted, are those of all together, within rounding."""
+        weights = {id(part.batch): part.weight for part in weigh(self.parts)}
+        weighted = [
+            (weights[id(part)], numbers)
+            for part, numbers in zip(self.parts, self.apart, strict=True)
+            if id(part) in weights
+        ]
+        differences, sizes = [], []
+        for place, together in enumerate(self.whole):
+            total = sum((weight * numbers[place] for weight, numbers in weighted), torch.zeros_like(together))
+            differences.append(float((total - together).norm()))
+            sizes.append(float(together.norm()) + sum(abs(w) * float(numbers[place].norm()) for w, numbers in weighted))
+        of_itself, of_all = self.limits
+        everything = math.hypot(*sizes[1:])
+        return all(
+            difference <= of_itself * size + (of_all * everything if place else 0.0)
+            for place, (difference, size) in enumerate(zip(differences, sizes, strict=True))
+        )
+
+
+@aside()
+def refuse_coupled(model: nn.Module, batch: Batch, loss: Loss, weigh: Weights | None = None) -> None:
+    """Raise `Coupled`, with the reason, unless the samples of the batch can be computed apart.
+
+    `weigh` gives the weights of parts; None: those of the lever micro-batches. Nothing of the model changes.
+    """
+    for trial in trials(model, batch, loss):
+        if not trial.adds_up(weigh or (lambda parts: as_parts(parts, loss))):
+            raise Coupled(
+                f"the loss couples the samples of a batch: {len(trial.parts)} samples have other gradients together "
+                "than one by one, each weighted by its valid tokens"
+            )
+
+
+def can_be_tried(model: nn.Module, batch: Batch) -> bool:
+    """Whether model and batch have numbers to compute with."""
+    batch = as_tensors(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    held = (*model.parameters(), *model.buffers(), *(v for v in values if isinstance(v, torch.Tensor)))
+    return not any(has_no_memory(tensor) or is_unbacked(tensor) for tensor in held)
+
+
+def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
+    """Trials of a batch's samples as they are, and with unlike numbers of labels. Raises `Coupled`.
+
+    Sequences of tokens are cut. A loss that refuses such samples is tried with them whole.
+    """
+    whole = as_tensors(batch)
+    rows = _rows(whole, loss)
+    plain = rows_of(whole, rows)
+    short = shortened(plain, LENGTH)
+    said: Coupled | None = None
+    found = False
+    for samples in (unlike(short), short):
+        try:
+            trial = try_apart(model, samples, loss)
+        except CannotRun as error:
+            said = error
+            continue
+        if trial.says_something:
+            found = True
+            yield trial
+    if found:
+        return
+    trial = try_apart(model, plain, loss)
+    if not trial.says_something:
+        raise said or Coupled("the loss of the samples that were tried is 0, and so are its gradients")
+    yield trial
+
+
+def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
+    """Run samples together, then each apart. Raises `Coupled` for what needs no comparison of numbers."""
+    parts = split_batch(samples, inseparable_samples(samples, loss))
+    compared = _compared(model)
+    with torch.inference_mode(False), torch.enable_grad(), without_dropout(model), _cards_generators_restored(model):
+        with untouched(model) as attributes:
+            before = _drawn(model, attributes)
+            whole = _numbers(model, mapped(samples, _copied), loss, compared)
+            if _drawn(model, attributes) != before:
+                raise Coupled("forward or loss draw random numbers, beside dropout, and parts would draw other ones")
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with untouched(model):
+            # One after the other, as micro-batches run: what forward leaves in a buffer is there for the next.
+            apart = [_numbers(model, mapped(part, _copied), loss, compared) for part in parts]
+            moved = [name for name, buffer in model.named_buffers() if _differs(buffers[name], buffer)]
+    if moved:
+        raise Coupled(f"forward computes the buffer {moved[0]} from the whole batch, and parts would leave another one")
+    narrow = {numbers.dtype for numbers in compared} | {tensor.dtype for tensor in model.parameters()}
+    limits = min((ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in narrow if dtype.is_floating_point), key=_strict)
+    return Trial(parts, whole, apart, limits)
+
+
+def _numbers(model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """The loss of samples, and some numbers of its gradients, in fp64 on the CPU."""
+    # A loss for whole batches may raise anything for a single sample, or for samples whose labels are ignored.
+    try:
+        value = loss(model, samples)
+        gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(value, compared, allow_unused=True)
+    except Exception as error:
+        if ".grad()" not in str(error):  # a reentrant checkpoint has no gradients to compare
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CannotRun(f"the loss of a part of its batch cannot be computed ({reason})") from error
+        gradients = []
+    numbers = [value.detach().double().cpu().reshape(-1)]
+    for parameter, gradient in zip(compared, gradients, strict=False):
+        flat = torch.zeros_like(parameter) if gradient is None else gradient
+        flat = (flat.to_dense() if flat.is_sparse else flat).detach().reshape(-1)
+        numbers.append(flat[:: -(-flat.numel() // SAMPLED) or 1].double().cpu())
+    if not all(bool(each.isfinite().all()) for each in numbers):
+        raise CannotRun("the loss of a part of its batch is not a finite number, or its gradient is not")
+    return numbers
+
+
+def _compared(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters whose gradients are compared: small ones, and the smallest in any case."""
+    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.nbytes)
+    bytes_before = itertools.accumulate((p.nbytes for p in trained), initial=0)
+    return [p for p, before in zip(trained, bytes_before, strict=False) if before + p.nbytes <= FEW_BYTES or not before]
+
+
+def _rows(batch: Batch, loss: Loss) -> list[int]:
+    """The rows of the samples that are tried.
+
+    If there are many, the first ones and then one in so many: some two of them are any distance apart.
+    """
+    size = inseparable_samples(batch, loss)
+    together = batch_size(batch) // size
+    step = max(1, math.isqrt(max(size - 1, 0)) + 1) if size > MOST_SAMPLES else 1
+    samples = sorted({*range(step), *range(0, size, step)})[:MOST_SAMPLES] if step > 1 else range(size)
+    return [sample * together + row for sample in samples for row in range(together)]
+
+
+def _drawn(model: nn.Module, attributes: Contents) -> tuple[Any, ...]:
+    """The states of all random generators that forward may draw from."""
+    cards = [torch.cuda.get_rng_state(device).numpy().tobytes() for device in _cards(model)]
+    return random_states(), repr(attributes.generator_states()), cards
+
+
+def _cards(model: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+
+
+@contextmanager
+def _cards_generators_restored(model: nn.Module) -> Iterator[None]:
+    with torch.random.fork_rng(devices=_cards(model)):
+        yield
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contents of a buffer are other numbers. Counters of calls are no numbers of the step."""
+    if not one.is_floating_point():
+        return False
+    limit = ROUNDING.get(one.dtype, ROUNDING_OF_HALVES)[0]
+    return not torch.allclose(one, other, rtol=limit, atol=limit * float(one.abs().max()) if one.numel() else 0.0)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _strict(limits: tuple[float, float]) -> float:
+    return -limits[0]
