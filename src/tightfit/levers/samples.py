@@ -65,7 +65,7 @@ def unlike(batch: Batch) -> Batch:
     }
     if is_table(labels) and labels.shape[1] > max(LABELLED[1]):
         changed["labels"] = _labelled(labels)
-    return {**batch, **changed}
+    return {**batch, **changed} if changed else batch
 
 
 def is_table(value: Any) -> bool:

@@ -340,7 +340,7 @@ def not_tried(combination: Combination) -> tuple[str, ...]:
     if found is None or found.tried:
         return ()
     return (
-        "samples can be computed apart: the first backward in micro-batches tries it, as there were no numbers yet",
+        "samples can be computed apart: the first backward in micro-batches tries it, as there were no numbers before",
     )
 
 

@@ -9,8 +9,8 @@ compared. Dropout is off: that micro-batches drop other elements is known.
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,11 @@ def refuse_coupled(model: nn.Module, batch: Batch, loss: Loss, weigh: Weights | 
     """
     for trial in trials(model, batch, loss):
         if not trial.adds_up(weigh or (lambda parts: as_parts(parts, loss))):
+            if trial.adds_up(lambda parts: [Part(part, 1.0) for part in parts]):
+                raise Coupled("the loss is a sum over samples, not a mean: say so by loss.reduction = 'sum'")
             raise Coupled(
                 f"the loss couples the samples of a batch: {len(trial.parts)} samples have other gradients together "
-                "than one by one, each weighted by its valid tokens"
+                "than one by one, each weighted by its valid tokens (or by loss.count)"
             )
 
 
@@ -114,7 +116,8 @@ def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
     short = shortened(plain, LENGTH)
     said: Coupled | None = None
     found = False
-    for samples in (unlike(short), short):
+    uneven = unlike(short)
+    for samples in (short,) if uneven is short else (uneven, short):
         try:
             trial = try_apart(model, samples, loss)
         except CannotRun as error:
@@ -135,7 +138,14 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
     """Run samples together, then each apart. Raises `Coupled` for what needs no comparison of numbers."""
     parts = split_batch(samples, inseparable_samples(samples, loss))
     compared = _compared(model)
-    with torch.inference_mode(False), torch.enable_grad(), without_dropout(model), _cards_generators_restored(model):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_dropout(model),
+        torch.random.fork_rng(devices=_cards(model)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of a single sample: the training warns of its own batches
         with untouched(model) as attributes:
             before = _drawn(model, attributes)
             whole = _numbers(model, mapped(samples, _copied), loss, compared)
@@ -201,12 +211,6 @@ def _drawn(model: nn.Module, attributes: Contents) -> tuple[Any, ...]:
 
 def _cards(model: nn.Module) -> list[torch.device]:
     return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-
-
-@contextmanager
-def _cards_generators_restored(model: nn.Module) -> Iterator[None]:
-    with torch.random.fork_rng(devices=_cards(model)):
-        yield
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -50,12 +50,14 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator["C
 def untouched(model: nn.Module) -> Iterator["Contents"]:
     """A context in which the model may run. Afterwards its buffers and everything else are restored."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with everything_restored(model) as attributes:
-        yield attributes
-    with torch.no_grad():
-        for buffer, content in buffers:
-            if not torch.equal(buffer, content):
-                buffer.copy_(content)
+    try:
+        with everything_restored(model) as attributes:
+            yield attributes
+    finally:
+        with torch.no_grad():
+            for buffer, content in buffers:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
 
 
 @contextmanager

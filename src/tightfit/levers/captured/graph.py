@@ -1,5 +1,6 @@
 """Makes captured graphs: the functions that stand for a block's forward from then on, one for each policy."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,26 @@ from torch.utils._pytree import tree_leaves
 from tightfit.errors import CompileError
 from tightfit.levers.captured.fused import Fused, fused_backward, fused_forward, write_ahead
 from tightfit.levers.captured.in_place import is_opaque
-from tightfit.levers.captured.partition import base_of, demand_single_casts, divide, is_view
+from tightfit.levers.captured.partition import (
+    base_of,
+    demand_single_casts,
+    divide,
+    drop_tangents,
+    is_view,
+    single_gradients,
+    sources_of_gradients,
+)
 from tightfit.levers.captured.program import write_backward, write_forward
-from tightfit.levers.captured.straight import Parts, Program, straight
+from tightfit.levers.captured.straight import Parts, Program, TensorLike, straight
 from tightfit.levers.captured.views import join_views
 from tightfit.levers.recompute.policy import Policy
-from tightfit.runtime.internals import autocast_is_active, copied_graph, recorded_call, recording_backend
+from tightfit.runtime.internals import (
+    autocast_is_active,
+    copied_graph,
+    recorded_call,
+    recording_backend,
+    sums_of_autograd,
+)
 
 
 class CapturedGraph:
@@ -34,11 +49,16 @@ class CapturedGraph:
         weights = [place for place, name in enumerate(names) if "_parameters_" in name]
         self.cast = weights if self.under_autocast else []
         parts = Assembly(policy, self.cast)
-        general = recording_backend(parts.divide, parts.write_forward, write_backward)(graph, inputs)
+        general = recording_backend(parts.divide, parts.write_forward, write_backward, parts.note_reads)(graph, inputs)
         self.count = len(inputs)
         self.joint = parts.joint
         self.call = recorded_call(inputs)
         own = self.as_one_node(parts)
+        if own is None and any(count != 1 for count in parts.reads):
+            raise CompileError(
+                "its inputs and results are not plain tensors that share no memory, and it does not read each that "
+                "needs a gradient exactly once"
+            )
         self.functions: dict[tuple[Policy, bool], Callable[..., Any]] = {(policy, False): own or general}
         self.is_shared = own is not None and self.joint is not None
         self.unwritten: list[Fused] = []
@@ -66,6 +86,7 @@ class CapturedGraph:
         if found is None and self.is_shared:
             assert self.joint is not None, "shared graphs have a joint graph"
             parts = Assembly(policy, self.cast, fused=fused)
+            parts.reads = self.joint.reads
             forward, backward = parts.divided(copied_graph(self.joint.module), None, self.joint.returns, {})
             parts.write(forward, backward)
             found = self.as_one_node(parts)
@@ -90,6 +111,7 @@ class Joint:
 
     module: Any
     returns: int  # results of forward, the first ones
+    reads: Sequence[int]  # gradients that autograd adds up, for each input that has one
 
 
 def demand_no_settings(graph: Any) -> None:
@@ -111,16 +133,39 @@ class Assembly:
         self.backward: Program | None = None
         self.found: Parts | None = None
         self.returns = 0
-        self.tangents: tuple[tuple[int, ...], ...] = ()
+        self.tangents: tuple[TensorLike, ...] = ()
         self.joint: Joint | None = None
+        self.reads: Sequence[int] = ()
+        self.sums: set[str] = set()  # names of nodes
+        self.again: tuple[int, ...] = ()  # places of inputs with further gradients, which backward returns last
+        self.partly: Callable[[frozenset[int]], Program] | None = None  # backward without some tangents
+        self.sources: tuple[frozenset[int] | None, ...] = ()  # for each gradient the tangents that it is computed from
         self.fused_programs: list[Fused] = []
 
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
         # Dividing changes the graph. Settings that name nodes of this graph mean nothing for a copy.
-        self.joint = Joint(copied_graph(joint), num_fwd_outputs)
+        self.joint = Joint(copied_graph(joint), num_fwd_outputs, self.reads)
         forward, backward = self.divided(joint, inputs, num_fwd_outputs, options)
-        self.backward = write_backward(copied_graph(backward), ())  # AOTAutograd goes on with its own
+        self.write_own_backward(copied_graph(backward))  # AOTAutograd goes on with its own
         return forward, backward
+
+    def note_reads(self, reads: Sequence[int]) -> None:
+        self.reads = reads
+
+    def write_own_backward(self, backward: Any) -> None:
+        """Write the program of the graph of backward, which returns each gradient that autograd adds up by itself."""
+        self.again = single_gradients(backward, self.sums, self.reads)
+        self.sources = sources_of_gradients(backward)
+        whole = copied_graph(backward)
+        self.backward = write_backward(backward, ())
+
+        @functools.cache
+        def partly(missing: frozenset[int]) -> Program:
+            some = copied_graph(whole)
+            drop_tangents(some, missing, self.sums)
+            return write_backward(some, ())
+
+        self.partly = partly
 
     def divided(self, joint: Any, inputs: Any, returns: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """The graphs of forward and backward. This changes the joint graph."""
@@ -128,24 +173,26 @@ class Assembly:
         demand_single_casts(given[place] for place in self.cast)
         (output,) = joint.graph.find_nodes(op="output")
         results = tree_leaves(output.args)
+        self.sums = sums_of_autograd(joint)
         join_views(joint.graph, {node for node in results[:returns] if isinstance(node, torch.fx.Node)})
         forward, backward = divide(
             self.policy, joint, inputs, num_fwd_outputs=returns, keeps_draws=self.fused, **options
         )
         self.returns = returns
         given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-        self.tangents = tuple(node.meta["val"].stride() for node in given)
+        self.tangents = tuple(TensorLike.of(node.meta["val"]) for node in given)
         return forward, backward
 
     def write(self, forward: Any, backward: Any) -> None:
         """Write the programs of graphs that were divided here."""
         if not self.fused:
-            self.backward = write_backward(backward, ())
+            self.write_own_backward(backward)
             self.write_forward(forward, ())
             return
         self.used_up = used_up(forward, backward, self.returns)
         self.fused_programs = [fused_forward(forward), fused_backward(backward, self.used_up)]
         first, self.backward = (each.program() for each in self.fused_programs)
+        self.sources = sources_of_gradients(backward)
         self.take(first, forward)
 
     def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
@@ -162,7 +209,17 @@ class Assembly:
             saved = results[self.returns :]
             cycles = tuple(place for place, node in enumerate(saved) if is_view(node) and base_of(node) in returned)
             count = len(module.graph.find_nodes(op="placeholder"))
-            self.found = Parts(program, self.backward, count, cycles, self.tangents, self.used_up)
+            self.found = Parts(
+                program,
+                self.backward,
+                count,
+                cycles,
+                self.tangents,
+                self.used_up,
+                again=self.again,
+                partly=self.partly,
+                sources=self.sources,
+            )
 
 
 def source_of(node: Any) -> Any:

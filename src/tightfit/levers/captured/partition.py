@@ -5,7 +5,7 @@ the value under it is. A value that is not held is computed again in backward, f
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -78,6 +78,73 @@ def demand_plain(graph: Any) -> None:
             raise CompileError(f"{node.target} makes a sparse gradient")
         if not sizes_are_static(node.meta.get("val")):
             raise CompileError(f"sizes or numbers in it depend on the data ({node.name})")
+
+
+def single_gradients(backward: Any, sums: Container[str], reads: Sequence[int]) -> tuple[int, ...]:
+    """Let backward return each gradient of an input that autograd adds up, in its order: the first in the place of the
+    sum, the others behind all.
+
+    `sums` names the nodes that autograd adds, `reads` says how many gradients each input with any has. Returns the
+    places of the inputs with others. Raises `CompileError` where the sum is not autograd's.
+    """
+    (output,) = backward.graph.find_nodes(op="output")
+    gradients = list(output.args[0])
+    with_any = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    counts = [count for count in reads if count]
+    if len(with_any) != len(counts):
+        raise CompileError("it reads an input whose gradient is not defined")
+    others, again = [], []
+    for place, count in zip(with_any, counts, strict=True):
+        last: list[Any] = []
+        for _ in range(count - 1):
+            node = gradients[place]
+            if not (
+                isinstance(node, torch.fx.Node) and node.name in sums and len(node.users) == 1 and len(node.args) == 2
+            ):
+                raise CompileError("it reads a tensor that needs a gradient more than once, and adds up what it gets")
+            gradients[place], added = node.args
+            output.args = (tuple(gradients),)
+            backward.graph.erase_node(node)
+            last.insert(0, added)
+        others += last
+        again += [place] * len(last)
+    output.args = ((*gradients, *others),)
+    return tuple(again)
+
+
+def sources_of_gradients(backward: Any) -> tuple[frozenset[int] | None, ...]:
+    """For each gradient that backward returns, the numbers of the tangents that it depends on; None for no gradient."""
+    depends = _tangents_below(backward)
+    (output,) = backward.graph.find_nodes(op="output")
+    return tuple(depends[each] if isinstance(each, torch.fx.Node) else None for each in output.args[0])
+
+
+def drop_tangents(backward: Any, missing: Set[int], sums: Container[str]) -> None:
+    """Take what depends on `missing` tangents alone out of the sums of autograd, which does not add what is undefined.
+
+    Sums with zeros would have another layout, and sums over that another order.
+    """
+    depends = _tangents_below(backward)
+    for node in list(backward.graph.nodes):
+        if node.name not in sums:
+            continue
+        one, other = node.args
+        for each, kept in ((one, other), (other, one)):
+            if depends[each] and depends[each] <= missing:
+                node.replace_all_uses_with(kept)
+                break
+    drop_unread(backward.graph)
+
+
+def _tangents_below(backward: Any) -> dict[Any, frozenset[int]]:
+    """For each node of backward, the numbers of the tangents that it depends on."""
+    depends: dict[Any, frozenset[int]] = {}
+    tangents = 0
+    for node in backward.graph.nodes:
+        depends[node] = frozenset().union(*(depends[source] for source in node.all_input_nodes))
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            depends[node], tangents = frozenset((tangents,)), tangents + 1
+    return depends
 
 
 class Values:

@@ -83,6 +83,16 @@ def has_known_strides(base: Any) -> bool:
     return target in CONTIGUOUS or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
+def as_laid_out_outside(order: Sequence[Any]) -> set[Any]:
+    """The nodes whose strides may be those of a gradient from outside, which nobody compares with the recorded ones."""
+    found: set[Any] = set()
+    for node in order:
+        is_gradient = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_gradient or (node.target not in CONTIGUOUS and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
 def written(module: Any, order: list[Any], again: set[Any], returned: set[Any]) -> Callable[[list[Any]], Any]:
     """The function of a graph whose nodes run in this order."""
     writer = Writer(module, order, again, returned)
@@ -109,6 +119,7 @@ class Writer:
         self.scope: dict[str, Any] = {"recomputation": recomputation}
         self.calls: dict[int, str] = {}
         self.memory = Memory(order)
+        self.loose = as_laid_out_outside(order)
         last: dict[Any, Any] = {}
         for node in order:
             for source in node.all_input_nodes:
@@ -157,7 +168,8 @@ class Writer:
                 target = self.memory.in_place(node) or target
             if target is torch.ops.aten._unsafe_view.default and node not in self.returned:
                 target = torch.ops.aten.view.default  # they differ in what autograd knows of a result
-            if target is torch.ops.aten.view.default and not has_known_strides(base_of(node)):
+            base = base_of(node)
+            if target is torch.ops.aten.view.default and (base in self.loose or not has_known_strides(base)):
                 return f"{self.constant(torch.reshape)}({self.arguments(args, node.kwargs)})"
             target = binding_of(target, node)
         return f"{self.constant(target)}({self.arguments(args, node.kwargs)})"

@@ -96,6 +96,7 @@ from tightfit.runtime.internals.graphs import (
     recording_settings,
     results_with_gradients,
     sizes_are_static,
+    sums_of_autograd,
 )
 from tightfit.runtime.internals.sharded import (
     around_messages_of_fsdp2,
@@ -211,6 +212,7 @@ __all__ = [
     "sizes_of_storages_by",
     "states_of_fsdp2",
     "store_of_default_group",
+    "sums_of_autograd",
     "take_away_mode",
     "tensor_without_memory",
     "text_of_tensors_by",

@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,11 +27,15 @@ _EXACT = {
 
 
 def recording_backend(
-    divide: Callable[..., Any], write_forward: Callable[..., Any], write_backward: Callable[..., Any]
+    divide: Callable[..., Any],
+    write_forward: Callable[..., Any],
+    write_backward: Callable[..., Any],
+    note_reads: Callable[[list[int]], None],
 ) -> Callable[[Any, Sequence[Any]], Any]:
     """A backend of `torch.compile` that records the graphs of eager autograd, operator for operator.
 
-    `divide` is the partition of the joint graph, and the other two make a function of each part.
+    `divide` is the partition of the joint graph, and the next two make a function of each part. `note_reads` is called
+    before them, with the number of gradients that autograd adds up for each input that has one.
     """
     from torch._dynamo.backends.common import aot_autograd  # these take seconds to import
     from torch._functorch import config
@@ -41,10 +46,43 @@ def recording_backend(
     settings = {name: value for name, value in _EXACT.items() if hasattr(config, name)}
 
     def record(graph: Any, inputs: Sequence[Any]) -> Any:
-        with config.patch(settings), _kernels_of_eager_code():
+        with config.patch(settings), _kernels_of_eager_code(), _reads_counted(note_reads):
             return backend(graph, inputs)
 
     return record
+
+
+@contextmanager
+def _reads_counted(note: Callable[[list[int]], None]) -> Iterator[None]:
+    """A context in which the backward that AOTAutograd traces is counted before it runs."""
+    traced = torch.autograd.grad
+
+    def counted(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        note(_reads(tree_leaves(outputs), tree_leaves(inputs)))
+        return traced(outputs, inputs, *args, **kwargs)
+
+    torch.autograd.grad = counted
+    try:
+        yield
+    finally:
+        torch.autograd.grad = traced
+
+
+def _reads(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[int]:
+    """For each input, the edges to it in the graph of the outputs, each of which may bring a gradient."""
+    from torch.autograd.graph import get_gradient_edge
+
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, counts = set(waiting), Counter[tuple[Any, int]]()
+    while waiting:
+        for node, place in waiting.pop().next_functions:
+            if node is not None:
+                counts[node, place] += 1
+                if node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
+    edges = map(get_gradient_edge, inputs)
+    return [counts[edge.node, edge.output_nr] for edge in edges]
 
 
 @contextmanager
@@ -91,10 +129,16 @@ def _kernels_of_eager_code() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What a recorded function returns: for each result, whether it has gradients; and which are views inside."""
+    """What a recorded function returns: for each result, whether it has gradients; and which are views inside.
+
+    `written` are the places of inputs without gradients that it writes. Their new contents are its first results.
+    `inputs` are results that are inputs: place of the result, place of the input.
+    """
 
     differentiable: tuple[bool, ...]
     unsafe_views: tuple[int, ...]
+    written: tuple[int, ...]
+    inputs: tuple[tuple[int, int], ...]
 
 
 def recorded_call(inputs: Sequence[Any]) -> RecordedCall | None:
@@ -106,22 +150,35 @@ def recorded_call(inputs: Sequence[Any]) -> RecordedCall | None:
     metadata = None if context is None else context.fw_metadata
     if metadata is None or not all(type(i) in _PLAIN or is_fake(i) for i in inputs):
         return None
-    written = any(info.mutation_type.name == "MUTATED_OUT_GRAPH" for info in metadata.input_info)
+    infos = metadata.input_info
+    written = tuple(place for place, info in enumerate(infos) if info.mutation_type.name == "MUTATED_OUT_GRAPH")
+    # Only contents of buffers: autograd must know of other writes.
+    hidden = any(infos[place].requires_grad or infos[place].mutates_metadata for place in written)
     kinds = [info.output_type for info in metadata.output_info]
+    given = tuple(
+        (place, info.base_idx)
+        for place, info in enumerate(metadata.output_info)
+        if info.output_type is OutputType.is_input and not info.requires_grad
+    )
     simple = (OutputType.non_alias, OutputType.unsafe_view_alias)
     extras = (
         metadata.num_intermediate_bases,
         metadata.tokens,
         metadata.is_rng_op_functionalized,
-        metadata.num_mutated_inp_runtime_indices,
         metadata.grad_enabled_mutation is not None,
     )
-    if written or any(extras) or len(metadata.input_info) != len(inputs) or any(kind not in simple for kind in kinds):
+    if (
+        hidden
+        or any(extras)
+        or metadata.num_mutated_inp_runtime_indices != len(written)
+        or len(metadata.input_info) != len(inputs)
+        or any(kind not in simple and place not in dict(given) for place, kind in enumerate(kinds))
+    ):
         return None
     if any(not issubclass(info.raw_type, torch.Tensor) for info in metadata.output_info):
         return None
     views = tuple(place for place, kind in enumerate(kinds) if kind is OutputType.unsafe_view_alias)
-    return RecordedCall(tuple(info.requires_grad for info in metadata.output_info), views)
+    return RecordedCall(tuple(info.requires_grad for info in metadata.output_info), views, written, given)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -200,6 +257,17 @@ def results_with_gradients(joint: Any) -> Iterator[tuple[Any, bool]]:
     for result, desc in zip(results, output.meta["desc"], strict=True):
         if isinstance(result, torch.fx.Node) and desc in given:
             yield result, hasattr(desc, "mutated_input")
+
+
+def sums_of_autograd(joint: Any) -> set[str]:
+    """The names of the nodes of a joint graph that add up gradients of one value, outside of any operator's formula."""
+    # PyTorch notes the number of the forward operator whose gradient a node is of. Sums have the latest number.
+    latest = max((node.meta.get("seq_nr", -1) for node in joint.graph.nodes), default=-1)
+    return {
+        node.name
+        for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        if is_of_backward(node) and node.meta.get("seq_nr") == latest and not node.kwargs
+    }
 
 
 def is_of_backward(node: Any) -> bool:
