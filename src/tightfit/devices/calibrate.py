@@ -2,9 +2,10 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -19,6 +20,9 @@ from tightfit.devices.calls import (
     attention_cases,
     product_call,
     product_cases,
+    smaller_attention,
+    smaller_product,
+    smaller_stream,
     stream_bytes,
     stream_call,
     stream_cases,
@@ -30,9 +34,11 @@ from tightfit.devices.in_steps import StepTimes
 from tightfit.devices.machine import device_name
 from tightfit.devices.own_time import own_time
 from tightfit.devices.quiet import LoadObserver
+from tightfit.devices.room import NoRoom, largest_that_fits, share_of_free_memory
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
+from tightfit.memory.failure import is_out_of_memory
 from tightfit.runtime.activity import aside
 
 SECONDS = 7.0  # for all kinds of calls together; a slow or busy device takes longer
@@ -43,13 +49,23 @@ ROUNDS = 6
 def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
 
-    Takes about fifteen seconds, more on a slow or busy device. Does not use the user's random generators. Raises
-    `DeviceError` if there is no such device.
+    Takes about fifteen seconds, more on a slow or busy device. Does not use the user's random generators. On a card it
+    takes a quarter of the memory that is free at most (`devices.room`). Raises `DeviceError` if there is no such
+    device, and `NoRoom` if that is too little for the least measurements.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this PyTorch finds no CUDA device: use 'cpu'")
-    here = torch.device(kind)
-    watch = LoadObserver(_probe(kind, Buffers.on(here)), torch.get_num_threads())
+    with share_of_free_memory() if kind == "cuda" else nullcontext():
+        try:
+            return _calibrated(kind)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NoRoom from error
+
+
+def _calibrated(kind: Kind) -> DeviceSpec:
+    watch = LoadObserver(_probe(kind, Buffers.on(torch.device(kind))), torch.get_num_threads())
     steps = StepTimes() if kind == "cpu" else None
 
     def sample() -> None:
@@ -60,11 +76,11 @@ def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         own = _figures_of_cpu() if kind == "cpu" else _figures_of_cuda()  # first: the allocator has nothing to reuse
         sample()
-        products = _fit_products(_time_products(kind, Buffers.on(here)))
+        products = _fit_products(_timed(PRODUCTS, kind))
         sample()
-        attention = _points(_time_attention(kind, Buffers.on(here)))
+        attention = _points(_timed(ATTENTION, kind))
         sample()
-        streams = _curves(_time_streams(kind, Buffers.on(here)))
+        streams = _curves(_timed(STREAMS, kind))
         sample()
     spec = DeviceSpec(
         name=device_name(kind),
@@ -122,11 +138,72 @@ def _probe(kind: Kind, buffers: Buffers) -> Call:
     return call
 
 
+class Timing(NamedTuple):
+    """How one kind of calls is timed: its cases, the call of a case, a case that takes less memory, the table that a
+    case belongs to, and the share of the seconds.
+    """
+
+    cases: Callable[[Kind], Iterable[Any]]
+    call: Callable[[Any, Buffers], Call]
+    smaller: Callable[[Any], Any]
+    table: Callable[[Any], Any]
+    share: float
+
+
+PRODUCTS = Timing(product_cases, product_call, smaller_product, lambda case: case[:2], 0.3)
+ATTENTION = Timing(attention_cases, attention_call, smaller_attention, lambda case: case[:3], 0.35)
+STREAMS = Timing(stream_cases, stream_call, smaller_stream, lambda case: case[:3], 0.25)
+
+
+def _timed(timing: Timing, kind: Kind) -> dict[Any, float]:
+    """The least seconds of each case. On a card only the calls of one table have memory at a time, or of one case where
+    that is too much, and a case that finds no room is made smaller. Raises `NoRoom` for a table without a figure.
+    """
+    tables: dict[Any, list[Any]] = {}
+    cases = list(timing.cases(kind))
+    for case in cases:
+        tables.setdefault(timing.table(case) if kind == "cuda" else None, []).append(case)
+    seconds: dict[Any, float] = {}
+    for part in tables.values():
+        share = timing.share * SECONDS / len(cases)
+        calls = dict(_calls(timing, part, kind))
+        if kind == "cpu" or set(calls) == set(part):
+            found = fastest(calls, kind, share * len(part), ROUNDS)
+        else:
+            calls.clear()
+            found = {}
+            for case in part:
+                found |= fastest(dict(_calls(timing, [case], kind)), kind, share, ROUNDS)
+        if not found:
+            raise NoRoom
+        seconds |= found
+    return seconds
+
+
+def _calls(timing: Timing, cases: Sequence[Any], kind: Kind) -> Iterator[tuple[Any, Call]]:
+    """The cases and their calls, which share their operands; on a card, each of a size that ran."""
+    buffers = Buffers.on(torch.device(kind))
+
+    def ran(case: Any) -> Call:
+        known = set(buffers.made)
+        try:
+            call = timing.call(case, buffers)
+            call()
+        except BaseException:
+            for key in set(buffers.made) - known:
+                del buffers.made[key]  # a smaller case has others
+            raise
+        return call
+
+    for case in cases:
+        if kind == "cpu":
+            yield case, timing.call(case, buffers)
+        else:
+            with suppress(NoRoom):
+                yield largest_that_fits(case, ran, timing.smaller)
+
+
 # Products
-
-
-def _time_products(kind: Kind, buffers: Buffers) -> dict[ProductCase, float]:
-    return fastest({c: product_call(c, buffers) for c in product_cases(kind)}, kind, 0.3 * SECONDS, ROUNDS)
 
 
 def _fit_products(seconds: dict[ProductCase, float]) -> dict[str, tuple[float, ...]]:
@@ -159,10 +236,6 @@ def _product_terms(case: ProductCase) -> tuple[int, int, int, int]:
 # Attention
 
 
-def _time_attention(kind: Kind, buffers: Buffers) -> dict[AttentionCase, float]:
-    return fastest({c: attention_call(c, buffers) for c in attention_cases(kind)}, kind, 0.35 * SECONDS, ROUNDS)
-
-
 def _points(seconds: dict[AttentionCase, float]) -> dict[str, tuple[AttentionPoint, ...]]:
     tables = defaultdict(list)
     for case, spent in seconds.items():
@@ -175,10 +248,6 @@ def _points(seconds: dict[AttentionCase, float]) -> dict[str, tuple[AttentionPoi
 
 
 # Streams
-
-
-def _time_streams(kind: Kind, buffers: Buffers) -> dict[StreamCase, float]:
-    return fastest({c: stream_call(c, buffers) for c in stream_cases(kind)}, kind, 0.25 * SECONDS, ROUNDS)
 
 
 def _curves(seconds: dict[StreamCase, float]) -> dict[str, Curve]:

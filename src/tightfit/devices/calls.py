@@ -140,6 +140,14 @@ def product_cases(kind: Kind) -> Iterator[ProductCase]:
                 yield ProductCase("batched", dtype, batch, rows * scale, columns * scale, inner)
 
 
+def smaller_product(case: ProductCase) -> ProductCase | None:
+    """A product that takes less memory and is made of as many alike: half the batch, or half of each side."""
+    if case.batch > 1:
+        return case._replace(batch=case.batch // 2)
+    rows, columns, inner = (side // 2 for side in case[3:])
+    return case._replace(rows=rows, columns=columns, inner=inner) if min(rows, columns, inner) else None
+
+
 def product_call(case: ProductCase, buffers: Buffers) -> Call:
     return buffers.in_turns(lambda turn: _product_call(case, turn))
 
@@ -176,6 +184,11 @@ def attention_cases(kind: Kind) -> Iterator[AttentionCase]:
                         yield AttentionCase(backward, causal, dtype, heads * longest // length, length, width)
 
 
+def smaller_attention(case: AttentionCase) -> AttentionCase | None:
+    """The same attention over half of the heads. Where no kernel of a card does it without, scores have memory."""
+    return case._replace(heads=case.heads // 2) if case.heads > 1 else None
+
+
 def attention_call(case: AttentionCase, buffers: Buffers) -> Call:
     shape = (1, case.heads, case.length, case.width)
     q, k, v = (buffers.get(shape, case.dtype, use).detach() for use in "qkv")
@@ -205,6 +218,11 @@ def stream_cases(kind: Kind) -> Iterator[StreamCase]:
             for elements in _ELEMENTS[kind]:
                 if family not in SERIAL or elements <= _MOST_SERIAL[kind]:
                     yield StreamCase(family, dtype, other, elements)
+
+
+def smaller_stream(case: StreamCase) -> StreamCase | None:
+    """Half of the elements, in whole rows."""
+    return case._replace(elements=case.elements // 2) if case.elements > ROW else None
 
 
 def stream_call(case: StreamCase, buffers: Buffers) -> Call:

@@ -1,10 +1,12 @@
 """Measures what only a CUDA device has: time of launches, a link to the host, scratch memory of libraries."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 
+from tightfit.devices.room import NoRoom, largest_that_fits
 from tightfit.devices.timing import Call, fastest
 from tightfit.runtime.internals import clear_cublas_workspaces
 
@@ -40,14 +42,20 @@ def launch_seconds() -> float:
 
 def link_rates() -> dict[str, float]:
     """Bytes per second between host and device, by direction and kind of host memory (`"to_device/pinned"`)."""
-    on_device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+
+    def smaller(size: int) -> int | None:
+        return size // 2 or None
+
+    size, on_device = largest_that_fits(
+        LINK_BYTES, lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"), smaller
+    )
     calls: dict[str, Call] = {}
     for kind in ("pinned", "pageable"):
-        on_host = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
+        on_host = torch.ones(size, dtype=torch.uint8, pin_memory=kind == "pinned")
         calls[f"to_device/{kind}"] = _copy(on_device, on_host)
         calls[f"to_host/{kind}"] = _copy(on_host, on_device)
     seconds = fastest(calls, "cuda", SECONDS, ROUNDS)
-    return {name: LINK_BYTES / spent for name, spent in seconds.items()}
+    return {name: size / spent for name, spent in seconds.items()}
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Call:
@@ -59,19 +67,24 @@ def workspaces() -> Mapping[str, int]:
 
     `"cublas"` and `"cublaslt"` remain allocated until the process ends, after a product (or one with a bias) in half
     precision. From torch 2.15 on they are 0, because each product frees its workspace. `"attention_backward"` is
-    allocated while the backward of attention in half precision runs, at `ATTENTION_SHAPE`.
+    allocated while the backward of attention in half precision runs, at `ATTENTION_SHAPE`. What finds no room is left
+    out.
     """
     torch.cuda.synchronize()
     clear_cublas_workspaces()
     half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     a, b, out = (torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, device="cuda", dtype=half) for _ in range(3))
     bias = torch.ones(PRODUCT_SIDE, device="cuda", dtype=half)
-    plain = _kept(lambda: torch.mm(a, b, out=out))
-    return {
-        "cublas": plain,
-        "cublaslt": _kept(lambda: torch.addmm(bias, a, b, out=out)),
-        "attention_backward": _attention_backward_bytes(half),
+    wanted: dict[str, Callable[[], int]] = {
+        "cublas": lambda: _kept(lambda: torch.mm(a, b, out=out)),
+        "cublaslt": lambda: _kept(lambda: torch.addmm(bias, a, b, out=out)),
+        "attention_backward": lambda: _attention_backward_bytes(half),
     }
+    found = {}
+    for name, measured in wanted.items():
+        with suppress(NoRoom):  # a table shows this figure, and no prediction rests on it
+            found[name] = largest_that_fits(name, lambda _, measured=measured: measured(), lambda _: None)[1]
+    return found
 
 
 def _kept(call: Call) -> int:

@@ -8,7 +8,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -60,6 +60,21 @@ def _table(name: str) -> Mapping[str, Any]:
 def find(name: str) -> KnownDevice | None:
     """The device with a name, in any spelling; None if it is not in the list."""
     return _by_plain_name().get(plain(name))
+
+
+def closest(name: str, capability: tuple[int, int], memory_bytes: int) -> DeviceSpec:
+    """The published figures of a card that is there: its own, or else those of the card of the list that is most like
+    it, by compute capability and memory. The memory is the card's own.
+    """
+    known = find(name)
+
+    def distance(device: KnownDevice) -> tuple[float, float]:
+        major, minor = device.spec.compute_capability or (0, 0)
+        apart = abs(10 * major + minor - 10 * capability[0] - capability[1])
+        return apart, abs(device.spec.memory_bytes - memory_bytes)
+
+    spec = (known or min(known_devices().values(), key=distance)).spec
+    return replace(spec, memory_bytes=memory_bytes, compute_capability=capability)
 
 
 def others_of(name: str) -> tuple[str, ...]:

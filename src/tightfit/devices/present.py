@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ import torch
 from tightfit.devices.cache import cache_folder
 from tightfit.devices.calibrate import calibrate
 from tightfit.devices.described import Description, changed, of_ones_own, read_description
-from tightfit.devices.known import KnownDevice, find, nearest, others_of
+from tightfit.devices.known import KnownDevice, closest, find, nearest, others_of
 from tightfit.devices.machine import device_name, fingerprint
 from tightfit.devices.quiet import is_quiet_now
+from tightfit.devices.room import NoRoom
 from tightfit.devices.spec import DeviceSpec, Kind
 from tightfit.errors import DeviceError
 
@@ -60,10 +62,20 @@ def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
 
 
 def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """Measure the present device now, and replace its figures in the cache."""
+    """Measure the present device now, and replace its figures in the cache. A card without room for that has published
+    figures, which are not kept.
+    """
     kind, tell = _here(kind), notice or _say_nothing
     tell(f"measuring {device_name(kind)} once, about 15 seconds")
-    spec = calibrate(kind)
+    try:
+        spec = calibrate(kind)
+    except NoRoom:
+        known = closest(device_name(kind), torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[1])
+        tell(
+            f"there is no room to measure {device_name(kind)}, as others hold its memory: predicted seconds follow the "
+            f"published figures of {known.name}"
+        )
+        return replace(known, name=device_name(kind))
     if spec.disturbed_by:
         tell(f"the machine was busy ({spec.disturbed_by}): predicted seconds are rough until it is measured when quiet")
     path = cache_path(kind)

@@ -3,9 +3,16 @@
 import re
 from dataclasses import dataclass
 
+import torch
+
 from tightfit.units import parse_bytes
 
 _AMOUNT = r"([0-9.]+ ?(?:[KMGT]i?B|bytes|B))"
+
+
+# The words of errors that are no `torch.OutOfMemoryError`: the runtime's own, and those of libraries that could not
+# allocate their workspace. None of them spoils the process: the next call can succeed.
+_WORDS = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,15 @@ class OutOfMemory:
         if self.free_bytes is None:
             return None
         return max(0, self.requested_bytes - self.free_bytes - (self.unallocated_bytes or 0))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on whichever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    is_runtimes = isinstance(error, RuntimeError)
+    return is_runtimes and (parse_out_of_memory(text) is not None or any(words in text for words in _WORDS))
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 from tightfit.errors import RecoveryError
-from tightfit.memory.failure import OutOfMemory, parse_out_of_memory
+from tightfit.memory.failure import OutOfMemory, is_out_of_memory, parse_out_of_memory
 
-# The words of errors that are no `torch.OutOfMemoryError`: the runtime's own, and those of libraries that could not
-# allocate their workspace. None of them spoils the process: the next call can succeed.
-_WORDS = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
 TRIES = 4
 MOST_SPARED = 0.95  # of what is there: what fragmentation leaves unusable
 
@@ -42,15 +39,6 @@ class Failure:
         if self.memory is None:
             return "out of memory"
         return f"out of memory on {self.memory.device} (asked for {self.memory.requested_bytes:,} bytes)"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on whichever device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error)
-    is_runtimes = isinstance(error, RuntimeError)
-    return is_runtimes and (parse_out_of_memory(text) is not None or any(words in text for words in _WORDS))
 
 
 def caught(call: Callable[[], None], device: torch.device) -> Failure | None:
