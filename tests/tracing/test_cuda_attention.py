@@ -8,7 +8,7 @@ import tightfit
 from tightfit.tracing.cuda.attention import Backend, Call, choose_backend, gemm_alignment
 from tightfit.tracing.dry_run import DryRun
 
-T4, A100, RTX4090, H200 = (7, 5), (8, 0), (8, 9), (9, 0)
+T4, A100, RTX4090, H200, B200 = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -36,7 +36,9 @@ def call(
         (A100, call(mask=(2, 1, 64, 64), causal=False), Backend.EFFICIENT),
         (H200, call(mask=(64, 64), causal=False), Backend.CUDNN),
         (H200, call(mask=(1, 64, 64), causal=False), Backend.EFFICIENT),
-        (H200, call(width=256), Backend.FLASH),
+        (H200, call(width=256), Backend.CUDNN),
+        (H200, call(width=264), Backend.EFFICIENT),
+        (B200, call(width=136), Backend.FLASH),
         (RTX4090, call(width=224), Backend.EFFICIENT),
         (RTX4090, call(width=256), Backend.FLASH),
         (RTX4090, call(width=256, dropout=0.125), Backend.EFFICIENT),
@@ -57,6 +59,13 @@ def call(
 )
 def test_the_first_kernel_that_takes_the_call_is_chosen(capability, asked, chosen):
     assert choose_backend(asked, capability) is chosen
+
+
+def test_on_data_centre_blackwell_cudnn_takes_the_widths_of_latent_attention():
+    asked = call(width=192)
+    narrow = Call(asked.query, asked.key, asked.value[..., :128])
+    assert choose_backend(narrow, B200) is Backend.CUDNN
+    assert choose_backend(narrow, A100) is Backend.EFFICIENT
 
 
 def test_a_tensor_that_is_not_contiguous_along_its_last_dimension_is_left_to_the_plain_kernel():

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tightfit.tracing.cuda import CudaRole
-from tightfit.tracing.cuda.allocator import round_size
+from tightfit.tracing.cuda.allocator import RESULT, round_size
 from tightfit.tracing.shapes import TensorShape
 
 H100 = CudaRole((9, 0), 132, (2, 14))
 A100 = CudaRole((8, 0), 108, (2, 14))
 RTX4090 = CudaRole((8, 9), 128, (2, 14))
+T4 = CudaRole((7, 5), 40, (2, 14))
 
 
 def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> TensorShape:
@@ -70,14 +71,73 @@ def test_many_short_rows_of_a_norm_are_summed_in_blocks():
     # thread, and min(2112 / 6, 341 / 16) = 22 sharers for each of 6 blocks of 128 columns
     rows, gradient = shape(128 * 1024, 768), shape(768)
     outputs = [rows, gradient, gradient]
-    sharers = total([4 * 768 * 22 * 32 * 4, 4 * 6])
-    expected = 2 * total([4 * 1365 * 768]) + total([4 * 768]) + sharers
+    sharers = [4 * 768 * 22 * 32 * 4, 512]
+    both = [4 * 768, 4 * 768, 4 * 1365 * 768, 4 * 1365 * 768]
     name = "aten.native_layer_norm_backward.default"
     inputs = [rows, rows, shape(128 * 1024, 1), shape(128 * 1024, 1), gradient, gradient]
-    assert H100.workspace(name, inputs, outputs, ([768],)) == expected
+    scratch = H100.workspace(name, inputs, outputs, ([768],))
+    again = [-size for size in reversed(sharers)]  # between the sums of the weight and those of the bias
+    assert scratch.blocks == (RESULT, *both, RESULT, *sharers, *again, -4 * 768, RESULT, *sharers)
+    assert scratch == sum(both) + sum(sharers)
     few = shape(64 * 1024, 768)
     inputs = [few, few, shape(64 * 1024, 1), shape(64 * 1024, 1), gradient, gradient]
     assert H100.workspace(name, inputs, [few, gradient, gradient], ([768],)) == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "dtype", "width", "rows", "columns", "has_sums"),
+    [
+        (H100, torch.float32, 64, 64, 64, False),
+        (H100, torch.float32, 128, 128, 64, False),
+        (H100, torch.bfloat16, 96, 128, 64, False),
+        (H100, torch.bfloat16, 128, 128, 128, False),
+        (H100, torch.bfloat16, 256, 128, 64, True),
+        (RTX4090, torch.float32, 128, 64, 64, False),
+        (RTX4090, torch.float32, 256, 64, 64, False),
+        (RTX4090, torch.bfloat16, 96, 128, 64, False),
+        (RTX4090, torch.bfloat16, 128, 64, 64, True),
+        (T4, torch.float16, 128, 128, 64, False),
+        (T4, torch.float32, 128, 64, 64, False),
+    ],
+)
+def test_efficient_attentions_backward_uses_the_first_kernel_that_fits_the_cards_shared_memory(
+    role, dtype, width, rows, columns, has_sums
+):
+    heads, length = 2, 1024
+    query = TensorShape.of(torch.empty(1, length, heads, width, dtype=dtype, device="meta").transpose(1, 2))
+    name = "aten._scaled_dot_product_efficient_attention_backward.default"
+    scratch = role.workspace(name, [query, query, query, query, query], [query] * 3, ())
+    tiles = -(-length // rows) * -(-width // columns)
+    numbers = tiles * (rows * columns + 4) + (2 * length * width if has_sums else 0)
+    delta, product = 4 * heads * length, 4 * heads * length * width
+    before = [delta] if dtype.itemsize == 2 else [product, delta, delta, -delta, -product]
+    assert scratch.blocks == (*[RESULT] * 3, *before, round_size(4 * heads * numbers))
+
+
+# 2048 rows of 512 numbers: the columns are combined by 16 blocks of threads that share 64 numbers of each. Measured by
+# tests/card/test_operators.py.
+@pytest.mark.parametrize(
+    ("name", "dtype", "bytes_of_one"),
+    [
+        ("amax.default", torch.float32, 4),
+        ("amax.default", torch.bfloat16, 2),
+        ("sum.dim_IntList", torch.bfloat16, 4),
+        ("any.dim", torch.bool, 1),
+        ("var.correction", torch.float32, 16),
+        ("var.correction", torch.bfloat16, 16),
+    ],
+)
+def test_what_blocks_of_a_reduction_share_depends_on_the_operator(name, dtype, bytes_of_one):
+    dims = 0 if name == "any.dim" else [0]
+    scratch = RTX4090.workspace(f"aten.{name}", [shape(2048, 512, dtype=dtype)], [shape(512, dtype=dtype)], (dims,))
+    assert scratch.blocks == (2048 * 1024 * bytes_of_one, 512)
+
+
+def test_the_largest_of_all_numbers_and_its_place_are_shared_as_pairs():
+    numbers = shape(1, 2_000_000)
+    largest, place = ("aten.max.default", ()), ("aten.argmax.default", (1,))
+    sizes = [RTX4090.workspace(name, [numbers], [shape()], given).blocks for name, given in (largest, place)]
+    assert sizes == [(1024, 512), (4096, 512)]
 
 
 def attention(role: CudaRole, heads: int, length: int, dropout: float = 0.0, width: int = 80) -> int:
@@ -92,5 +152,5 @@ def test_flash_attention_splits_keys_where_heads_are_too_few_for_the_card():
     # 4 heads of 1024 / 64 blocks: 64 of 264 slots; 8 blocks of 128 keys; 4 parts fill 256 slots, and 2, 3 less
     rows = 4 * 4 * 4 * 1024
     assert attention(H100, 4, 1024) == total([rows, rows * 96])
-    assert attention(H100, 4, 1024, dropout=0.1) == 0
+    assert attention(H100, 4, 1024, dropout=0.1) == 512  # the state of the generator
     assert attention(H100, 16, 1024) == 0  # 256 of 264 slots

@@ -62,7 +62,7 @@ def top_groups(trace: StepTrace) -> tuple[TensorGroup, ...]:
         for (name, operator, category, shape, dtype), storages in members.items()
     ]
     at_peak = trace.peak_operator
-    scratch = at_peak.workspace_bytes
+    scratch = int(at_peak.workspace_bytes)
     if scratch:
         groups.append(TensorGroup(at_peak.module, at_peak.name, str(Category.WORKSPACE), (), "", 1, scratch))
     return tuple(sorted(groups, key=lambda group: -group.bytes)[:TOP_GROUPS])

@@ -39,6 +39,7 @@ from tightfit.tracing.rules import (
     INDEXING,
     LENGTHS,
     NEVER_COMPUTED,
+    ON_HOST,
     REDUCED_IN_PLACE,
     Routing,
     assumed_choice,
@@ -117,6 +118,8 @@ class DryRun(Recording):
             self.note_seconds(traits.name)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
+        for place in ON_HOST.get(func, ()) if now.playing_cuda else ():
+            self.ledger.on_host(out[place])
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
 

@@ -151,9 +151,9 @@ class Ledger:
             self.live_bytes -= entry.bytes
             entry.bytes = 0
 
-    def reserve(self, size: int, category: Category) -> None:
+    def reserve(self, size: int, category: Category, name: str = "") -> None:
         """Count memory that is held during the whole step, without a tensor."""
-        self.entries.append(Entry(size, None, 0, False, category=category))
+        self.entries.append(Entry(size, None, 0, False, name=name, category=category))
         self.live_bytes += size
 
     def begin_again(self) -> None:

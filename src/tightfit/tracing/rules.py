@@ -47,6 +47,10 @@ ADDED_IN_PLACE = frozenset(
 )
 
 
+# Results that a card's kernel leaves in the host's memory, by their positions: seed and offset of dropout
+# (`_efficient_attention_forward` in native/transformers/cuda/attention.cu).
+ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
+
 # Elementwise losses whose reduced result keeps the memory of the unreduced one, because it is resized in place. Source:
 # `TORCH_META_FUNC(mse_loss)`, ATen/native/BinaryOps.cpp and Loss.cpp.
 REDUCED_IN_PLACE = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default})

@@ -19,6 +19,7 @@ from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
+from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun, Lasting
 from tightfit.tracing.host import on_host
@@ -299,7 +300,8 @@ def _dry(
     batch = list(tensors_in([part.batch for part in parts]))
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
-        ledger.reserve(role.held_bytes, Category.WORKSPACE)
+        for _ in range(THREADS_WITH_PRODUCTS):
+            ledger.reserve(role.held_by_a_thread, Category.WORKSPACE, HANDLE_WORKSPACE)
     plain = plain_tensors(model)
     lasting = model if rank is None else nn.Module()
     everything = [*lasting.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
@@ -346,16 +348,32 @@ def _dry(
 
 def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
     """Enter the tensors that exist before the step. `plain` are those that modules hold as plain attributes."""
-    for name, parameter in model.named_parameters():
-        for held in memory_of(parameter):
-            known = not parameter.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
-            ledger.announce(held, Category.PARAMETER, known=known, name=name)
-    for name, tensor in model.named_buffers():
-        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor), name=name)
+    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    for tensor in in_order_of_moving(model):
+        for held in memory_of(tensor) if isinstance(tensor, nn.Parameter) else (tensor,):
+            known = not tensor.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
+            ledger.announce(held, Category.PARAMETER, known=known, name=names.get(id(tensor), ""))
     for tensor in plain:
         ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor))
     for tensor in batch:
         ledger.announce(tensor, Category.INPUT, known=not is_unbacked(tensor))
+
+
+def in_order_of_moving(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers in the order in which `model.to(device)` allocates them (`nn.Module._apply`)."""
+    seen: set[nn.Module | torch.Tensor | None] = {None}
+
+    def of(module: nn.Module) -> Iterator[torch.Tensor]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                yield from of(child)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor not in seen:
+                seen.add(tensor)
+                yield tensor
+
+    return of(model)
 
 
 def held_by(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -7,11 +7,14 @@ Each stream has pools of its own: memory that one stream has freed is not given 
 """
 
 import bisect
+import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MIB = 2**20
+RESULT = 0  # the place of a result among the blocks of `Scratch`
 MIN_BLOCK = 512  # kMinBlockSize: sizes are multiples of it
 SMALL_SIZE = MIB  # kSmallSize: the largest request that goes to the small pool
 SMALL_BUFFER = 2 * MIB  # kSmallBuffer: the segments of the small pool
@@ -35,6 +38,24 @@ def segment_size(size: int) -> int:
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple that is at least `size`."""
     return -(-size // multiple) * multiple
+
+
+class Scratch(int):
+    """Bytes of scratch memory of an operator call, as the allocator rounds them, with the blocks that it consists of.
+
+    `blocks` are the bytes of each in the order in which the operator allocates them. A negative number frees the last
+    block of that size. `RESULT` stands for a result; results without one come before all blocks. A number like any
+    other for code that adds bytes: the most that is allocated at a time.
+    """
+
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, blocks: Iterable[int]) -> "Scratch":
+        sizes = tuple(round_size(size) if size > 0 else -round_size(-size) if size else RESULT for size in blocks)
+        found = cls(max(itertools.accumulate(sizes, initial=0)))
+        found.blocks = sizes
+        return found
 
 
 class PoolName(NamedTuple):

@@ -102,11 +102,17 @@ def _cudnn_takes(call: Call, capability: Capability) -> bool:
         and (call.dropout * 16).is_integer()  # `check_cudnn_dropout`: its probabilities are multiples of 1/16
         and _heads_agree(call, takes_grouped=True)
         and _last_stride_is_one(call, ignore_single=True)
-        and max(width, value_width) <= 128
-        and width % 8 == value_width % 8 == 0
+        and _cudnn_takes_widths(width, value_width, capability)
         and call.key.shape[-2] != 1
         and not (call.dropout > 0 and call.query.shape[-2] == 1)
     )
+
+
+def _cudnn_takes_widths(width: int, value_width: int, capability: Capability) -> bool:
+    # `check_cudnn_tensor_shapes`; the pair of widths on (10, x) is that of multi-head latent attention
+    most = 256 if capability == (9, 0) else 128
+    is_pair = capability[0] == 10 and (width, value_width) == (192, 128)
+    return (max(width, value_width) <= most or is_pair) and width % 8 == value_width % 8 == 0
 
 
 def flash_takes(call: Call, capability: Capability) -> bool:

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from tightfit.tracing.cuda.allocator import round_up
+from tightfit.tracing.cuda.allocator import RESULT, round_up
+from tightfit.tracing.cuda.answers import shared_memory
 from tightfit.tracing.cuda.reductions import Card, reduction_scratch
 from tightfit.tracing.shapes import TensorShape
 
@@ -14,6 +15,7 @@ MOST_BLOCKS = 64 * 1024 // 2  # same function
 MOST_SPLITS = 128  # in `num_splits_heuristic`
 
 _NORMS = {"aten.native_layer_norm_backward.default": 2, "aten._fused_rms_norm_backward.default": 1}
+_EFFICIENT_BACKWARD = "aten._scaled_dot_product_efficient_attention_backward.default"
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
 
 
@@ -23,6 +25,8 @@ def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple
         return _norm_backward(inputs, outputs, _NORMS[name], card)
     if name == _FLASH:
         return _flash_forward(inputs, arguments, card)
+    if name == _EFFICIENT_BACKWARD:
+        return _efficient_backward(inputs, card)
     return reduction_scratch(name, inputs, outputs, arguments, card) if inputs else []
 
 
@@ -40,21 +44,59 @@ def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: Card) ->
     blocks = min(MOST_BLOCKS // -(-columns // 32), -(-rows // 32))
     partial = [TensorShape((blocks, columns), (columns, 1), gradient.dtype) for gradient in gradients]
     last = reduction_scratch("aten.sum.dim_IntList", [partial[-1]], [gradients[-1]], ([0],), card)
-    return [*(shape.bytes for shape in partial), gradients[-1].bytes, *last]
+    begun = [RESULT, *(shape.bytes for shape in [*gradients, *partial]), RESULT, *last]
+    if len(gradients) == 1:
+        return begun
+    return [*begun, *(-size for size in reversed(last)), -gradients[0].bytes, RESULT, *last]
 
 
 def _flash_forward(inputs: Shapes, arguments: tuple, card: Card) -> list[int]:
     # `set_params_splitkv` and `num_splits_heuristic` in flash_attn/flash_api.cpp: if the heads do not fill the card and
-    # there is no dropout, the keys are split, and each part has its sums and its output in fp32
+    # there is no dropout, the keys are split, and each part has its sums and its output in fp32. With dropout, the
+    # generator's state goes through a buffer.
     query, key = inputs[:2]
-    dropout = next((a for a in arguments if isinstance(a, float)), 0.0)
-    if dropout or not query.numel or not key.numel:
+    if not query.numel or not key.numel:
         return []
+    if next((a for a in arguments if isinstance(a, float)), 0.0):
+        return [RESULT, RESULT, 8, RESULT, RESULT]
     batch, heads, length, width = query.shape
     key_blocks = -(-key.shape[2] // (256 if width <= 64 else 128 if width <= 128 else 64))
     splits = _splits(batch * heads * -(-length // 64), 2 * card.multiprocessors, key_blocks)
     rows = 4 * splits * batch * heads * length
-    return [rows, rows * (round_up(width, 32) if width <= 192 else 256)] if splits > 1 else []
+    parts = [rows, rows * (round_up(width, 32) if width <= 192 else 256)]
+    return [RESULT, RESULT, *parts, RESULT, RESULT] if splits > 1 else []
+
+
+def _efficient_backward(inputs: Shapes, card: Card) -> list[int]:
+    # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
+    # of 16 bytes each. Kernels that do not sum the gradients of keys and values in registers have those in fp32 too.
+    # And delta, the sum of each row of out times its gradient, which 16-bit kernels compute themselves.
+    query, key, value = inputs[1:4]
+    batch, heads, length, width = query.shape
+    is_half, widest = query.dtype.itemsize == 2, max(width, value.shape[3])
+    tile_rows, tile_columns, has_sums = _efficient_kernel(widest, is_half, card.capability)
+    tiles = -(-length // tile_rows) * -(-width // tile_columns)
+    elements = tiles * (4 + tile_rows * tile_columns)
+    if has_sums:
+        keys = round_up(key.shape[2], tile_columns)
+        elements += keys * (round_up(width, tile_rows) + round_up(value.shape[3], tile_rows))
+    rows, product = 4 * batch * heads * length, 4 * batch * heads * length * value.shape[3]
+    delta = [rows] if is_half else [product, rows, rows, -rows, -product]
+    return [*[RESULT] * 3, *delta, 4 * batch * heads * round_up(elements, 4)]
+
+
+def _efficient_kernel(width: int, is_half: bool, capability: tuple[int, int]) -> tuple[int, int, bool]:
+    """kBlockSizeI and kBlockSizeJ of the first kernel in cutlassB.h for a width that a card's shared memory holds, and
+    whether it has sums of its own for the gradients of keys and values. Compared with the wheel 2.13 for all widths.
+    """
+    has_much_shared_memory = capability[0] >= 8 and shared_memory(capability) >= 160 * 1024
+    if width <= 64 or (not is_half and not has_much_shared_memory):
+        return 64, 64, False
+    if is_half and 96 < width <= 128:
+        if has_much_shared_memory:
+            return 128, 128, False
+        return (64, 64, True) if capability[0] >= 8 else (128, 64, False)
+    return 128, 64, is_half and width > 128
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:

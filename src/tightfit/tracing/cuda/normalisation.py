@@ -67,11 +67,11 @@ def _group_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
 
 def _group_norm_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `GroupNormBackwardKernelImplInternal`: the sums ds and db of every channel. If the input has a gradient, c2 and c3
-    # of every group; with a weight also c1 of every channel. `GroupNorm1dBackward` (one pixel) needs only c2 and c3.
+    # of every group; with a weight, and several pixels, also c1 of every channel.
     batch, channels, pixels, groups, (into_source, *_) = arguments[-5:]
     width = _accumulated(inputs[0])
     channel, group = width * batch * channels, width * batch * groups
-    sums = [channel] * 2 if pixels > 1 else []
+    sums = [channel] * 2
     fused = [group] * 2 if into_source else []
     scales = [channel] if into_source and pixels > 1 and len(inputs) > 4 else []
     return [*copies(*inputs), *sums, *fused, *scales]

@@ -12,6 +12,7 @@ from tightfit.tracing.shapes import TensorShape
 Release = tuple[int, int]
 
 THREADS_WITH_PRODUCTS = 2  # forward's and backward's: each has its own cuBLAS handle, and with it a workspace
+HANDLE_WORKSPACE = "workspace of a cuBLAS handle"  # the name of its storage in a trace
 SMALL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 LARGE_WORKSPACE = 4096 * 8 * 1024
 # The first release in which a generation of cards (the first number of its capability) has the large workspace. Hopper

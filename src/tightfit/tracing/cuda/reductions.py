@@ -18,11 +18,20 @@ LARGEST_INDEX = 2**31  # bytes that a kernel with 32-bit indices can address
 # `maxThreadsPerMultiProcessor`: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 
-_REDUCTIONS = (
-    "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int amax.default amin.default "
-    "linalg_vector_norm.default"
-)
-REDUCTIONS = frozenset(f"aten.{name}" for name in _REDUCTIONS.split())
+_SUMS = "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int linalg_vector_norm.default"
+_EXTREMES = "amax.default amin.default max.default min.default"
+_QUESTIONS = "any.default any.dim any.dims all.default all.dim all.dims"
+_VARIANCES = "var.correction std.correction var_mean.correction std_mean.correction"
+_PLACES = "max.dim min.dim argmax.default argmin.default"
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+SUMS, EXTREMES, QUESTIONS, VARIANCES, PLACES = map(_named, (_SUMS, _EXTREMES, _QUESTIONS, _VARIANCES, _PLACES))
+_OF_ONE_DIMENSION = _named("prod.dim_int any.dim all.dim " + _PLACES)
+REDUCTIONS = SUMS | EXTREMES | QUESTIONS | VARIANCES | PLACES
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,27 @@ def reduction_scratch(
         return []
     rank = len(source.shape)
     named = next((a for a in arguments if isinstance(a, list | tuple)), None)
-    if name == "aten.prod.dim_int":
+    if name in _OF_ONE_DIMENSION and arguments and type(arguments[0]) is int:
         named = [arguments[0]]
     dims = {dim % rank for dim in named} if named else set(range(rank))
-    return [*_converted(name, source, outputs), *_blocks(source, dims, card)]
+    converted = _converted(source, outputs) if name in SUMS else []
+    if converted:
+        source = TensorShape(source.shape, source.stride, outputs[0].dtype)
+    return [*converted, *_blocks(source, dims, card, _accumulated(name, source.dtype.itemsize))]
 
 
-def _converted(name: str, source: TensorShape, outputs: Sequence[TensorShape]) -> list[int]:
+def _accumulated(name: str, width: int) -> int:
+    """Bytes of an intermediate result for numbers of `width` bytes, `arg_t` of the functors in native/cuda."""
+    if name in EXTREMES:
+        return width
+    if name in QUESTIONS:
+        return 1
+    if name in VARIANCES:
+        return 4 * max(4, width)  # `WelfordData`: mean, second moment and two counts
+    return 16 if name in PLACES else max(4, width)  # a number and its place
+
+
+def _converted(source: TensorShape, outputs: Sequence[TensorShape]) -> list[int]:
     # `make_reduction` in native/ReduceOpsUtils.h: the input is converted to the dtype of the result, except for 16-bit
     # inputs with an fp32 result, which the kernel converts. Counts of a mask convert it to 64 bits.
     result = outputs[0].dtype if outputs else source.dtype
@@ -61,7 +84,7 @@ def _converted(name: str, source: TensorShape, outputs: Sequence[TensorShape]) -
     return [] if result == source.dtype or is_widened else [source.numel * result.itemsize]
 
 
-def _blocks(source: TensorShape, dims: set[int], card: Card) -> list[int]:
+def _blocks(source: TensorShape, dims: set[int], card: Card, accumulated: int) -> list[int]:
     """`setReduceConfig`, `global_memory_size` and `semaphore_size`."""
     sizes, strides, width = source.shape, source.stride, source.dtype.itemsize
     reduced = _merged([(strides[d], sizes[d]) for d in sorted(dims, reverse=True)])
@@ -94,7 +117,6 @@ def _blocks(source: TensorShape, dims: set[int], card: Card) -> list[int]:
     parts = min(max(_up(target, grid), _up(per_thread, MAX_VALUES)), _up(per_thread, MIN_VALUES))
     if parts <= 1:
         return []
-    accumulated = max(4, width)
     return [accumulated * outputs * parts * (1 if along_rows else block_width * vector), 4 * grid]
 
 

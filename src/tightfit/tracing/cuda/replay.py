@@ -1,16 +1,22 @@
 """Replays a traced step through a simulated CUDA caching allocator: allocated and reserved bytes."""
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tightfit.tracing.cuda.allocator import Block, CachingAllocator, DeviceFull
+from tightfit.tracing.cuda.allocator import RESULT, Block, CachingAllocator, DeviceFull, Scratch
+from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, takes_workspace
 from tightfit.tracing.record import Category, Phase, StepTrace, StorageRecord
 
 # The first step allocates the optimizer's states in the middle of freed activations, which fragments segments: 67.3 GiB
 # reserved for 54.9 GiB allocated (1B, 4 x 4096, bf16, predicted). Later steps repeat.
 STEPS = 3
+
+
+# `native_dropout_cuda` in native/cuda/Dropout.cu makes the mask before the result.
+_LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,13 @@ class _Player:
         self.blocks: dict[int, Block] = {}
         self.resident: list[int] = []
         self.states: list[int] = []
+        self.workspaces: list[int] = []  # of cuBLAS: of forward's thread, and of backward's
         self.born: dict[int, list[int]] = defaultdict(list)
         self.died: dict[int, list[int]] = defaultdict(list)
         self.optimizer = next((i for i, o in enumerate(trace.operators) if o.phase is Phase.OPTIMIZER), None)
         for index, storage in self._live():
             self._enter(index, storage)
+        self.in_place = self._sums_in_place()
 
     def _live(self) -> Iterator[tuple[int, StorageRecord]]:
         for index, storage in enumerate(self.trace.storages):
@@ -84,6 +92,13 @@ class _Player:
     def _enter(self, index: int, storage: StorageRecord) -> None:
         if storage.operator is not None:
             self.born[storage.born].append(index)
+        elif storage.died is not None and storage.born > 0:
+            # A tensor that Python made of numbers, noted when an operator is about to read it. Nobody moves a single
+            # float to the device, which an operator reads from the host. Single integers are positions in a cache.
+            if storage.shape or "int" in storage.dtype:
+                self.born[storage.born + 1].append(index)
+        elif storage.name == HANDLE_WORKSPACE:
+            self.workspaces.append(index)
         elif storage.category is Category.OPTIMIZER_STATE:
             self.states.append(index)
         else:
@@ -99,16 +114,55 @@ class _Player:
             self._allocate(self.states)
         levels = []
         for index, operator in enumerate(self.trace.operators):
+            born = self.born[index][::-1] if operator.name in _LAST_RESULT_FIRST else self.born[index]
+            for left, result in self.in_place[index]:
+                if left in self.blocks:
+                    self.blocks[result] = self.blocks.pop(left)
             self._release(self.died[index])
             if index == self.optimizer:
                 self._allocate(self.states)  # PyTorch's optimizers make their states in their first step
-            self._allocate(self.born[index])
-            scratch = self.allocator.allocate(operator.workspace_bytes) if operator.workspace_bytes else None
-            levels.append(self.allocator.allocated)
-            if scratch is not None:
-                self.allocator.release(scratch)
+            level = self._run(born, operator.workspace_bytes)
+            if first and takes_workspace(operator.name):
+                self._allocate(self.workspaces[operator.phase in (Phase.BACKWARD, Phase.RECOMPUTE) :][:1])
+            levels.append(level)
         self._release(self.died[len(self.trace.operators)])
+        self._allocate(self.workspaces)  # a process that trains has had products in both threads
         return levels
+
+    def _run(self, results: list[int], workspace: int) -> int:
+        """Allocate results and scratch memory as an operator does, and free the latter. Returns the highest level."""
+        blocks = workspace.blocks if isinstance(workspace, Scratch) else (workspace,) if workspace else ()
+        first = max(0, len(results) - blocks.count(RESULT))
+        self._allocate(results[:first])
+        waiting = iter(results[first:])
+        held: list[tuple[int, Block]] = []
+        highest = self.allocator.allocated
+        for size in blocks:
+            if size == RESULT:
+                self._allocate([*itertools.islice(waiting, 1)])
+            elif size > 0:
+                held.append((size, self.allocator.allocate(size)))
+            else:
+                place = max(i for i, (held_size, _) in enumerate(held) if held_size == -size)
+                self.allocator.release(held.pop(place)[1])
+            highest = max(highest, self.allocator.allocated)
+        for _, block in held:
+            self.allocator.release(block)
+        return highest
+
+    def _sums_in_place(self) -> dict[int, list[tuple[int, int]]]:
+        """By operator: storages that it reads and that end with it, and those of its results, in the same memory.
+
+        An operator's arguments outlive it, but for the sums that autograd makes in place (`Recording.settle_sum`).
+        """
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for index, died in self.died.items():
+            if index == len(self.trace.operators):
+                continue
+            read = {self.trace.values[value].storage for value in self.trace.operators[index].reads}
+            lefts = [left for left in died if left in read]
+            found[index] = list(zip(lefts, self.born[index], strict=False))
+        return found
 
     def born_and_left(self) -> list[int]:
         """Storages of the previous step that outlived it, such as gradients: the new step allocates them again."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import autocast_cache_cleared_by, foreach_on_cpu, kernels_replaced
-from tightfit.tracing.cuda.allocator import round_size
+from tightfit.tracing.cuda.allocator import Scratch
 from tightfit.tracing.cuda.answers import replace_in_backends, replace_in_torch
 from tightfit.tracing.cuda.attention import Capability
 from tightfit.tracing.cuda.autocast import AutocastKernels
@@ -54,11 +54,14 @@ class CudaRole:
 
     def workspace(
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
-    ) -> int:
+    ) -> Scratch:
         """Bytes of scratch memory of one operator call, rounded as the allocator rounds them."""
-        sizes = product_scratch(name, tuple(inputs), self.capability, self.release)
-        sizes += scratch_by_card(name, inputs, outputs, arguments, Card(self.capability, self.multiprocessors))
-        return cuda_workspace(name, inputs, outputs, arguments) + sum(map(round_size, sizes))
+        blocks = [
+            *product_scratch(name, tuple(inputs), self.capability, self.release),
+            *cuda_workspace(name, inputs, outputs, arguments).blocks,
+            *scratch_by_card(name, inputs, outputs, arguments, Card(self.capability, self.multiprocessors)),
+        ]
+        return Scratch.of(blocks)
 
     @contextmanager
     def playing(self) -> Iterator[None]:

@@ -4,24 +4,28 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from tightfit.tracing.cpu_temporaries import COMPOSITES, composite_scratch
 from tightfit.tracing.cuda import normalisation
-from tightfit.tracing.cuda.allocator import MIB, round_size, round_up
+from tightfit.tracing.cuda.allocator import MIB, MIN_BLOCK, RESULT, Scratch, round_up
 from tightfit.tracing.shapes import TensorShape
 
 Shapes = Sequence[TensorShape]
+_THREE_RESULTS = [RESULT] * 3  # gradients of query, keys and values
+_SORTED_BY_ONE_BLOCK = 2048
 
 # The memory of a process on the device before its first tensor: the driver's context and the loaded kernels. This is an
 # assumption, not a measurement.
 CONTEXT_BYTES = 512 * MIB
 
 
-def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> int:
+def cuda_workspace(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> Scratch:
     """Bytes of scratch memory of one operator call, rounded as the allocator does. For products see `products.py`."""
     formula = _FORMULAS.get(name)
     if formula is None or math.prod(inputs[0].shape) == 0:
-        return 0
-    return sum(round_size(size) for size in formula(inputs, outputs, arguments) if size)
+        return Scratch.of(())
+    return Scratch.of(formula(inputs, outputs, arguments))
 
 
 # Attention backward. The inputs are: gradient, query, key, value, out, logsumexp (efficient: the bias before out).
@@ -36,9 +40,10 @@ def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[i
     rows = round_up(length, 128)
     rounded = round_up(width, 32 if width <= 128 else 64)
     shared = heads != key.shape[1]
-    expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize if shared else 0
+    expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize
     copies = [shape.bytes for shape in (gradient, out) if not _lies_by_length(shape)]
-    return [4 * batch * heads * rows, 4 * batch * heads * rows * rounded, expanded, expanded, *copies]
+    sums = [4 * batch * heads * rows, 4 * batch * heads * rows * rounded]
+    return [*copies, *_THREE_RESULTS, *sums, *([expanded] * 2 if shared else [])]
 
 
 def _joined_flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
@@ -48,9 +53,10 @@ def _joined_flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) ->
     sequences = next((shape.numel for shape in inputs[5:] if not shape.dtype.is_floating_point), 1) - 1
     rows = queries + 128 * sequences
     rounded = round_up(width, 32 if width <= 128 else 64)
-    expanded = key.shape[0] * heads * width * query.dtype.itemsize if heads != key.shape[1] else 0
+    expanded = key.shape[0] * heads * width * query.dtype.itemsize
     copies = [shape.bytes for shape in (gradient, out) if not shape.is_contiguous]
-    return [4 * heads * rows, 4 * heads * rows * rounded, expanded, expanded, *copies]
+    sums = [4 * heads * rows, 4 * heads * rows * rounded]
+    return [*copies, *_THREE_RESULTS, *sums, *([expanded] * 2 if heads != key.shape[1] else [])]
 
 
 def _cudnn_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
@@ -74,28 +80,6 @@ def _efficient_forward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> lis
     return [4 * batch * heads * length * value.shape[3]] if is_needed else []
 
 
-def _efficient_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
-    # of 16 bytes each. For wide heads in 16 bits, the gradients of keys and values too. And delta, one number per row.
-    query, key, value = inputs[1:4]
-    batch, heads, length, width = query.shape
-    is_half, widest = query.dtype.itemsize == 2, max(width, value.shape[3])
-    tile_rows, tile_columns = _efficient_tile(widest, is_half)
-    tiles = -(-length // tile_rows) * -(-width // tile_columns)
-    elements = tiles * (4 + tile_rows * tile_columns)
-    if is_half and widest > 128:
-        keys = round_up(key.shape[2], tile_columns)
-        elements += keys * (round_up(width, tile_rows) + round_up(value.shape[3], tile_rows))
-    return [4 * batch * heads * round_up(elements, 4), 4 * batch * heads * length]
-
-
-def _efficient_tile(width: int, is_half: bool) -> tuple[int, int]:
-    # kBlockSizeI, kBlockSizeJ of the kernels that cutlassB.h lists first for a width and data-centre cards
-    if width <= 64:
-        return 64, 64
-    return (128, 128) if is_half and 96 < width <= 128 else (128, 64)
-
-
 def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # FlexAttention runs its forward again, with the log-sum-exp and the maximum of each row. Its backward adds delta,
     # the sums of out times its gradient (torch/_inductor/kernel/flex/flex_attention.py).
@@ -112,19 +96,40 @@ def _lies_by_length(shape: TensorShape) -> bool:
 # Others
 
 
+def _embedding(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `embedding_symint` in native/Embedding.cpp: `indices.reshape(-1)`, a copy of positions that a batch shares
+    index = inputs[1]
+    return [] if len(index.shape) < 2 or index.is_contiguous else [index.bytes, RESULT]
+
+
 def _embedding_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: a copy of the gradient if it is not
-    # contiguous; sorted indices; sums over runs of up to ten rows in fp32; two counts. Few indices without a padding
-    # index use another kernel, which needs only the copy.
-    gradient, count, (weights, width) = inputs[0], inputs[1].numel, outputs[0].shape
-    copied = [] if gradient.is_contiguous else [gradient.bytes]
-    padding = arguments[1] if len(arguments) > 1 else -1
-    if count <= 3072 and padding < 0:
-        return copied
-    index = inputs[1].dtype.itemsize
+    # Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu: contiguous copies of gradient and
+    # indices; sorted indices, and buffers of the sort; sums over runs of up to ten rows in fp32. The number of runs is
+    # read from the device, so it is the most that is possible. Few indices use another kernel, which needs only the
+    # copies.
+    count, (weights, width) = inputs[1].numel, outputs[0].shape
+    copied = [shape.bytes for shape in inputs[:2] if not shape.is_contiguous]
+    if count <= 3072:
+        return [*copied, RESULT]
+    indices = inputs[1].dtype.itemsize * count
+    sort = _radix_sort(count, weights, inputs[1].dtype.itemsize)
     segments = min(count, weights)
     runs = count // 10 + segments
-    return [*copied, *[index * count] * 3, *[index * segments] * 2, index * runs, 4 * runs * width, 8, 8]
+    in_segments = inputs[1].dtype.itemsize * segments
+    before = [*copied, indices, indices, indices, *sort, *(-size for size in sort), -indices, RESULT]
+    found = [indices, 512, indices, -indices, in_segments, in_segments, 512]
+    return [*before, *found, inputs[1].dtype.itemsize * runs, 4 * runs * width]
+
+
+def _radix_sort(count: int, largest: int, key: int = 8) -> list[int]:
+    # cub's radix sort of `count` keys below `largest`, with numbers of 64 bits: counts of the digits of each pass of
+    # eight bits and of each tile; second buffers of both if there are several passes. Few keys are sorted by one block.
+    # 3,840 keys a tile are those of capability 8 and 9.
+    if count <= _SORTED_BY_ONE_BLOCK:
+        return [MIN_BLOCK]
+    passes = -(-largest.bit_length() // 8)
+    buffers = (key + 8) * count if passes > 1 else 0
+    return [buffers + 2048 * passes + 1024 * -(-count // 3840) + MIN_BLOCK]
 
 
 def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
@@ -134,20 +139,22 @@ def _index_put(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     places = [shape.numel for shape in inputs[1:] if not shape.dtype.is_floating_point]
     if not accumulates or not places:
         return []
-    values = inputs[-1]
-    return [*([] if values.is_contiguous else [values.bytes]), *[8 * max(places)] * 6]
+    values, count = inputs[-1], max(places)
+    copied = [] if values.is_contiguous else [values.bytes]
+    rows = math.prod(inputs[0].shape[: len(places)])  # the first dimensions are those that are indexed, as a rule
+    return [*copied, 8 * count, 8 * count, -8 * count, *[8 * count] * 3, *_radix_sort(count, rows)]
 
 
 def _sort(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `do_launch_stable_sort_kernel` in SortStable.cu; up to 4096 numbers (`should_use_small_sort` in Sort.h) are sorted
-    # in the memory of the results. cub's radix sort has second buffers of keys and values; small buffers are left out.
+    # in the memory of the results, with one row of places. Of several long rows, small buffers are left out.
     source = inputs[0]
     length = source.shape[next((a for a in arguments if type(a) is int), -1)]
     key, number, rows = source.dtype.itemsize, source.numel, source.numel // length
     if length <= 4096:
-        return []
+        return [8 * length]
     if rows == 1:
-        return [8 * length, (key + 8) * length]
+        return [8 * length, *_radix_sort(length, 2 ** (8 * key) - 1, key)]
     if rows < 128:
         return [8 * number, 8 * number, key * number, (key + 8) * number]
     return [8 * number, (key + 8) * number]
@@ -157,12 +164,23 @@ def _scan(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `impl_func_cum_ops` in native/ReduceOps.cpp: the input in the dtype of the result; ScanKernels.cpp: contiguous
     source, result = inputs[0], outputs[0]
     converted = source.dtype != result.dtype
-    return [source.numel * result.dtype.itemsize] if converted or not source.is_contiguous else []
+    if converted or not source.is_contiguous:
+        return [source.numel * result.dtype.itemsize]
+    # `launch_cumsum_cuda_kernel` in ScanKernels.cpp: cub scans one row, and each tile of 1,024 numbers tells the next
+    tiles = 32 + -(-source.numel // 1024)
+    is_row = source.numel == max(source.shape, default=1) and source.dtype == torch.int64
+    return [round_up(4 * tiles, 256) + 2 * round_up(8 * tiles, 256) + 255] if is_row else []
 
 
 def _made_contiguous(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `nonzero_cuda_out_impl` in Nonzero.cu; `nll_loss_forward_out_cuda_template` and the one for backward in Loss.cu
     return [shape.bytes for shape in inputs if not shape.is_contiguous]
+
+
+def _log_sum_exp(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `logsumexp_out_impl` in native/ReduceOps.cpp: the maxima twice, where they are infinite, and the exponentials
+    row, places = outputs[0].bytes, outputs[0].numel
+    return [row, row, places, -places, -row, inputs[0].bytes, RESULT]
 
 
 def _composite(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
@@ -173,7 +191,7 @@ def _composite(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple) -> 
 def _foreach_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `foreach_tensor_norm_cuda` in ForeachReduceOp.cu: for every tensor, as many numbers as the longest tensor has
     # chunks of 65,536 elements
-    return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536)]
+    return [4 * len(inputs) * -(-max(shape.numel for shape in inputs) // 65536), *[RESULT] * len(outputs)]
 
 
 def _ctc(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
@@ -194,8 +212,8 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._flash_attention_backward.default": _joined_flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
-    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
     "tightfit.window_attention_backward.default": _window_backward,
+    "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._index_put_impl_.default": _index_put,
     "aten.index_put_.default": _index_put,
@@ -209,6 +227,7 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten.cumsum.default": _scan,
     "aten.cumprod.default": _scan,
     **{name: partial(_composite, name) for name in COMPOSITES},
+    "aten.logsumexp.default": _log_sum_exp,
     "aten._ctc_loss.default": _ctc,
     "aten._ctc_loss.Tensor": _ctc,
     "aten._ctc_loss_backward.default": _ctc_backward,
