@@ -65,7 +65,8 @@ def test_an_error_alone_tells_what_it_says_and_what_would_tell_more():
     assert "this is fragmentation" in str(found)
     assert any("expandable_segments:True" in line for line in found.advice)
     assert any("tightfit profile" in line for line in found.advice)
-    assert not found.remedies
+    assert found.remedies
+    assert all(remedy.saved_bytes is remedy.fits is None for remedy in found.remedies)
 
 
 def test_memory_that_would_not_do_in_one_piece_is_not_called_fragmentation():

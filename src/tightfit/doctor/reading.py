@@ -8,7 +8,6 @@ from typing import Any
 
 from tightfit.doctor.symptoms import LoggedFailure
 from tightfit.errors import InputError
-from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.snapshot import is_pickle, is_snapshot, read_snapshot, snapshot_of
 from tightfit.monitoring.record import KIND, Record
 from tightfit.planner.plans import Plan
@@ -43,10 +42,10 @@ def read_text(text: str, name: str) -> Any:
             raw = None  # a log may begin with a brace too
         if raw is not None:
             return _of_json(raw, name)
-    said = parse_out_of_memory(text)
-    if said is None:
+    found = LoggedFailure.of(name, text)
+    if found is None:
         raise InputError(f"{name}: no out-of-memory error in it: {WANTED}")
-    return LoggedFailure.of(name, said, text)
+    return found
 
 
 def _of_json(raw: Mapping[str, Any], name: str) -> Any:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tightfit.doctor.diagnosis import Diagnosis
+from tightfit.doctor.general import general_remedies
 from tightfit.doctor.records import Holder
-from tightfit.memory.failure import OutOfMemory
-from tightfit.memory.frames import Frame, frames_in_log, phase_of, users_frame
+from tightfit.memory.failure import OutOfMemory, find_in_log
+from tightfit.memory.frames import Frame, frames_in_log, is_loading, phase_in_log, users_frame
 from tightfit.memory.snapshot import Snapshot
 from tightfit.monitoring.record import Record
 from tightfit.monitoring.where import Place
@@ -16,6 +17,10 @@ from tightfit.report.words import short
 from tightfit.units import format_bytes
 
 HOLDERS = 8
+HOST = (
+    "The memory of the host ran out, not a card's: fewer DataLoader workers, smaller prefetch, data that is mapped and "
+    "not read, and one process at a time that loads weights."
+)
 EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, before Python starts"
 
 
@@ -25,11 +30,13 @@ class LoggedFailure:
 
     name: str
     out_of_memory: OutOfMemory
-    frames: tuple[Frame, ...]  # of the last traceback, innermost first
+    frames: tuple[Frame, ...]  # of the traceback above it, innermost first
 
     @classmethod
-    def of(cls, name: str, out_of_memory: OutOfMemory, text: str) -> "LoggedFailure":
-        return cls(name, out_of_memory, tuple(frames_in_log(text)))
+    def of(cls, name: str, text: str) -> "LoggedFailure | None":
+        """The last one in a text; None where there is none."""
+        found = find_in_log(text)
+        return None if found is None else cls(name, found[1], tuple(frames_in_log(text, found[0])))
 
 
 def of_step(subject: str, step_figures: StepFigures, by_module: Mapping[str, int] | None = None) -> Diagnosis:
@@ -100,7 +107,10 @@ def of_record(record: Record) -> Diagnosis:
 
 def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Diagnosis:
     """The diagnosis of an out-of-memory error: the allocator's figures, and the place where it was raised."""
-    findings = [f"{said.device} ran out of memory: {format_bytes(said.requested_bytes)} were requested{_in(place)}."]
+    requested = "" if said.requested_bytes is None else f": {format_bytes(said.requested_bytes)} were requested"
+    findings = [f"{said.device} ran out of memory{requested}{_in(place)}."]
+    if said.requested_bytes is None:
+        findings.append(f"The message has no figures: {said.message}")
     if said.capacity_bytes is not None and said.free_bytes is not None:
         findings.append(
             f"Of {format_bytes(said.capacity_bytes)} on the device, {format_bytes(said.free_bytes)} were free."
@@ -111,11 +121,16 @@ def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Dia
         findings.append(f"Tensors held {format_bytes(said.allocated_bytes)}.")
     findings += _others(said)
     advice: list[str] = []
+    is_of_host = said.device == "cpu" and said.requested_bytes is None  # the system has ended a process
+    if is_of_host:
+        advice.append(HOST)
     if said.unallocated_bytes is not None:
         findings.append(f"{format_bytes(said.unallocated_bytes)} were reserved by PyTorch and not in use.")
         if said.missing_bytes == 0:
             findings.append("The free and idle bytes would have been enough in one piece: this is fragmentation.")
             advice.append(f"Against fragmentation: {EXPANDABLE}.")
+        elif said.missing_bytes is not None:
+            findings.append(f"At least {format_bytes(said.missing_bytes)} were missing.")
     return Diagnosis(
         subject=subject or f"an out-of-memory error on {said.device}",
         findings=tuple(findings),
@@ -125,6 +140,7 @@ def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Dia
         requested_bytes=said.requested_bytes,
         limit_bytes=available(said),
         fragmentation_bytes=said.unallocated_bytes,
+        remedies=() if is_of_host else general_remedies(place.phase, available(said)),
         advice=tuple(advice),
     )
 
@@ -149,8 +165,14 @@ def available(said: OutOfMemory) -> int | None:
 def of_log(logged: LoggedFailure) -> Diagnosis:
     """The diagnosis of an error in a text, with the traceback before it."""
     frame = users_frame(logged.frames)
-    phase = phase_of(logged.frames)
-    found = of_error(logged.out_of_memory, Place(phase, None), f"an out-of-memory error in {logged.name}")
+    place = Place(phase_in_log(logged.frames), None)
+    found = of_error(logged.out_of_memory, place, f"an out-of-memory error in {logged.name}")
+    if is_loading(logged.frames):
+        found = replace(
+            found,
+            findings=(*found.findings, "Weights were being loaded or moved to the device: no step had begun."),
+            remedies=general_remedies(None, found.limit_bytes, loading=True) if found.remedies else (),
+        )
     if frame is None:
         return found
     return replace(found, findings=(*found.findings, f"Its traceback ends at {frame}."))

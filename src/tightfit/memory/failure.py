@@ -1,6 +1,7 @@
 """Parses out-of-memory errors: the requested bytes, and the allocator's figures of the device."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +11,16 @@ from tightfit.units import parse_bytes
 _AMOUNT = r"([0-9.]+ ?(?:[KMGT]i?B|bytes|B))"
 
 
-# The words of errors that are no `torch.OutOfMemoryError`: the runtime's own, and those of libraries that could not
-# allocate their workspace. None of them spoils the process: the next call can succeed.
-_WORDS = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
-
-
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The figures in an out-of-memory error, in bytes; None if the message does not contain them.
+    """The figures in an out-of-memory error, in bytes; None if the message does not contain them, or contains what
+    cannot be.
 
     `unallocated_bytes` are reserved from the device and not in use by a tensor. Many of them mean fragmentation.
     """
 
     device: str  # "cuda:0", "cpu", "mps"
-    requested_bytes: int
+    requested_bytes: int | None
     message: str
     capacity_bytes: int | None = None
     free_bytes: int | None = None
@@ -35,28 +32,40 @@ class OutOfMemory:
     @property
     def missing_bytes(self) -> int | None:
         """The bytes that were missing, if all free memory had been in one piece."""
-        if self.free_bytes is None:
+        if self.free_bytes is None or self.requested_bytes is None:
             return None
         return max(0, self.requested_bytes - self.free_bytes - (self.unallocated_bytes or 0))
+
+
+Reader = Callable[[re.Match[str]], OutOfMemory]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on whichever device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    is_runtimes = isinstance(error, RuntimeError)
-    return is_runtimes and (parse_out_of_memory(text) is not None or any(words in text for words in _WORDS))
+    return isinstance(error, RuntimeError) and parse_out_of_memory(str(error)) is not None
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
     """The last out-of-memory error in a text, which may be a message or a whole log. None if there is none."""
-    found = [
-        (match.start(), read(match))
-        for pattern, read in ((_GPU, _gpu), (_CPU, _cpu), (_MPS, _mps))
-        for match in pattern.finditer(text)
-    ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    found = _last(text, _MESSAGES)
+    return None if found is None else found[1]
+
+
+def find_in_log(text: str) -> tuple[int, OutOfMemory] | None:
+    """The last out-of-memory error in a log, and where it begins; else the last sign that the system ended a process
+    for want of memory.
+    """
+    return _last(text, _MESSAGES) or _last(text, ((_ENDED, _ended),))
+
+
+def _last(text: str, readers: Sequence[tuple[re.Pattern[str], Reader]]) -> tuple[int, OutOfMemory] | None:
+    found = [(match.start(), match, read) for pattern, read in readers for match in pattern.finditer(text)]
+    if not found:
+        return None
+    start, match, read = max(found, key=lambda each: each[0])
+    return start, read(match)
 
 
 # c10/cuda/CUDACachingAllocator.cpp, `OutOfMemoryError`; XPU's allocator has the same words.
@@ -74,6 +83,22 @@ _MPS = re.compile(
 )
 
 
+# Errors without figures: the runtime's own, and those of libraries that could not allocate their workspace. None of
+# them spoils the process: the next call can succeed.
+_LIBRARY = re.compile(
+    r"[^\n]*(?:(?:CUDA|HIP)(?: driver)? error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
+    r"|cudaErrorMemoryAllocation|Cuda failure (?:2 )?'out of memory'|Error out of memory at line \d+)[^\n]*"
+)
+_ARRAY = re.compile(rf"Unable to allocate {_AMOUNT} for an array with shape[^\n]*")  # numpy's
+# What Linux, Slurm and PyTorch's DataLoader write of a process that was ended for its memory.
+_ENDED = re.compile(
+    r"[^\n]*(?:Out of memory: Killed process|oom-kill event|oom_kill event|OOM Killed|OOMKilled"
+    r"|DataLoader worker \(pid.*?\) is killed by signal: Killed|exitcode\s*: -9 )[^\n]*"
+    r"|^Killed$",
+    re.MULTILINE,
+)
+
+
 def _gpu(match: re.Match[str]) -> OutOfMemory:
     text = _whole_message(match)
 
@@ -85,22 +110,38 @@ def _gpu(match: re.Match[str]) -> OutOfMemory:
         return None
 
     index = re.search(r"GPU (\d+)", text)
-    reserved, allocated = amount("AMOUNT reserved in total by PyTorch"), amount("AMOUNT already allocated")
+    reserved = amount("AMOUNT reserved in total by PyTorch")
+    allocated = amount("memory AMOUNT is allocated by PyTorch", "AMOUNT already allocated")
+    # In a container the driver names no process: 0 bytes, or a difference below zero as 16 EiB.
+    process = amount("this process has AMOUNT memory in use")
+    capacity = amount("total capac(?:i)?ty of AMOUNT", "AMOUNT total capacity")  # `capacty` up to PyTorch 2.1
     kind = "xpu" if match.group(1) == "XPU" else "cuda"
     # The second pattern of each, and `reserved`, are of PyTorch up to 2.0.
     return OutOfMemory(
         device=f"{kind}:{index.group(1)}" if index else kind,
         requested_bytes=_bytes(match.group(2)),
         message=text,
-        capacity_bytes=amount("total capacity of AMOUNT", "AMOUNT total capacity"),
+        capacity_bytes=capacity,
         free_bytes=amount("of which AMOUNT is free", "AMOUNT free"),
-        process_bytes=amount("this process has AMOUNT memory in use"),
-        allocated_bytes=amount("memory AMOUNT is allocated by PyTorch") if allocated is None else allocated,
+        process_bytes=process if (allocated or 0) <= (process or -1) <= (capacity or 0) else None,
+        allocated_bytes=allocated,
         unallocated_bytes=amount("AMOUNT is reserved by PyTorch but unallocated")
         if reserved is None or allocated is None
         else reserved - allocated,
         limit_bytes=amount("AMOUNT allowed"),
     )
+
+
+def _of_a_library(match: re.Match[str]) -> OutOfMemory:
+    return OutOfMemory("cuda", None, " ".join(match.group().split()))
+
+
+def _of_an_array(match: re.Match[str]) -> OutOfMemory:
+    return OutOfMemory("cpu", _bytes(match.group(1)), match.group())
+
+
+def _ended(match: re.Match[str]) -> OutOfMemory:
+    return OutOfMemory("cpu", None, " ".join(match.group().split()))
 
 
 def _cpu(match: re.Match[str]) -> OutOfMemory:
@@ -136,3 +177,8 @@ def _whole_message(match: re.Match[str]) -> str:
             lines[-1] = line[: last.end()]
             return " ".join(" ".join(lines).split())
     return lines[0].strip()
+
+
+_MESSAGES: tuple[tuple[re.Pattern[str], Reader], ...] = (
+    (_GPU, _gpu), (_CPU, _cpu), (_MPS, _mps), (_ARRAY, _of_an_array), (_LIBRARY, _of_a_library)
+)  # fmt: skip

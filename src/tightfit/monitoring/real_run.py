@@ -169,7 +169,7 @@ class RealRun(Recording):
     def fail(self, traits: Traits, reads: tuple[int, ...], error: BaseException) -> None:
         """Enter the operator that raised. For an out-of-memory error, its requested bytes count as scratch memory."""
         out_of_memory = parse_out_of_memory(str(error))
-        wanted = 0 if out_of_memory is None else out_of_memory.requested_bytes
+        wanted = 0 if out_of_memory is None else out_of_memory.requested_bytes or 0
         self.levels.append(self.ledger.live_bytes + wanted)
         self.operators.append(
             OperatorRecord(

@@ -38,7 +38,8 @@ class Failure:
     def __str__(self) -> str:
         if self.memory is None:
             return "out of memory"
-        return f"out of memory on {self.memory.device} (asked for {self.memory.requested_bytes:,} bytes)"
+        asked = self.memory.requested_bytes
+        return f"out of memory on {self.memory.device}{'' if asked is None else f' (asked for {asked:,} bytes)'}"
 
 
 def caught(call: Callable[[], None], device: torch.device) -> Failure | None:
