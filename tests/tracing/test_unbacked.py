@@ -1,10 +1,15 @@
 """What a dry run does not compute has no memory: any size on any machine, and nobody reads it by mistake."""
 
+import ctypes
 import itertools
 import json
+import re
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,9 +18,10 @@ from torch import nn
 from round_device import round_device
 from tightfit import TokenBatch, build_dry, estimate
 from tightfit.errors import TraceError
+from tightfit.memory.counters import highest_rss
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.tracing.faults import faults
+from tightfit.tracing.faults import FIRST_ADDRESS, LAST_ADDRESS, faults
 from tightfit.tracing.unbacked import is_unbacked, unbacked_tensor
 
 pytestmark = pytest.mark.skipif(not faults.watch(), reason="elsewhere unbacked tensors are untouched memory")
@@ -42,34 +48,94 @@ def test_no_two_of_them_share_an_address():
     assert all(after - before >= 400 for before, after in itertools.pairwise(starts))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("use", "told"),
     [
-        ("model(torch.ones(2, 512))", "aten.addmm"),
-        ("model.weight + 1", "aten.add"),
-        ("model.weight.detach().fill_(0)", "aten.fill"),
-        ("model.weight.detach().numpy().sum()", "code outside of PyTorch"),
-        ("model.weight.sum().backward()", "aten.sum"),
+        (lambda model: model(torch.ones(2, 512)), "aten.addmm"),
+        (lambda model: torch.add(model.weight, 1), "aten.add"),
+        (lambda model: model.weight.detach().fill_(0), "aten.fill"),
+        (lambda model: model.weight.detach().numpy().sum(), "code outside of PyTorch"),
+        (lambda model: model.weight.sum().backward(), "aten.sum"),
     ],
 )
-def test_computing_with_one_ends_in_one_line_with_the_operator(use, told):
+def test_computing_with_one_raises_a_line_with_the_operator(use, told):
+    model = build_dry(lambda: nn.Linear(512, 512))
+    for _ in range(2):  # the memory that the kernel got is gone again
+        with pytest.raises(
+            TraceError, match=rf"^{re.escape(told)}\S* reads .* has a shape but no memory, at .*unbacked"
+        ):
+            use(model)
+
+
+def test_a_kernel_that_writes_far_more_than_there_is_raises_and_takes_little():
+    model = build_dry(lambda: nn.Linear(2**16, 2**16))  # 16 GiB
+    before = highest_rss()
+    with pytest.raises(TraceError, match=r"aten\.fill"):
+        model.weight.detach()[:, :8192].fill_(1.0)  # a page or more of each of 65,536 rows
+    assert highest_rss() - before < GIB
+
+
+def written_past_the_dispatcher(y):
+    ctypes.memset(y.data_ptr(), 1, 4 * 512)
+
+
+def test_a_write_past_the_dispatcher_in_a_dry_run_is_an_exception():
+    with pytest.raises(TraceError, match=r"no memory, at .*test_unbacked\.py:\d+ \(ctypes.memset"):
+        peak_with(written_past_the_dispatcher)
+    assert peak_with(lambda y: None).peak_bytes > 0
+
+
+def test_the_exception_comes_again_if_the_step_swallows_it():
+    def swallowed(y):
+        with suppress(TraceError):
+            written_past_the_dispatcher(y)
+
+    with pytest.raises(TraceError, match="has a shape but no memory"):
+        peak_with(swallowed)
+
+
+def test_a_write_in_another_thread_of_the_step_is_an_exception_in_its_own():
+    def elsewhere(y):
+        thread = threading.Thread(target=written_past_the_dispatcher, args=(y,))
+        thread.start()
+        thread.join()
+
+    with pytest.raises(TraceError, match="has a shape but no memory"):
+        peak_with(elsewhere)
+
+
+def test_a_dry_run_in_another_thread_has_its_exception_there():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TraceError, match="has a shape but no memory"):
+        pool.submit(peak_with, written_past_the_dispatcher).result()
+
+
+@pytest.mark.slow  # an interpreter of its own
+def test_what_is_too_large_for_addresses_that_can_be_mapped_ends_in_one_line():
     end = ended(
-        f"""
+        """
         import torch
-        from torch import nn
-        from tightfit import build_dry
-        model = build_dry(lambda: nn.Linear(512, 512))
+        from tightfit.tracing.unbacked import unbacked_tensor
         print("so far")
-        {use}
+        unbacked_tensor((2**20, 2**20), (2**20, 1), torch.float32)[:1] + 1
         print("never")
         """
     )
-    assert end.returncode == TraceError.exit_code
-    assert end.stdout == "so far\n"
+    assert (end.returncode, end.stdout) == (TraceError.exit_code, "so far\n")
     assert end.stderr.count("\n") == 1
-    assert told in end.stderr
+    assert "aten.add" in end.stderr
     assert "has a shape but no memory" in end.stderr
+
+
+def test_addresses_are_used_again_and_never_of_a_live_tensor():
+    size = 300 * 2**30
+    held = [unbacked_tensor((size,), (1,), torch.uint8)]
+    starts = [held[0].data_ptr()]
+    for _ in range(3 * (LAST_ADDRESS - FIRST_ADDRESS) // size):
+        tensor = unbacked_tensor((size,), (1,), torch.uint8)
+        assert FIRST_ADDRESS <= tensor.data_ptr() <= LAST_ADDRESS - size
+        assert abs(tensor.data_ptr() - starts[0]) >= size
+        starts.append(tensor.data_ptr())
+    assert len(set(starts)) < len(starts)
 
 
 @pytest.mark.slow  # an interpreter of its own

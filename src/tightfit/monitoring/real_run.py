@@ -16,7 +16,7 @@ from tightfit.memory.failure import parse_out_of_memory
 from tightfit.optim.by_name import named_states
 from tightfit.optim.gradients import gradient_memory
 from tightfit.runtime.activity import AsideOfLoop
-from tightfit.runtime.internals import current_node, is_profiling
+from tightfit.runtime.internals import current_node, is_profiling, run_composite
 from tightfit.runtime.operators import Traits, instances, traits_of
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -127,6 +127,9 @@ class RealRun(Recording):
             # A loss made outside of the model runs backward operators before the hooks on the model's results run.
             self.on_backward()
         traits = traits_of(func)
+        if traits.is_composite:
+            with self:
+                return run_composite(func, args, kwargs)
         if traits.is_view:
             return self.view(func, args, kwargs)
         inputs, key = inputs_and_key(func, args, kwargs)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tightfit.runtime.internals import has_kernel
+
 aten = torch.ops.aten
 
 # The results share their input's storage, although the schema does not say so.
@@ -47,8 +49,8 @@ _REPEATABLE = frozenset(
 )
 
 
-# Operators that FSDP2 and distributed tensors call below autograd, where others do not come.
-_COMPOSED = frozenset({"aten::_chunk_cat", "aten::contiguous"})
+# An operator that FSDP2 calls below autograd, where others do not come.
+_COMPOSED = frozenset({"aten::_chunk_cat"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Traits:
     is_collective: bool  # of torch.distributed: sends to other processes, and receives from them
     is_mark: bool  # names a stretch of time for a profiler
     is_composed: bool  # its own kernel on the CPU calls operators, which allocate
+    is_composite: bool  # its kernel of autograd's key calls operators, and a mode usually sees those
     exchanges_memory: bool  # replaces the memory of a tensor, not its content
     seeds: frozenset[int]  # integer results that follow from the generator's state and the arguments' shapes
 
@@ -112,6 +115,7 @@ def _inspect(operator: Any) -> Traits:
         is_collective=operator.namespace == "c10d",
         is_mark=operator.namespace == "profiler",
         is_composed=operator.namespace in ("fsdp", "_c10d_functional") or schema.name in _COMPOSED,
+        is_composite=has_kernel(operator.name(), "CompositeImplicitAutograd"),
         exchanges_memory=operator in EXCHANGES_MEMORY,
         seeds=frozenset(i for i, result in enumerate(schema.returns) if result.name in _SEEDS),
     )

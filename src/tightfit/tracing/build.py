@@ -7,6 +7,7 @@ from torch import nn
 
 from tightfit.tracing.cuda.flash_package import flash_models_allowed
 from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.reading import reads_answered
@@ -28,7 +29,7 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     state = torch.get_rng_state()
     try:
         dry = DryRun(ledger, ModuleTracker(nn.Module()))
-        with flash_models_allowed(), dry, reads_answered(dry):
+        with flash_models_allowed(), dry, faults.raised(), reads_answered(dry):
             model = factory()
     finally:
         torch.set_rng_state(state)  # small tensors were drawn for real

@@ -34,6 +34,7 @@ from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.products import takes_workspace
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -187,6 +188,7 @@ def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole 
                 FLASH_LOOKUP.active(),
                 _steps_followed(dry),
                 dry,
+                faults.raised(),
                 filling_off(),
                 reads_answered(dry),
                 random_states_counted(dry),

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_iter
 from tightfit.errors import TraceError
 from tightfit.memory.allocator import memory_of
 from tightfit.runtime.activity import now
-from tightfit.runtime.internals import active_modes, fake_mode_is_active, is_custom_operator, run_kernel, runs_with
+from tightfit.runtime.internals import (
+    active_modes,
+    fake_mode_is_active,
+    is_custom_operator,
+    run_composite,
+    run_kernel,
+    runs_with,
+)
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.tracing.collectives import play_collective
 from tightfit.tracing.faults import faults
@@ -92,6 +99,9 @@ class DryRun(Recording):
         if traits.is_composed and not (now.playing_cuda and traits.name in _COMPOSED_ON_CPU):
             with self:
                 return run_kernel(func, "CPU", args, kwargs)
+        if traits.is_composite:
+            with self:
+                return run_composite(func, args, kwargs)
         if traits.is_mark:
             return func(*args, **kwargs)
         if traits.is_collective:

@@ -22,6 +22,7 @@ from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun, Lasting
+from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -319,6 +320,7 @@ def _dry(
         modules.clock = lambda: len(dry.operators)
         now.dry = True
         try:
+            restored.enter_context(faults.raised())
             for module in beside:
                 restored.enter_context(everything_restored(module))
             announce(ledger, lasting, batch, plain)

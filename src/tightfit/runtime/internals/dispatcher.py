@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 NoAutocast = torch._C._DisableAutocast
 without_function_modes = torch._C.DisableTorchFunction  # a context
@@ -141,6 +142,18 @@ def operators_with_kernel(key: str) -> list[str]:
     """The names of the operators with their own kernel for a dispatch key."""
     names = torch._C._dispatch_get_all_op_names()
     return _with_kernel(key, len(names))
+
+
+def run_composite(operator: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a composite operator's own kernel, past all modes. The operators that it calls come to the modes again.
+
+    Autograd's kernels decompose these operators. Where autograd is switched off, they reach the modes as they are: in
+    `torch.inference_mode`, and inside of a tensor's own `__torch_dispatch__`.
+    """
+    found = next((leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+    device = "cpu" if found is None else found.device.type
+    key = torch._C._dispatch_key_parse(f"Autograd{torch._C._dispatch_key_for_device(device)}")
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 @functools.cache
