@@ -22,6 +22,7 @@ from tightfit.planner.wrapped import refuse_distributed
 from tightfit.tracing.code_run import CodeRun, code_run_dry
 from tightfit.tracing.cuda.replay import fits_device
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.questions import Answers, run_again
 from tightfit.tracing.reached import Reached
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import forget_numbers, real_tensors
@@ -82,8 +83,13 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
             "function is compiled by torch.compile, and tightfit does not predict the memory of such code: pass the "
             "uncompiled function"
         )
-    with found.running(Reached.of_call(function, (inputs, keywords)), _name_of(function)):
-        function(*inputs, **keywords)
+    reached = Reached.of_call(function, (inputs, keywords))
+
+    def run() -> None:
+        with found.running(reached, _name_of(function)):
+            function(*inputs, **keywords)
+
+    run_again(found.answers, run)
     return found
 
 
@@ -92,6 +98,7 @@ class Traced:
 
     def __init__(self, device: Any = None):
         self._device = device
+        self.answers = Answers()
         self._record: CodeRecord | None = None
         self._stack: ExitStack | None = None
         self._frame: FrameType | None = None
@@ -223,7 +230,7 @@ class _Running:
         with ExitStack() as stack:
             stack.enter_context(real_tensors())
             price = CostModel(self.device).operator_seconds
-            self.dry: CodeRun = stack.enter_context(code_run_dry(self.reached, price, self.role))
+            self.dry: CodeRun = stack.enter_context(code_run_dry(self.reached, price, self.role, self.found.answers))
             self.stack = stack.pop_all()
 
     def __exit__(

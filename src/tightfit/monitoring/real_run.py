@@ -16,7 +16,7 @@ from tightfit.memory.failure import parse_out_of_memory
 from tightfit.optim.by_name import named_states
 from tightfit.optim.gradients import gradient_memory
 from tightfit.runtime.activity import AsideOfLoop
-from tightfit.runtime.internals import current_node, is_profiling, run_composite
+from tightfit.runtime.internals import current_node, has_kernel, is_profiling, run_composite
 from tightfit.runtime.operators import Traits, instances, traits_of
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -127,7 +127,7 @@ class RealRun(Recording):
             # A loss made outside of the model runs backward operators before the hooks on the model's results run.
             self.on_backward()
         traits = traits_of(func)
-        if traits.is_composite:
+        if traits.is_composite and not has_kernel(func.name(), self.device.type.upper()):
             with self:
                 return run_composite(func, args, kwargs)
         if traits.is_view:

@@ -49,8 +49,8 @@ _REPEATABLE = frozenset(
 )
 
 
-# An operator that FSDP2 calls below autograd, where others do not come.
-_COMPOSED = frozenset({"aten::_chunk_cat"})
+# `_chunk_cat` is called below autograd by FSDP2. `allclose` asks for a number within its kernel.
+_COMPOSED = frozenset({"aten::_chunk_cat", "aten::allclose"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Traits:
     is_collective: bool  # of torch.distributed: sends to other processes, and receives from them
     is_mark: bool  # names a stretch of time for a profiler
     is_composed: bool  # its own kernel on the CPU calls operators, which allocate
-    is_composite: bool  # its kernel of autograd's key calls operators, and a mode usually sees those
+    is_composite: bool  # on devices without a kernel of its own it calls operators, and a mode usually sees those
     exchanges_memory: bool  # replaces the memory of a tensor, not its content
     seeds: frozenset[int]  # integer results that follow from the generator's state and the arguments' shapes
 

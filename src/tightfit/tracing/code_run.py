@@ -38,6 +38,7 @@ from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.questions import Answers
 from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reached import Reached
 from tightfit.tracing.reading import reads_answered
@@ -56,8 +57,10 @@ aten = torch.ops.aten
 class CodeRun(DryRun):
     """The dispatch mode under which any code runs dry."""
 
-    def __init__(self, ledger: Ledger, modules: ModuleTracker, cost: OperatorCost, role: CudaRole | None):
-        super().__init__(ledger, modules, cost, cpu_workspace if role is None else role.workspace)
+    def __init__(
+        self, ledger: Ledger, modules: ModuleTracker, cost: OperatorCost, role: CudaRole | None, answers: Answers | None
+    ):
+        super().__init__(ledger, modules, cost, cpu_workspace if role is None else role.workspace, answers=answers)
         self.role = role
         self.stepping = 0  # depth of optimizers' steps
         self.parameters: dict[Tensor, str] = {}  # with their names
@@ -144,7 +147,9 @@ class CodeRun(DryRun):
 
 
 @contextmanager
-def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole | None = None) -> Iterator[CodeRun]:
+def code_run_dry(
+    reached: Reached, cost: OperatorCost = no_cost, role: CudaRole | None = None, answers: Answers | None = None
+) -> Iterator[CodeRun]:
     """A context whose operators run dry on the user's own tensors.
 
     Afterwards everything in `reached` is as before: weights, buffers, gradients, optimizers' states, attributes,
@@ -169,7 +174,7 @@ def code_run_dry(reached: Reached, cost: OperatorCost = no_cost, role: CudaRole 
         collector_off(),
     ):
         tracker.paths = {id(module): path for path, module in modules.items()}
-        dry = CodeRun(ledger, tracker, cost, role)
+        dry = CodeRun(ledger, tracker, cost, role, answers)
         tracker.clock = lambda: len(dry.operators)
         dry.parameters = {**dict.fromkeys(owned, ""), **parameters}
         dry.optimizers = reached.optimizers

@@ -20,6 +20,7 @@ from tightfit.runtime.activity import now
 from tightfit.runtime.internals import (
     active_modes,
     fake_mode_is_active,
+    has_kernel,
     is_custom_operator,
     run_composite,
     run_kernel,
@@ -30,7 +31,7 @@ from tightfit.tracing.collectives import play_collective
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
-from tightfit.tracing.questions import ASKING
+from tightfit.tracing.questions import ASKING, Answers, Questions
 from tightfit.tracing.record import Category, Phase
 from tightfit.tracing.recording import (
     NO_EXECUTOR_COST,
@@ -79,8 +80,11 @@ class DryRun(Recording):
         workspace: Workspace = cpu_workspace,
         routing: Routing = Routing.BALANCED,
         executor: ExecutorCost = NO_EXECUTOR_COST,
+        answers: Answers | None = None,
     ):
         super().__init__(ledger, modules, cost, workspace, executor)
+        if answers is not None:
+            self.questions = Questions(modules, answers)
         self.routing = routing
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and its content
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves outside the model, with gradients
@@ -99,7 +103,7 @@ class DryRun(Recording):
         if traits.is_composed and not (now.playing_cuda and traits.name in _COMPOSED_ON_CPU):
             with self:
                 return run_kernel(func, "CPU", args, kwargs)
-        if traits.is_composite:
+        if traits.is_composite and not has_kernel(func.name(), "CPU"):
             with self:
                 return run_composite(func, args, kwargs)
         if traits.is_mark:

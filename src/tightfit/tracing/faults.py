@@ -74,7 +74,7 @@ class Faults:
         self._running = 0  # dry runs
         self._thread = 0  # the thread of the last dry run
         self._libc: Any = None
-        self._before = {number: _Action() for number in _SIGNALS}
+        self._before: dict[int, _Action] = {number: _Action() for number in _SIGNALS}
         self._handler = _Handler(self._handle)
         self._address = ctypes.cast(self._handler, ctypes.c_void_p).value
         self._telling = threading.Lock()
@@ -230,7 +230,7 @@ class Faults:
 faults = Faults()
 
 
-def _interrupt_main(number: int) -> None:
+def _interrupt_main(number: Any) -> None:
     """Have Python call its handler of a signal in the main thread, and not before the caller has returned."""
     # Python looks for signals after a call, and not after an unpacking. So the call is made by one.
     (_,) = map(_thread.interrupt_main, (number,))

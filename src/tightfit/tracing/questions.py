@@ -2,21 +2,31 @@
 
 A number read from an unknown float tensor is 1.0 (a loss or a norm: finite and ordinary). From an integer tensor it is
 0. From a boolean tensor it is False (no overflow, no NaN). Two unknown tensors are not equal.
+
+A yes-or-no question may be a check: its one answer raises (`assert torch.isfinite(y).all()`). A step that raises after
+such a question is run dry again, with the other answer (`retried`).
 """
 
+import functools
 import sys
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 
+from tightfit.errors import TightfitError
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.record import Assumption
 
 aten = torch.ops.aten
 UNKNOWN_FLOAT = 1.0
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
-_OURS = ("torch.", "tightfit.tracing", "tightfit.levers", "tightfit.step", "tightfit.runtime")
+_OWN = ("tightfit.tracing", "tightfit.levers", "tightfit.step", "tightfit.runtime")
+_OURS = ("torch.", *_OWN)
+Traced = TypeVar("Traced")
 
 
 @dataclass(frozen=True)
@@ -24,28 +34,151 @@ class Answer:
     value: Any
 
 
+Place = tuple[Any, ...]  # of a question or of an exception: the frames down to it, each with its instruction
+
+
+class Answers:
+    """Mutable: at which places of a model's step the other answer to a yes-or-no question is right."""
+
+    MOST_RUNS = 24  # of one step, if answers are to be found
+
+    def __init__(self) -> None:
+        self.changed: set[Place] = set()
+        self.asked: dict[Place, None] = {}  # in this run, the last one last
+        self._fixed: set[Place] = set()  # places whose change led to another exception
+        self._tried: set[Place] = set()  # places whose change led to the same one
+        self._last: Place | None = None  # the place that was changed before this run
+        self._raised: Place | None = None
+        self._runs = 0
+
+    def answer(self) -> bool:
+        """The answer to a yes-or-no question that the running code asks."""
+        place = _asking_place()
+        self.asked.pop(place, None)
+        self.asked[place] = None
+        return place in self.changed
+
+    def begin(self) -> None:
+        self.asked.clear()
+
+    def change(self, error: Exception) -> bool:
+        """Change the answer to the last question before an exception of the step. False if none is left to change."""
+        raised = _place_of(error)
+        if self._last is not None:
+            if raised == self._raised:
+                self._tried.add(self._last)
+                self.changed.discard(self._last)
+            else:
+                self._fixed.add(self._last)
+                self._tried.clear()
+        self._raised, self._runs = raised, self._runs + 1
+        left = [place for place in self.asked if place not in self._tried and place not in self._fixed]
+        if not left or self._runs == self.MOST_RUNS:
+            self.settle(self.changed & self._fixed)
+            return False
+        self._last = left[-1]
+        self.changed.add(self._last)
+        return True
+
+    def settle(self, changed: set[Place]) -> None:
+        """End a search for answers."""
+        self.changed = changed
+        self._fixed, self._tried, self._last, self._raised, self._runs = set(changed), set(), None, None, 0
+
+
+_answers: "weakref.WeakKeyDictionary[Any, Answers]" = weakref.WeakKeyDictionary()
+
+
+def answers_of(model: Any) -> Answers:
+    """The answers that are right for a model's step. They stay, so that a plan looks for them once."""
+    return _answers.setdefault(model, Answers())
+
+
+def retried(trace: Callable[..., Traced]) -> Callable[..., Traced]:
+    """A function that runs a model's step dry, made to run it again with another answer where a check raises.
+
+    The step of one rank of several is not run again, since the rank has changed its model.
+    """
+
+    @functools.wraps(trace)
+    def traced(model: Any, *args: Any, **kwargs: Any) -> Traced:
+        if kwargs.get("rank") is not None:
+            return trace(model, *args, **kwargs)
+        return run_again(answers_of(model), lambda: trace(model, *args, **kwargs))
+
+    return traced
+
+
+def run_again(answers: Answers, run: Callable[[], Traced]) -> Traced:
+    """`run()`, which restores what it changed, until no check in it raises. Otherwise its first exception."""
+    first: Exception | None = None
+    while True:
+        answers.begin()
+        try:
+            found = run()
+        except TightfitError:
+            raise
+        except Exception as error:
+            if first is None:
+                first = error
+            again = answers.change(error)
+        else:
+            answers.settle(answers.changed)
+            return found
+        if not again:
+            raise first
+
+
+def _asking_place() -> Place:
+    """The frames from the question to the innermost line of the user's: PyTorch's own checks ask for many."""
+    frame: FrameType | None = sys._getframe(1)
+    place: list[Any] = []
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_OWN):
+            place += (frame.f_code, frame.f_lasti)
+            if not name.startswith(_OURS):
+                break
+        frame = frame.f_back
+    return tuple(place)
+
+
+def _place_of(error: Exception) -> Place:
+    """The frames of an exception."""
+    place: list[Any] = [type(error)]
+    traceback = error.__traceback__
+    while traceback is not None:
+        place += (traceback.tb_frame.f_code, traceback.tb_lasti)
+        traceback = traceback.tb_next
+    return tuple(place)
+
+
 class Questions:
     """Answers questions, and records each one with its module and its line."""
 
-    def __init__(self, modules: ModuleTracker):
+    def __init__(self, modules: ModuleTracker, answers: Answers | None = None):
         self.modules = modules
-        self.asked: dict[tuple[str, str], Assumption] = {}
+        self.answers = answers or Answers()
+        self.asked: dict[tuple[str, str, str], Assumption] = {}
 
     def ask(self, func: Any, args: tuple) -> Answer | None:
         """The documented answer if this operator reads a number from a tensor, else None."""
         if func is aten._local_scalar_dense.default:
             source = args[0]
-            value: Any = UNKNOWN_FLOAT if source.is_floating_point() else False if source.dtype == torch.bool else 0
+            is_bool = source.dtype == torch.bool
+            value: Any = UNKNOWN_FLOAT if source.is_floating_point() else self.answers.answer() if is_bool else 0
             self.note("a number read from a tensor", repr(value))
             return Answer(value)
         if func is aten.equal.default:
-            self.note("whether two tensors are equal", "False")
-            return Answer(False)
+            value = self.answers.answer()
+            self.note("whether two tensors are equal", repr(value))
+            return Answer(value)
         return None
 
     def note(self, question: str, answer: str, *, moves_peak: bool = False) -> None:
         where = calling_line()
-        self.asked.setdefault((question, where), Assumption(question, self.modules.current, where, answer, moves_peak))
+        assumption = Assumption(question, self.modules.current, where, answer, moves_peak)
+        self.asked.setdefault((question, where, answer), assumption)
 
 
 def calling_line() -> str:

@@ -47,7 +47,9 @@ def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[...
                 f"{calling_line()}: Tensor.{name} of a tensor of {tuple(self.shape)} cannot be run dry: a dry run does "
                 "not compute its numbers: remove this call from the step"
             )
-        value = UNKNOWN_FLOAT if self.is_floating_point() or self.is_complex() else 0
+        is_float = self.is_floating_point() or self.is_complex()
+        is_bool = self.dtype == torch.bool
+        value = UNKNOWN_FLOAT if is_float else dry.questions.answers.answer() if is_bool else 0
         dry.questions.note("numbers read from a tensor", repr(value))
         with no_modes():  # the assumed tensor is not the step's, and must not be counted
             assumed = torch.full(self.shape, value, dtype=self.dtype)

@@ -26,6 +26,7 @@ from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.questions import answers_of, retried
 from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reading import reads_answered
 from tightfit.tracing.record import Category, Phase, StepTrace
@@ -71,6 +72,7 @@ class Rank(Protocol):
         ...
 
 
+@retried
 def trace_step(
     model: nn.Module,
     parts: Sequence[Part],
@@ -159,6 +161,7 @@ def representatives(parts: Sequence[Part], is_last_alone: bool) -> tuple[list[Pa
     return traced, len(traced) - 1
 
 
+@retried
 def trace_part(
     model: nn.Module,
     parts: Sequence[Part],
@@ -268,6 +271,7 @@ def _give_states(
         dry.ledger.label(state, Category.OPTIMIZER_STATE, "")
 
 
+@retried
 def trace_inference(
     model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, role: CudaRole | None = None
 ) -> StepTrace:
@@ -316,7 +320,15 @@ def _dry(
         ModuleTracker(model) as modules,
         collector_off(),
     ):
-        dry = DryRun(ledger, modules, cost, cpu_workspace if role is None else role.workspace, routing, executor)
+        dry = DryRun(
+            ledger,
+            modules,
+            cost,
+            cpu_workspace if role is None else role.workspace,
+            routing,
+            executor,
+            answers_of(model),
+        )
         modules.clock = lambda: len(dry.operators)
         now.dry = True
         try:

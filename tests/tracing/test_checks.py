@@ -1,0 +1,144 @@
+"""Checks of numbers that raise: a dry run answers the question behind one so that the step goes on."""
+
+import pytest
+import torch
+from torch import nn
+
+import tightfit
+from round_device import round_device
+from tightfit.planner.apply import apply_plan
+from tiny import Stack, allocator_peak
+
+
+def finite(y):
+    assert torch.isfinite(y).all(), "not finite"
+    return y
+
+
+def kept_for_later(y):
+    is_good = bool((y.exp() >= 0).all())
+    if not is_good:
+        raise ValueError("negative")
+    return y
+
+
+def two_in_one_line(y):
+    assert torch.isfinite(y).all() and not torch.isnan(y).any()  # noqa: PT018
+    return y
+
+
+def each_of_several(y):
+    for row in y[:3]:
+        if not (row * row >= 0).all():
+            raise ValueError("a box is inside out")
+    return y
+
+
+def close(y):
+    torch.testing.assert_close(y.detach(), y.detach() * 1.0)
+    assert torch.allclose(y, y + 0)
+    assert torch.equal(y, y.clone())
+    return y
+
+
+def as_numbers(y):
+    assert torch.isfinite(y[0]).numpy().all()
+    assert all((y[0] < 1e9).tolist())
+    return y
+
+
+def normal(y):
+    return torch.distributions.Normal(y, 1.0).rsample()
+
+
+def categorical(y):
+    return torch.distributions.Categorical(logits=y.float()).entropy()
+
+
+CHECKS = [finite, kept_for_later, two_in_one_line, each_of_several, close, as_numbers, normal, categorical]
+
+
+def stack():
+    torch.manual_seed(0)
+    return Stack(*(nn.Sequential(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)) for _ in range(4)))
+
+
+def loss_with(check):
+    return lambda model, batch: check(model(batch["x"])).square().mean()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_check_passes_and_the_step_has_its_measured_peak(check):
+    batch, loss = {"x": torch.randn(512, 64)}, loss_with(check)
+    found = tightfit.estimate(stack(), batch, loss=loss, optimizer="sgd", device=round_device())
+    assert found.peak_bytes == allocator_peak(stack(), batch, loss=loss, optimizer="sgd")
+    assert any("assumed True" in str(told) for told in found.assumptions)
+
+
+def test_a_plan_asks_once_and_is_bit_equal():
+    runs = []
+
+    def loss(model, batch):
+        runs.append(0)
+        return loss_with(normal)(model, batch)
+
+    batch = {"x": torch.randn(512, 64)}
+    model = stack()
+    plan = tightfit.plan(model, batch, "0.7x", loss=loss, levers=["recompute"], device=round_device(), optimizer="sgd")
+    with apply_plan(plan, model):
+        assert allocator_peak(model, batch, loss=loss, optimizer="sgd") == plan.peak_bytes
+    assert str(tightfit.verify(stack(), batch, plan, loss=loss)).startswith("bit-equal")
+
+
+def test_the_answers_of_a_model_are_looked_for_once():
+    runs = []
+
+    def loss(model, batch):
+        runs.append(0)
+        return loss_with(finite)(model, batch)
+
+    model, batch = stack(), {"x": torch.randn(512, 64)}
+    for _ in range(2):
+        tightfit.estimate(model, batch, loss=loss, optimizer="sgd", device=round_device())
+        runs.append(1)
+    first = runs.index(1)
+    assert len(runs[first + 1 : -1]) == first - 1
+
+
+def test_a_check_inside_of_a_block_that_is_recomputed_passes():
+    class Checked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64))
+
+        def forward(self, x):
+            return finite(self.inner(x))
+
+    def model():
+        torch.manual_seed(0)
+        return Stack(*(Checked() for _ in range(4)))
+
+    batch, loss = {"x": torch.randn(512, 64)}, loss_with(lambda y: y)
+    plan = tightfit.plan(model(), batch, "0.7x", loss=loss, levers=["recompute"], device=round_device())
+    assert str(tightfit.verify(model(), batch, plan, loss=loss)).startswith("bit-equal")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_an_exception_that_no_answer_prevents_is_the_users_own(asks):
+    def loss(model, batch):
+        y = model(batch["x"])
+        if asks and torch.isnan(y).any():
+            y = y + 1
+        raise LookupError("mine")
+
+    model = stack()
+    with pytest.raises(LookupError, match="mine"):
+        tightfit.estimate(model, {"x": torch.randn(8, 64)}, loss=loss, device=round_device())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_function_that_is_traced_is_run_again():
+    model, x = stack(), torch.randn(512, 64)
+    found = tightfit.trace(lambda: finite(model(x)).square().mean().backward(), device=round_device())
+    plain = tightfit.trace(lambda: model(x).square().mean().backward(), device=round_device())
+    assert found.peak_bytes == plain.peak_bytes
