@@ -289,6 +289,7 @@ typedef struct Work {
 struct Graph { Work *first, *last; size_t nodes; int users; };
 struct Stream {
     int device, flags, priority, is_default, running;
+    pthread_t runner;
     Work *first, *last;
     uint64_t given, done;
     Graph *capture;
@@ -334,12 +335,17 @@ static void perform(Work *work) { /* called with the lock, which host work is ru
 static void run(Stream *stream, uint64_t until) {
     while (stream->done < until) {
         if (stream->running) { /* by another thread, within host work */
+            if (pthread_equal(stream->runner, pthread_self())) {
+                fprintf(stderr, "null card: work of a stream waits for its own stream, which never ends\n");
+                abort();
+            }
             pthread_cond_wait(&progress, &streams_lock);
             continue;
         }
         Work *work = stream->first;
         if (!work) return;
         stream->running = 1;
+        stream->runner = pthread_self();
         perform(work);
         stream->running = 0;
         stream->first = work->next;
@@ -380,6 +386,7 @@ static int give(Stream *stream, Work piece) {
     } else {
         stream->given++;
         stream->running = 1;
+        stream->runner = pthread_self();
         perform(&piece);
         stream->running = 0;
         stream->done++;

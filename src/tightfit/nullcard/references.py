@@ -1,0 +1,269 @@
+"""What operators of CUDA alone compute, in PyTorch's CPU operators: attention, fused norms, wider products.
+
+Each reference gets the CUDA operator's results (CPU tensors over the same memory, not yet filled) and its arguments by
+name, and returns what the results are to hold. Sums run in fp32, as in the kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _drop_mask(shape: tuple[int, ...], dropout: float, seed: int) -> torch.Tensor:
+    """Which of attention's weights are kept, as numbers 0 or 1/(1-p): the same for forward and backward of one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator).ge(dropout).float() / (1 - dropout)
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmaxed scores (B, H, Tq, Tk) and the logarithms of their sums (B, H, Tq), of fp32 q and k with equal heads."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.float()
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0), scores.logsumexp(-1)
+
+
+def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x.float().repeat_interleave(heads // x.shape[1], 1) if x.shape[1] != heads else x.float()
+
+
+def _attend(
+    q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | None, dropout: float, seed: int | None
+) -> Any:
+    """Attention (B, H, Tq, D) in q's dtype, and the logarithms of the sums."""
+    weights, sums = _weights(q.float(), _repeated(k, q.shape[1]), bias, causal, scale)
+    if dropout:
+        assert seed is not None
+        weights = weights * _drop_mask(tuple(weights.shape), dropout, seed)
+    return (weights @ _repeated(v, q.shape[1])).to(q.dtype), sums
+
+
+def _attend_backward(
+    grad: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | None, dropout: float, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v and of the scores (FlashAttention, arXiv:2205.14135, section B.2)."""
+    heads, factor = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    keys, values, query, grad = _repeated(k, heads), _repeated(v, heads), q.float(), grad.float()
+    weights, _ = _weights(query, keys, bias, causal, scale)
+    kept = _drop_mask(tuple(weights.shape), dropout, seed or 0) if dropout else None
+    grad_values = (weights * kept if kept is not None else weights).transpose(-1, -2) @ grad
+    grad_weights = grad @ values.transpose(-1, -2)
+    if kept is not None:
+        grad_weights = grad_weights * kept
+    scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+    grad_query, grad_keys = scores @ keys * factor, scores.transpose(-1, -2) @ query * factor
+
+    def summed(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        groups = heads // like.shape[1]
+        return x if groups == 1 else x.view(x.shape[0], like.shape[1], groups, *x.shape[2:]).sum(2)
+
+    return grad_query.to(q.dtype), summed(grad_keys, k).to(k.dtype), summed(grad_values, v).to(v.dtype), scores
+
+
+def _seed_of(state: Any, offset: Any = None) -> int:
+    """The seed that a forward left for its backward: a pair of numbers, or two tensors."""
+    from tightfit.nullcard.values import mixed
+
+    numbers = [
+        int(n) for t in (state, offset) if isinstance(t, torch.Tensor) and t.numel() for n in t.flatten().tolist()
+    ]
+    return mixed(*[*numbers, 0, 0][:2])
+
+
+def _fill_sums(result: Any, sums: torch.Tensor) -> Any:
+    """The logarithms of the sums in a result that may be longer (padded), or empty where nobody needs them."""
+    if not isinstance(result, torch.Tensor) or not result.numel():
+        return result
+    flat = sums.unsqueeze(-1) if result.dim() == 4 else sums
+    if result.shape == flat.shape:
+        return flat
+    filled = torch.zeros_like(result)
+    filled[..., : sums.shape[-1]] = sums
+    return filled
+
+
+def _drawn(results: Any, *places: int) -> int:
+    """A seed for a forward with dropout, written where its backward finds it.
+
+    CUDA's kernel leaves the generator's seed and position there. These numbers are drawn from the seed of this call.
+    """
+    for place in places:
+        state = results[place]
+        if isinstance(state, torch.Tensor) and state.numel():
+            state.copy_(torch.randint(1 << 30, state.shape).to(state.dtype))
+    return _seed_of(*(results[place] for place in places))
+
+
+def _forward(seeds: tuple[int, int]) -> Callable[..., Any]:
+    """Of one of CUDA's attention operators: `seeds` are the places of its seed and position among its results."""
+
+    def reference(
+        results: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: Any,
+        attn_bias: Any = None,
+        **_: Any,
+    ) -> Any:
+        seed = _drawn(results, *seeds) if dropout_p else None
+        out, sums = _attend(query, key, value, attn_bias, is_causal, scale, dropout_p, seed)
+        return (out, _fill_sums(results[1], sums), *results[2:])
+
+    return reference
+
+
+def _backward(
+    results: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    philox_seed: Any,
+    philox_offset: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Any,
+    attn_bias: Any = None,
+    grad_out: Any = None,
+    grad_out_: Any = None,
+    **_: Any,
+) -> Any:
+    grad = grad_out if grad_out_ is None else grad_out_
+    seed = _seed_of(philox_seed, philox_offset) if dropout_p else None
+    *grads, scores = _attend_backward(grad, query, key, value, attn_bias, is_causal, scale, dropout_p, seed)
+    if len(results) == 3:
+        return grads
+    of_bias = results[3]
+    if isinstance(of_bias, torch.Tensor) and of_bias.numel():
+        of_bias = scores.sum_to_size(of_bias.shape).to(of_bias.dtype)
+    return (*grads, of_bias)
+
+
+def _rms_norm(results: Any, input: Any, normalized_shape: Any, weight: Any, eps: Any, **_: Any) -> Any:
+    over = tuple(range(input.dim() - len(normalized_shape), input.dim()))
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    inverse = (wide.square().mean(over, keepdim=True) + eps).rsqrt()
+    out = wide * inverse
+    return (out if weight is None else out * weight.to(wide.dtype)).to(results[0].dtype), inverse
+
+
+def _rms_norm_backward(
+    results: Any, grad_out: Any, input: Any, normalized_shape: Any, rstd: Any, weight: Any, output_mask: Any, **_: Any
+) -> Any:
+    """Zhang and Sennrich, arXiv:1910.07467, section 4.2."""
+    before = input.dim() - len(normalized_shape)
+    wide, grad, inverse = input.float(), grad_out.float(), rstd.float()
+    scaled = grad if weight is None else grad * weight.float()
+    mean = (scaled * wide).mean(tuple(range(before, input.dim())), keepdim=True)
+    of_input = (inverse * (scaled - wide * inverse.square() * mean)).to(input.dtype) if output_mask[0] else None
+    if weight is None or not output_mask[1]:
+        return of_input, None
+    return of_input, (grad * wide * inverse).sum(tuple(range(before))).to(weight.dtype)
+
+
+def _masked_scale(results: Any, self: Any, mask: Any, scale: float, **_: Any) -> Any:
+    return self * mask * scale
+
+
+def _wide_product(product: Callable[..., Any], *factors: str) -> Callable[..., Any]:
+    """A product whose result has a wider dtype than its factors."""
+
+    def reference(results: Any, out_dtype: torch.dtype, beta: Any = 1, alpha: Any = 1, **named: Any) -> Any:
+        found = product(*(named[factor].to(out_dtype) for factor in factors)) * alpha
+        return found if beta == 0 or len(named) == len(factors) else found + beta * named["self"].to(out_dtype)
+
+    return reference
+
+
+def _grouped_mm(results: Any, self: Any, mat2: Any, offs: Any, **_: Any) -> Any:
+    """Of rows that belong to groups: group g has the rows from offs[g-1] to offs[g]."""
+    if offs is None:
+        return torch.bmm(self.float(), mat2.float()).to(results.dtype)
+    filled = torch.zeros(results.shape, dtype=torch.float32)
+    begin = 0
+    for group, end in enumerate(offs.tolist()):
+        rows = slice(begin, end)
+        if self.dim() == 2 and mat2.dim() == 3:
+            filled[rows] = self[rows].float() @ mat2[group].float()
+        elif self.dim() == 3:
+            filled[:, rows] = self[group].float() @ mat2[:, rows].float()
+        else:
+            filled[group] = self[:, rows].float() @ mat2[rows].float()
+        begin = end
+    return filled.to(results.dtype)
+
+
+def _convolution(
+    results: Any,
+    self: Any,
+    weight: Any,
+    padding: Any,
+    stride: Any,
+    dilation: Any,
+    groups: int,
+    output_padding: Any = None,
+    **_: Any,
+) -> Any:
+    transposed = output_padding is not None
+    outer = output_padding if transposed else [0] * len(padding)
+    return aten.convolution(self, weight, None, stride, padding, dilation, transposed, outer, groups)
+
+
+def _depthwise(
+    results: Any, self: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, **_: Any
+) -> Any:
+    return aten.convolution(self, weight, bias, stride, padding, dilation, False, [0] * len(padding), self.shape[1])
+
+
+def _batch_norm(results: Any, training: bool, epsilon: float, exponential_average_factor: float, **named: Any) -> Any:
+    tensors = (named[name] for name in ("input", "weight", "bias", "running_mean", "running_var"))
+    out, *saved = aten.native_batch_norm(*tensors, training, exponential_average_factor, epsilon)
+    return (out, *(saved if training else results[1:3]), *results[3:])
+
+
+def _batch_norm_backward(results: Any, epsilon: float, **named: Any) -> Any:
+    names = ("grad_output", "input", "weight", "running_mean", "running_var", "save_mean", "save_var")
+    return aten.native_batch_norm_backward(*(named[name] for name in names), True, epsilon, [True, True, True])
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = {
+    "aten::_scaled_dot_product_flash_attention": _forward(seeds=(6, 7)),
+    "aten::_scaled_dot_product_flash_attention_backward": _backward,
+    "aten::_scaled_dot_product_efficient_attention": _forward(seeds=(2, 3)),
+    "aten::_scaled_dot_product_efficient_attention_backward": _backward,
+    "aten::_scaled_dot_product_cudnn_attention": _forward(seeds=(6, 7)),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _backward,
+    "aten::_fused_rms_norm": _rms_norm,
+    "aten::_fused_rms_norm_backward": _rms_norm_backward,
+    "aten::_masked_scale": _masked_scale,
+    "aten::mm.dtype": _wide_product(torch.mm, "self", "mat2"),
+    "aten::bmm.dtype": _wide_product(torch.bmm, "self", "mat2"),
+    "aten::addmm.dtype": _wide_product(torch.mm, "mat1", "mat2"),
+    "aten::baddbmm.dtype": _wide_product(torch.bmm, "batch1", "batch2"),
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::cudnn_convolution": _convolution,
+    "aten::cudnn_convolution_transpose": _convolution,
+    "aten::_conv_depthwise2d": _depthwise,
+    "aten::conv_depthwise3d": _depthwise,
+    "aten::cudnn_batch_norm": _batch_norm,
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+}
+
+
+def by_name(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of its operator's schema, left-out ones with their defaults."""
+    arguments = operator._schema.arguments
+    named = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    named.update((argument.name, value) for argument, value in zip(arguments, args, strict=False))
+    return {**named, **kwargs}
