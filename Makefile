@@ -6,7 +6,13 @@ READY := $(VENV)/.ready
 # The tests start some hundred processes. Each would compile the package anew where the environment forbids bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check published benchmarks environment clean
+# The ordinary CUDA build of the same PyTorch, which runs on a null card (tightfit/nullcard). Everything else is .venv's.
+CARD := .venv-card
+CARD_BIN := $(CARD)/bin
+CARD_READY := $(CARD)/.ready
+ON_CARD := $(CARD_BIN)/python -m tightfit.nullcard rtx4090
+
+.PHONY: demo test test-card test-all check published benchmarks environment clean
 
 environment: $(READY)
 
@@ -16,6 +22,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
+# With three equals signs pip takes the version as it is written, and not a +cpu build of it.
+$(CARD_READY): $(READY)
+	$(PYTHON) -m venv $(CARD)
+	$(CARD_BIN)/python -m pip install --quiet --no-deps 'torch===$(shell sed -n 's/^torch==//p' constraints.txt)'
+	$(CARD_BIN)/python -c "import pathlib, sysconfig; \
+	  there, here = (next(pathlib.Path(v).glob('lib/python*/site-packages')).resolve() for v in ('$(VENV)', '$(CARD)')); \
+	  (here / 'shared.pth').write_text(f'import site; site.addsitedir({str(there)!r})\n')"
+	touch $(CARD_READY)
+
 demo: $(READY)
 	$(BIN)/tightfit train examples/quickstart.yaml
 
@@ -23,8 +38,16 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --durations=25 $(if $(CALIBRATION),--calibration $(CALIBRATION))
 
+# On CUDA's path, without a card: no card, driver or toolkit is needed; Linux and a C compiler are.
+# The second and third line: work of streams that nobody waits for happens late.
+test-card: $(CARD_READY)
+	$(ON_CARD) -- $(CARD_BIN)/python -m pytest tests/card $(CARD_TESTS)
+	$(ON_CARD) --late side -- $(CARD_BIN)/python -m pytest tests/card/test_exact_on_card.py tests/card/test_late.py $(CARD_TESTS)
+	$(ON_CARD) --late main -- $(CARD_BIN)/python -m pytest tests/card/test_exact_on_card.py tests/card/test_late.py $(CARD_TESTS)
+
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(MAKE) test-card CARD_TESTS="-m 'slow or not slow'"
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -42,4 +65,4 @@ benchmarks: $(READY)
 	$(BIN)/python benchmarks/benchmarks_page.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(CARD) runs

@@ -86,6 +86,7 @@ def random_states(model: nn.Module) -> dict[str, Any]:
     }
     return {
         "torch": torch.get_rng_state(),
+        **({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}),
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         **own,

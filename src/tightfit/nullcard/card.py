@@ -16,7 +16,7 @@ from tightfit.errors import DeviceError
 from tightfit.nullcard.build import installed_torch, libraries
 
 CONTEXT_BYTES = 512 << 20  # of a process, outside of PyTorch's allocator: assumed, as the dry run assumes it
-FIGURES = "TIGHTFIT_NULLCARD"  # the variable that csrc/card.c reads
+FIGURES = "TIGHTFIT_NULLCARD"  # the variable that csrc/card.c reads; `devices.machine` knows a null card by it
 
 Late = Literal["none", "side", "main"]
 _LATE: dict[Late, int] = {"none": 0, "side": 1, "main": 2}

@@ -12,6 +12,11 @@ import torch
 aten = torch.ops.aten
 
 
+def mixed(seed: int, offset: int) -> int:
+    """One seed for the CPU's generator out of a seed and a position of CUDA's."""
+    return (seed * 0x9E3779B97F4A7C15 + offset * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % (1 << 63)
+
+
 def _drop_mask(shape: tuple[int, ...], dropout: float, seed: int) -> torch.Tensor:
     """Which of attention's weights are kept, as numbers 0 or 1/(1-p): the same for forward and backward of one seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -70,8 +75,6 @@ def _attend_backward(
 
 def _seed_of(state: Any, offset: Any = None) -> int:
     """The seed that a forward left for its backward: a pair of numbers, or two tensors."""
-    from tightfit.nullcard.values import mixed
-
     numbers = [
         int(n) for t in (state, offset) if isinstance(t, torch.Tensor) and t.numel() for n in t.flatten().tolist()
     ]

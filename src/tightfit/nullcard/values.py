@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.errors import TightfitError
-from tightfit.nullcard.references import REFERENCES, by_name
+from tightfit.nullcard.references import REFERENCES, by_name, mixed
 
 _KEY = torch._C.DispatchKey.BackendSelect  # always there, below dispatch modes, and above CUDA
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -286,11 +286,6 @@ def _seed(generator: torch.Generator | None, device: torch.device) -> int:
         generator = torch.cuda.default_generators[device.index or 0]
     seed, offset = generator.get_state().view(torch.int64).tolist()
     return mixed(seed, offset)
-
-
-def mixed(seed: int, offset: int) -> int:
-    """One seed for the CPU's generator out of a seed and a position of CUDA's."""
-    return (seed * 0x9E3779B97F4A7C15 + offset * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % (1 << 63)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,69 @@
+"""Levers are bit-equal to the plain run on CUDA's path: PyTorch's own CUDA code on a null card, with true values.
+
+In the same order as a CPU, and on cards whose side streams, or whose default stream, work as late as they may.
+"""
+
+import functools
+
+import pytest
+import torch
+from trap_cases import CASES
+from trap_levers import LEVERS
+from trap_offloads import WAYS
+
+from exactness import Outcome, assert_bit_equal, run
+
+pytestmark = pytest.mark.usefixtures("values")
+
+# Their blocks hold tensors or generators of the CPU, or call numpy: they are for CPUs.
+FOR_CPUS = frozenset(name for name in CASES if "numpy" in name) | {
+    "a user's own generator", "attention with a boolean mask", "attention with a float mask and dropout",
+    "an operator of another library",
+}  # fmt: skip
+# cuFFT's plans and cuDNN's recurrent networks are not modelled.
+REFUSED = {"Fourier transforms": "cuFFT", "LSTM": "cuDNN", "GRU": "cuDNN"}
+ON_CARDS = [name for name in CASES if name not in FOR_CPUS and name not in REFUSED]
+
+
+def step(name, levers=None) -> Outcome:
+    case = CASES[name]
+    model, inputs = case.build()
+    with torch.device("cuda"):  # blocks that make tensors make them where their input is
+        return run(
+            model.cuda(), inputs.detach().cuda().requires_grad_(), case.loss, backward=case.backward, levers=levers
+        )
+
+
+@functools.cache
+def plain_step(name) -> Outcome:
+    return step(name)
+
+
+def test_most_traps_are_traps_for_cards_too():
+    assert len(ON_CARDS) >= 90
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_null_card_cannot_run_is_refused_by_the_library_that_is_asked(name):
+    with pytest.raises(RuntimeError, match=REFUSED[name]):
+        step(name)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_the_plain_step_is_repeatable(name):
+    assert_bit_equal(plain_step(name), step(name))
+
+
+@pytest.mark.sampled(30)
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_recompute_leaves_everything_bit_equal(name, lever):
+    assert_bit_equal(plain_step(name), step(name, LEVERS[lever]))
+
+
+@pytest.mark.sampled(30)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_offload_leaves_everything_bit_equal(name, way):
+    assert_bit_equal(plain_step(name), step(name, WAYS[way]))

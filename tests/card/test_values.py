@@ -1,0 +1,107 @@
+"""With true values a step on a null card computes what a CPU computes, and refuses by name what it cannot."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from exactness import bits
+from tightfit.nullcard.values import NotComputed
+
+pytestmark = pytest.mark.usefixtures("values")
+
+
+class Mixer(nn.Module):
+    """Embedding, norms, products, a softmax of scores and a loss over a vocabulary: one kernel each on CPU and card."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.norm = nn.LayerNorm(32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 50, bias=False)
+
+    def forward(self, ids):
+        x = self.norm(self.embedding(ids))
+        scores = (x @ x.transpose(-1, -2)).softmax(-1)
+        return F.cross_entropy(self.head(scores @ x + self.mlp(x)).flatten(0, 1), ids.flatten())
+
+
+def test_loss_gradients_and_an_update_are_the_cpus_bit_for_bit():
+    torch.manual_seed(0)
+    here, ids = Mixer(), torch.randint(50, (3, 16))
+    there = copy.deepcopy(here).cuda()
+    losses = []
+    for model, batch in ((here, ids), (there, ids.cuda())):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.detach().cpu())
+    assert torch.equal(*losses)
+    for p, q in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.equal(bits(p.grad), bits(q.grad.cpu()))
+        assert torch.equal(bits(p), bits(q.cpu()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_is_as_near_to_fp64_as_rounding_allows(dtype, heads):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 40, 32, dtype=dtype) for h in (4, heads, heads))
+    found = []
+    for device, width in (("cuda", dtype), ("cpu", torch.float64)):
+        own = [x.to(device, width).requires_grad_() for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=heads != 4)
+        out.square().sum().backward()
+        found.append([x.detach().cpu().double() for x in (out, *(x.grad for x in own))])
+    for got, true in zip(*found, strict=True):
+        torch.testing.assert_close(got, true, rtol=0, atol=4 * torch.finfo(dtype).eps * true.abs().max().item())
+
+
+def test_dropout_repeats_where_the_generator_is_put_back():
+    x = torch.ones(1000, device="cuda")
+    torch.cuda.manual_seed(3)
+    first, second = F.dropout(x, 0.5), F.dropout(x, 0.5)
+    torch.cuda.manual_seed(3)
+    again = F.dropout(x, 0.5)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert 300 < first.count_nonzero().item() < 700
+
+
+def test_attentions_dropout_is_the_same_in_backward():
+    torch.manual_seed(1)
+    q = torch.randn(1, 2, 16, 16, device="cuda", requires_grad=True)
+    v = torch.eye(16, device="cuda").expand(1, 2, 16, 16).contiguous().requires_grad_()
+    weights = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)  # with v = 1, the result is the kept weights
+    (grad,) = torch.autograd.grad(weights.sum(), v)
+    torch.testing.assert_close(grad.sum(-1) / 16, weights.sum(-2))
+
+
+def test_sizes_that_depend_on_numbers_are_true():
+    mask = torch.tensor([0, 1, 1, 0, 1], device="cuda")
+    assert mask.nonzero().flatten().tolist() == [1, 2, 4]
+    assert mask[mask > 0].tolist() == [1, 1, 1]
+    assert torch.unique(mask).tolist() == [0, 1]
+
+
+def test_fp16_with_a_scaler_skips_a_step_that_overflows():
+    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler(init_scale=4.0)
+    for gradient in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert weight.tolist() == [0.0] * 4
+    assert scaler.get_scale() == 2.0
+
+
+def test_an_operator_without_a_reference_is_refused_by_its_name():
+    with pytest.raises(NotComputed, match="aten::_fill_mem_eff_dropout_mask_ has no kernel on the CPU"):
+        torch.ops.aten._fill_mem_eff_dropout_mask_(torch.zeros(1, 1, 4, 4, device="cuda"), 0.5, 1, 0)
