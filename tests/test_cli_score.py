@@ -106,3 +106,14 @@ def test_what_cannot_be_asked_of_questions_is_one_line(run, tmp_path):
 def test_the_score_of_a_text_is_json_where_asked(run):
     figures = json.loads(tightfit("score", run, "--file", run.parent / "text.txt", "--json").out)
     assert sorted(figures) == ["log_likelihood", "perplexity", "tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("cuda:77", "device 'cuda:77' is not in this machine"), ("gpu", "device 'gpu' is none that runs")],
+)
+def test_a_device_that_is_not_there_is_one_line(run, name, said):
+    score_it = ("score", run, "--file", run.parent / "text.txt")
+    assert tightfit(*score_it, "--device", "cpu").out == tightfit(*score_it).out
+    assert said in tightfit(*score_it, "--device", name).error
+    assert said in tightfit("generate", run, "--prompt", "the", "--device", name).error

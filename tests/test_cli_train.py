@@ -59,6 +59,11 @@ def test_a_training_ends_with_plain_predicted_and_measured_and_generates(config,
     assert tightfit("generate", tmp_path / "run", "--prompt", "the quick", "--max-new-tokens", 3, "--seed", 1) == text
 
 
+def test_device_names_where_a_training_runs(config):
+    assert "device 'b200' is not in this machine" in refused(config(), "--device", "b200")
+    assert "training.device" in refused(config(), "--device", "")
+
+
 def refused(config, *overrides, code=2):
     done = tightfit("train", config, *overrides)
     assert done.code == code

@@ -39,6 +39,34 @@ def test_the_encoding_of_running_text_is_recognised_and_convertible_by_that_name
     assert codecs.lookup(said).name == codecs.lookup(encoding).name
 
 
+TECHNICAL = {
+    "zh": "参数说明\nbatch_size: 批次大小，默认值 32\nlearning_rate: 学习率 0.001\n显存不足时请减小批次，启用检查点",
+    "zh-TW": "參數說明\nbatch_size: 批次大小，預設值 32\nlearning_rate: 學習率 0.001\n顯示記憶體不足時請減小批次",
+    "ja": "パラメータ一覧\nbatch_size: バッチサイズ 32\nlearning_rate: 学習率 0.001\nメモリ不足時設定変更",
+    "ko": "매개변수 설명\nbatch_size: 배치 크기 32\nlearning_rate: 학습률 0.001\n메모리 부족 시 배치 축소",
+    "ru": "Параметры\nbatch_size: размер пакета 32\nlearning_rate: скорость обучения 0.001\nпамять исчерпана",
+    "fr": "Paramètres\nbatch_size: taille de lot, défaut 32\nmémoire épuisée: réduire le lot à la moitié, déjà né",
+}
+
+
+@pytest.mark.parametrize(
+    ("language", "encoding", "said"),
+    [
+        ("zh", "gbk", "GBK"),
+        ("zh", "gb18030", "GBK"),
+        ("zh-TW", "big5", "BIG5"),
+        ("ja", "shift_jis", "SHIFT_JIS"),
+        ("ja", "euc_jp", "EUC-JP"),
+        ("ko", "euc_kr", "EUC-KR"),
+        ("ru", "koi8_r", "KOI8-R"),
+        ("ru", "cp1251", "WINDOWS-1251"),
+        ("fr", "cp1252", "WINDOWS-1252"),
+    ],
+)
+def test_a_technical_text_has_none_of_the_frequent_words_and_is_recognised_too(language, encoding, said):
+    assert probable_encoding(TECHNICAL[language].encode(encoding)) == said
+
+
 def test_bytes_that_are_no_text_have_no_encoding():
     assert probable_encoding(bytes(range(256)) * 8) is None
     assert probable_encoding(b"abc\xff") is None

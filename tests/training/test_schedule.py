@@ -1,7 +1,7 @@
 import pytest
 
 from tightfit.config import TrainingConfig
-from tightfit.training.schedule import learning_rate
+from tightfit.training.schedule import learning_rate, moved_schedule
 
 
 def rates(**settings: object) -> list[float]:
@@ -51,3 +51,13 @@ def test_a_training_that_is_all_warm_up_ends_at_the_highest_rate(schedule: str):
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_a_single_step_has_the_highest_rate(schedule: str):
     assert rates(schedule=schedule, max_steps=1, warmup_steps=0) == [1.0]
+
+
+def test_a_longer_end_that_moves_the_rate_is_said_and_another_is_not():
+    training = TrainingConfig(max_steps=100, learning_rate=1e-3, min_lr_ratio=0.1)
+    line = moved_schedule(50, 50, training)
+    assert "max_steps was 50 and is 100" in line
+    assert f"from 0.0001 in step 50 to {learning_rate(51, training):.3g}" in line
+    assert moved_schedule(100, 50, training) is None
+    assert moved_schedule(50, 50, training.model_copy(update={"schedule": "constant"})) is None
+    assert moved_schedule(99, 10, training) is None, "the rates are alike"

@@ -26,6 +26,7 @@ def distil(
         bool,
         typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
     ] = False,
+    device: options.TrainsOn = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the figures as JSON.")] = False,
 ) -> None:
     """Train a student towards a teacher, within the memory budget.
@@ -46,7 +47,13 @@ def distil(
         reporter = ProgressReporter()
         try:
             with reporter:
-                found = run(config, tuple(overrides or ()), reporter=reporter, store_only=store_only, resume=resume)
+                found = run(
+                    config,
+                    options.on_device(overrides, device),
+                    reporter=reporter,
+                    store_only=store_only,
+                    resume=resume,
+                )
         except BaseException:  # an interrupted training has an outcome too
             if reporter.result is not None and not as_json:
                 again = f"tightfit distil {config} --resume"

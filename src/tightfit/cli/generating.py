@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tightfit.cli import options
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -25,6 +27,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="For the same text again.")
     ] = None,
+    device: options.RunsOn = "cpu",
 ) -> None:
     """Continue a text with a trained model, or answer it.
 
@@ -33,7 +36,7 @@ def generate(
     from tightfit.data.tokenizer import answer_prompt
     from tightfit.models.generation import continue_ids, generate_text
 
-    model, tokenizer = loaded(run)
+    model, tokenizer = loaded(run, device)
     if chat:
         asked, stop = answer_prompt(tokenizer, prompt)
         answer = continue_ids(
@@ -47,11 +50,15 @@ def generate(
     typer.echo(text)
 
 
-def loaded(run: Path) -> "tuple[nn.Module, TextTokenizer]":
-    """What a run has trained so far. Where its weights are those of a checkpoint, a line on stderr says of which."""
+def loaded(run: Path, device: str) -> "tuple[nn.Module, TextTokenizer]":
+    """What a run has trained so far, on a device. Where its weights are those of a checkpoint, a line on stderr says of
+    which.
+    """
+    from tightfit.devices.present import torch_device
     from tightfit.run_folders.loading import load_run
 
+    there = torch_device(device)  # before weights are read
     found = load_run(run)
     for line in found.source:
         typer.echo(line, err=True)
-    return found.model, found.tokenizer
+    return found.model.to(there), found.tokenizer

@@ -27,6 +27,20 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+TrainsOn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="training.device: cpu, or cuda (else as CONFIG says, or the card that is there)."
+    ),
+]
+RunsOn = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.")]
+
+
+def on_device(overrides: list[str] | None, device: str | None) -> tuple[str, ...]:
+    """The overrides of a training with those of `--device`."""
+    return (*(overrides or ()), *(() if device is None else (f"training.device={device}",)))
+
+
 Model = Annotated[
     str | None,
     typer.Option(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tightfit.cli import options
 from tightfit.cli.asking import columns, show
 from tightfit.cli.generating import loaded
 from tightfit.cli.options import THE_ANSWER
@@ -61,6 +62,7 @@ def score(
         int | None,
         typer.Option(metavar="N", min=1, help="Rows at once, instead of --budget (else 8).", rich_help_panel=QUESTIONS),
     ] = None,
+    device: options.RunsOn = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout.", rich_help_panel=THE_ANSWER)] = False,
 ) -> None:
     """Log-likelihood and perplexity of a text, or accuracy on multiple-choice questions.
@@ -78,7 +80,7 @@ def score(
         given = "none of them is" if file is None else "both are"
         raise InputError(f"score takes --file TEXT or --choices QUESTIONS, and {given} given: give one")
     if file is not None:
-        scored = scored_text(run, file, chunk_size, max_tokens)
+        scored = scored_text(run, file, chunk_size, max_tokens, device)
         show(text_figures(scored) if as_json else text_lines(scored))
         return
     assert choices is not None, "one of the two is given"
@@ -87,19 +89,19 @@ def score(
 
     if prompt not in PROMPTS:
         raise InputError(f"--prompt {prompt!r} is unknown: use {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}")
-    model, tokenizer = loaded(run)
+    model, tokenizer = loaded(run, device)
     found = score_choices(model, choices, tokenizer=tokenizer, prompt=prompt, budget=budget, batch_size=batch_size)
     show(found.to_dict() if as_json else choice_lines(found, columns()))
 
 
-def scored_text(run: Path, file: Path, chunk_size: int, max_tokens: int | None) -> "TextScore":
+def scored_text(run: Path, file: Path, chunk_size: int, max_tokens: int | None, device: str) -> "TextScore":
     import torch
 
     from tightfit import score as score_ids
     from tightfit.data.corpus import read_text
     from tightfit.errors import DataError
 
-    model, tokenizer = loaded(run)
+    model, tokenizer = loaded(run, device)
     ids = tokenizer.encode(read_text(file))[:max_tokens]
     if len(ids) < LEAST_TOKENS:
         raise DataError(f"{file}: holds too little text, {len(ids)} tokens: give at least {LEAST_TOKENS}")

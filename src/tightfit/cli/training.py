@@ -26,6 +26,7 @@ def train(
         bool,
         typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
     ] = False,
+    device: options.TrainsOn = None,
 ) -> None:
     """Train a model as CONFIG says, within its memory budget.
 
@@ -48,12 +49,12 @@ def train(
         from tightfit.training import train as run
 
         if is_silent():
-            run(config, tuple(overrides or ()), resume=resume)
+            run(config, options.on_device(overrides, device), resume=resume)
             return
         reporter = ProgressReporter()
         try:
             with reporter:
-                run(config, tuple(overrides or ()), reporter=reporter, resume=resume)
+                run(config, options.on_device(overrides, device), reporter=reporter, resume=resume)
         finally:  # an interrupted training has an outcome too
             if reporter.result is not None:
                 typer.echo(outcome(reporter.result, reporter.plan, columns(), f"tightfit train {config} --resume"))

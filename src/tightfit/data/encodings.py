@@ -23,6 +23,17 @@ _CANDIDATES = (
     ("KOI8-R", _RUSSIAN),
     ("WINDOWS-1252", _WESTERN),
 )
+# Encodings of two bytes: where the standards put characters of daily use (level 1 of GB 2312, Big5 and JIS X 0208,
+# Japanese syllables, Korean syllables). Hardly any text of single bytes can be read in pairs to its end.
+_DAILY = {
+    "GBK": ((0xB0A1, 0xD7F9),),
+    "GB18030": ((0xB0A1, 0xD7F9),),
+    "BIG5": ((0xA440, 0xC67E),),
+    "SHIFT_JIS": ((0x829F, 0x8396), (0x889F, 0x9872)),
+    "EUC-JP": ((0xA4A1, 0xA5F6), (0xB0A1, 0xCFD3)),
+    "EUC-KR": ((0xB0A1, 0xC8FE),),
+}
+LEAST_DAILY, LEAST_PAIRS = 0.75, 8
 LEAST_SHARE = 0.1  # of the characters beyond ASCII; in running text of these languages it is more
 
 
@@ -34,6 +45,10 @@ def probable_encoding(content: bytes) -> str | None:
     sample = content[:LOOKED_AT]
     if b"\0" in sample:
         return None
+    daily = {name: _daily_share(sample, name) for name in _DAILY}
+    likely = {name for name, share in daily.items() if share >= max(LEAST_DAILY, 0.95 * max(daily.values()))}
+    if likely:  # whose frequent words need not be in a technical text; the smallest set that holds it says most
+        return min((name for name, _ in _CANDIDATES if name in likely), key=_daily_size)
     shares = {name: _share(sample, name, frequent) for name, frequent in _CANDIDATES}
     best = max(shares, key=lambda name: shares[name])  # of equal ones the first
     return best if shares[best] >= LEAST_SHARE else None
@@ -47,11 +62,33 @@ def what_to_do(content: bytes) -> str:
     return f"it is probably {name}: convert it with iconv -f {name} -t UTF-8, or remove it"
 
 
+def _daily_share(sample: bytes, encoding: str) -> float:
+    """How many of the characters of two bytes are those of daily use; 0 where the text cannot be read, or has few."""
+    text = _decoded(sample, encoding)
+    pairs = [pair for c in text or "" if not c.isascii() and len(pair := c.encode(encoding, "replace")) == 2]
+    letters = [pair for pair in map(int.from_bytes, pairs) if not _is_mark(pair)]
+    if len(letters) < LEAST_PAIRS:
+        return 0.0
+    return sum(any(low <= pair <= high for low, high in _DAILY[encoding]) for pair in letters) / len(letters)
+
+
+def _daily_size(encoding: str) -> int:
+    return sum(high - low for low, high in _DAILY[encoding])
+
+
+def _is_mark(pair: int) -> bool:
+    """Whether a pair stands where all of these encodings have punctuation and signs."""
+    return 0x8140 <= pair <= 0x824F or 0xA1A1 <= pair <= 0xA3FE
+
+
+def _decoded(sample: bytes, encoding: str) -> str | None:
+    try:
+        return codecs.getincrementaldecoder(encoding)().decode(sample)  # the last character may be cut
+    except UnicodeDecodeError:
+        return None
+
+
 def _share(sample: bytes, encoding: str, frequent: str) -> float:
     """How much of the text beyond ASCII is among the frequent characters; 0 where it cannot be read."""
-    try:
-        text = codecs.getincrementaldecoder(encoding)().decode(sample)  # the last character may be cut
-    except UnicodeDecodeError:
-        return 0.0
-    beyond = [character for character in text if not character.isascii()]
+    beyond = [character for character in _decoded(sample, encoding) or "" if not character.isascii()]
     return sum(character in frequent for character in beyond) / len(beyond) if beyond else 0.0

@@ -166,6 +166,17 @@ def lookup_present(name: str | torch.device | None, notice: Notice | None = None
     return lookup(name, notice)
 
 
+def torch_device(name: str) -> torch.device:
+    """The device of a name such as `cpu`, `cuda` or `cuda:1`. Raises `DeviceError` if it is none, or not there."""
+    kind, _, index = name.lower().partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(kind)
+    if count is None or (index and not index.isdecimal()):
+        raise DeviceError(f"device {name!r} is none that runs something: use cpu, cuda or cuda:1")
+    if int(index or 0) >= count:
+        raise DeviceError(f"device {name!r} is not in this machine, which has {count or 'no'} of its kind: use cpu")
+    return torch.device(name.lower())
+
+
 def is_present(known: KnownDevice) -> bool:
     """Whether the current CUDA device is this one."""
     if not torch.cuda.is_available():

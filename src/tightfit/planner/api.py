@@ -73,6 +73,9 @@ def estimate(
     your loop gives to `DistributedDataParallel` beside the model, such as `{"gradient_as_bucket_view": True}`.
     `"no_sync": False` among them says that every micro-batch adds up its gradients, and not only the last one.
 
+    Your own Python code runs once or more, with tensors without numbers: the model's `forward`, the loss, and hooks on
+    modules, parameters and the optimizer. What such code counts or writes is counted and written then too.
+
     Raises `InputError` for a wrong argument and `TraceError` for an operator that cannot run dry.
 
     Example:

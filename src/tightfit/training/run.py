@@ -32,6 +32,7 @@ from tightfit.training.reporter import Reporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.sampling import sample_text
 from tightfit.training.saving import Saver
+from tightfit.training.schedule import moved_schedule
 from tightfit.training.sharded.fitting import planner_of_shards
 from tightfit.training.sharded.model import WholeModel, shard
 from tightfit.training.sharded.steps import ShardedStepper, Stranded
@@ -185,6 +186,8 @@ class Run:
         if lacking:
             where = self.folder.path / METRICS
             self.reporter.on_note(f"{where}: lacks {lacking} bytes of the steps before the checkpoint")
+        if (line := moved_schedule(checkpoint.record["max_steps"], record.steps, self.config.training)) is not None:
+            self.reporter.on_note(line)
         # The last step of a run is logged whatever its number; it is not the last one of a longer run.
         was_last = checkpoint.record["max_steps"] == record.steps < self.config.training.max_steps
         is_else_logged = record.steps == 1 or record.held_out() is not None

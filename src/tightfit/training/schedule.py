@@ -24,6 +24,22 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     return training.learning_rate * _share(training, progress)
 
 
+def moved_schedule(before: int, step: int, training: TrainingConfig) -> str | None:
+    """A line about a training that was begun for `before` steps and goes on behind `step` to another end: its learning
+    rate jumps to the schedule of the new length. None where it goes on as it was.
+    """
+    if before == training.max_steps or step >= training.max_steps or training.schedule == "constant":
+        return None
+    was = learning_rate(step, training.model_copy(update={"max_steps": before}))
+    now = learning_rate(step + 1, training)
+    if math.isclose(was, now, rel_tol=0.01):
+        return None
+    return (
+        f"training.max_steps was {before} and is {training.max_steps}: the schedule is that of the new length, so the "
+        f"learning rate goes from {was:.3g} in step {step} to {now:.3g}"
+    )
+
+
 def _share(training: TrainingConfig, progress: float) -> float:
     """Of the highest learning rate, where `progress` goes from 0 after the warm-up to 1 in the last step."""
     least = training.min_lr_ratio
