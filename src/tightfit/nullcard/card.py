@@ -131,9 +131,11 @@ def environment(card: Card, base: Mapping[str, str] | None = None) -> dict[str, 
     paths = libraries(cache_folder())
     folder = paths[0].parent
     torch = installed_torch()
+    ours = [str(path) for path in paths]
+    others = [path for path in base.get("LD_PRELOAD", "").split(":") if path and path not in ours]
     found = {
         **base,
-        "LD_PRELOAD": ":".join([*map(str, paths), *filter(None, [base.get("LD_PRELOAD")])]),
+        "LD_PRELOAD": ":".join([*ours, *others]),
         "TRITON_LIBCUDA_PATH": str(folder),
         FIGURES: f"{card.text};cuda={torch.cuda_version}",
     }
