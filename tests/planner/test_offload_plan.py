@@ -168,3 +168,46 @@ def test_a_dry_run_gives_small_and_integer_values_back_as_they_were(batch):
 def test_a_budget_of_offload_that_is_too_small_is_named(model, batch):
     with pytest.raises(CannotFit, match=r"; offload may take 1\.00 KiB \(offload_budget\)$"):
         tightfit.plan(model, batch, "0.4x", levers=["offload"], offload_budget="1KiB")
+
+
+class Messages(torch.nn.Module):
+    """A layer of a graph network: every tensor is smaller than what is worth a copy to a file."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.message, self.update = torch.nn.Linear(2 * width, width), torch.nn.Linear(2 * width, width)
+
+    def forward(self, nodes, edges):
+        sent = self.message(torch.cat([nodes[edges[0]], nodes[edges[1]]], -1)).relu()
+        received = torch.zeros_like(nodes).index_add(0, edges[1], sent)
+        return nodes + self.update(torch.cat([nodes, received], -1)).relu()
+
+
+class Graph(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Messages() for _ in range(4))
+
+    def forward(self, nodes, edges):
+        for layer in self.layers:
+            nodes = layer(nodes, edges)
+        return nodes
+
+
+def of_nodes(model, batch):
+    return model(**batch).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["0.8x", "0.75x"])
+def test_a_plan_whose_offloaded_values_are_all_small_can_be_applied(budget):
+    model, batch = Graph(), {"nodes": torch.randn(20, 16), "edges": torch.randint(20, (2, 60))}
+    plan = tightfit.plan(model, batch, budget, loss=of_nodes, levers=["recompute", "offload"])
+    assert any(choice.action == "offload" for choice in plan.choices)
+    assert plan.lever(Offload).bytes == 0
+    assert "would offload" in str(plan)
+    assert tightfit.verify(model, batch, plan, loss=of_nodes).ok
+    with plan.apply(planned := copy.deepcopy(model)):
+        assert allocator_peak(planned, batch, loss=of_nodes) == plan.peak_bytes
+    without = replace(plan, levers=tuple(each for each in plan.levers if not isinstance(each, Offload)))
+    assert tightfit.verify(model, batch, without, loss=of_nodes).ok  # as plans were saved once

@@ -409,15 +409,18 @@ def levers_of(request: Request, candidate: Candidate) -> tuple[Lever, ...]:
     combination = candidate.combination
     if any(policy != KEEP_ALL and action_of(policy) != "offload" for policy in candidate.policies.values()):
         combination = combination.with_lever(Recompute())
-    return combination.with_lever(offload_of(request, candidate.trace)).levers
+    if any(policy.offloads for policy in candidate.policies.values()):
+        combination = combination.with_lever(offload_of(request, candidate.trace))
+    return combination.levers
 
 
-def offload_of(request: Request, trace: StepTrace) -> Offload | None:
-    """The lever offload for a traced step, with the bytes it holds at once: all that one micro-batch copies away."""
+def offload_of(request: Request, trace: StepTrace) -> Offload:
+    """The lever offload for a traced step, with the bytes it holds at once: all that one micro-batch copies away.
+
+    None are copied if everything that a policy would offload is smaller than `smallest_bytes`.
+    """
     first, last = trace.repeated  # one micro-batch: its backward fetches everything before the next one begins
     copied = sum(o.copied_bytes for o in trace.operators[first:last] if o.name == AWAY)
-    if not copied:
-        return None
     settings = request.offload
     folder = None if settings.folder is None else str(settings.folder)
     return Offload(folder, settings.budget_bytes, settings.smallest_bytes, copied, request.device.kind == "cuda")

@@ -95,7 +95,10 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
         )
     policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
     offload = plan.lever(Offload)
-    offload_store = None if offload is None else offload.offload_store()
+    if offload is not None:
+        offload_store = offload.offload_store()
+    else:  # plans of before offloaded choices always had their lever, where none of them copied anything
+        offload_store = HostStore() if any(policy.offloads for policy in policies.values()) else None
     levers = [
         lever.within([choice.path for choice in plan.choices])
         if isinstance(lever, CapturedBlocks | CompiledBlocks)

@@ -108,6 +108,9 @@ class Offload(Lever):
         count = sum(choice.action == "offload" for choice in choices)
         file = f"a file in {self.folder or 'the folder for temporary files'}"
         where = "pinned host memory" if self.host else file
+        if not self.bytes:
+            smallest = format_bytes(self.smallest_bytes)
+            return f"{count} of {len(choices)} blocks would offload to {where}, and hold nothing of {smallest} or more."
         return f"{count} of {len(choices)} blocks offload {format_bytes(self.bytes)} to {where}."
 
     @classmethod
