@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import InputError
 from tightfit.ops._once import differentiable_once
+from tightfit.runtime.internals import function_switches, switched_as
 
 __all__ = ["tiled"]
 
@@ -50,6 +51,7 @@ class Tiled(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.how = function, tokens
         before = random_state(x.device)
+        ctx.switches = function_switches()
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         out = torch.cat([function(part) for part in x.split(tokens, dim=1)], dim=1)
         # Kept only if the function drew random numbers (dropout). Else backward has nothing to repeat.
@@ -96,7 +98,8 @@ def gradients_of_tile(ctx: Any, part: Tensor, weights: list[Tensor], gradient: T
     enabled, dtype = ctx.autocast
     part = part.detach().requires_grad_()
     # Without autocast's cache, which holds casts of the weights that forward made without a graph.
-    with torch.enable_grad(), torch.autocast(part.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+    cast = torch.autocast(part.device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+    with torch.enable_grad(), cast, switched_as(ctx.switches):
         out = ctx.how[0](part)
     return torch.autograd.grad(out, [part, *weights], gradient, allow_unused=True)
 

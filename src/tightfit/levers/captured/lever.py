@@ -30,6 +30,7 @@ from tightfit.runtime.internals import (
     fake_mode_is_active,
     ignore_hooks_around_selective_checkpoints,
     ignore_questions_for_gradients,
+    operator_switches,
     recording_failures,
     recording_settings,
 )
@@ -245,7 +246,8 @@ class CapturedForward(FrugalForward):
         """
         outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
         try:
-            captured = captured_forward(type(self.module), None if self.shares_graphs else self.policy)
+            policy = None if self.shares_graphs else self.policy
+            captured = captured_forward(type(self.module), policy, operator_switches())
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
             _recording.recorded = False
             with recording_settings() if settled else nullcontext():
@@ -300,8 +302,11 @@ class CapturedForward(FrugalForward):
 
 
 @functools.cache
-def captured_forward(kind: type[nn.Module], policy: Policy | None) -> Callable[..., Any]:
-    """The captured `forward` of a class of modules under one policy, or under any (None) whose graphs can be shared."""
+def captured_forward(kind: type[nn.Module], policy: Policy | None, switches: tuple) -> Callable[..., Any]:
+    """The captured `forward` of a class of modules under one policy, or under any (None) whose graphs can be shared.
+
+    Under other `switches` of the process the same code calls other operators, and dynamo does not compare them all.
+    """
     if compiler_is_disabled():
         raise CompileError("PyTorch's compiler, which records them, is switched off (TORCHDYNAMO_DISABLE)")
     drop_logs_of_limits(is_trying)

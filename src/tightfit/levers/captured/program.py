@@ -6,7 +6,9 @@ gradients. In backward a value that is computed again is computed right before i
 """
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +24,33 @@ from tightfit.levers.captured.partition import (
 from tightfit.levers.captured.views import CONTIGUOUS, join_views, shorten_views
 from tightfit.runtime.activity import captured_program, now, recomputation
 from tightfit.runtime.bindings import binding_of
-from tightfit.runtime.internals import boxed, dispatch_is_watched
+from tightfit.runtime.internals import boxed, dispatch_is_watched, function_switches, switched_as
+
+
+class Forward(threading.local):
+    """The process's settings in the forward whose operators this thread computes again, if they differ from now."""
+
+    switches: tuple | None = None
+
+
+_forward = Forward()
+
+
+@contextmanager
+def as_in_forward(switches: tuple) -> Iterator[None]:
+    """A context in which programs compute operators again under these settings."""
+    _forward.switches = None if switches == function_switches() else switches
+    try:
+        yield
+    finally:
+        _forward.switches = None
+
+
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """A context of a program whose operators are computed again."""
+    with recomputation(), nullcontext() if _forward.switches is None else switched_as(_forward.switches):
+        yield
 
 
 def write_forward(module: Any, inputs: Sequence[Any], *, returns: int | None = None) -> Callable[[list[Any]], Any]:
@@ -102,7 +130,8 @@ def written(module: Any, order: list[Any], again: set[Any], returned: set[Any]) 
         if now.dry_captured is not None:
             with captured_program():
                 return now.dry_captured.run(watched or straight, args)
-        return (watched if watched is not None and dispatch_is_watched() else straight)(args)
+        is_marked = watched is not None and (dispatch_is_watched() or _forward.switches is not None)
+        return (watched if watched is not None and is_marked else straight)(args)
 
     return boxed(call)
 
@@ -116,7 +145,7 @@ class Writer:
         self.again = again
         self.order = order
         self.names = {node: f"t{place}" for place, node in enumerate(order)}
-        self.scope: dict[str, Any] = {"recomputation": recomputation}
+        self.scope: dict[str, Any] = {"recomputed": recomputed}
         self.calls: dict[int, str] = {}
         self.memory = Memory(order)
         self.loose = as_laid_out_outside(order)
@@ -203,7 +232,7 @@ class Writer:
         inside = False
         for is_again, line in self.lines:
             if marked and is_again and not inside:
-                text.append("    with recomputation():")
+                text.append("    with recomputed():")
             inside = marked and is_again
             text.append(f"{'        ' if inside else '    '}{line}")
         scope = dict(self.scope)

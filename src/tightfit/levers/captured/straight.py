@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tightfit.errors import LeverError
-from tightfit.runtime.internals import NoAutocast, RecordedCall, graph_is_kept
+from tightfit.levers.captured.program import as_in_forward
+from tightfit.runtime.internals import NoAutocast, RecordedCall, function_switches, graph_is_kept
 
 Program = Callable[[list[Any]], Any]
 
@@ -63,6 +64,7 @@ def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Calla
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             ctx.set_materialize_grads(False)
+            ctx.switches = function_switches()
             arguments = list(inputs[: parts.count])
             with aside():
                 results = parts.forward(arguments)
@@ -105,7 +107,7 @@ def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Calla
                 is_alike = parts.partly is not None or gradient.stride() == like.stride
                 arguments.append(gradient if is_alike else laid_out(gradient, like.stride))
             del gradients
-            with aside():
+            with aside(), as_in_forward(ctx.switches):
                 program = parts.backward if not missing or parts.partly is None else parts.partly(missing)
                 found = tuple(program(arguments))
             if not missing:

@@ -111,6 +111,9 @@ class BlockProgram:
         self.values = values  # how many
         self.outputs = outputs  # values that the block returns, which are held
         self.steps: list[BlockStep] = []
+        found = {call.switches[1] for call in calls if call.program is not None and call.is_recorded}
+        # The process's settings in all calls whose operators are recorded; None if they differ.
+        self.switches: tuple | None = found.pop() if len(found) == 1 else None
         self.producers: dict[int, int] = {}  # the step that computes a value
         for place, call in enumerate(self.calls):
             if call.program is not None and call.is_recorded:

@@ -173,7 +173,7 @@ class Call:
         if next(self.to_save, MORE) is not MORE:
             raise saved_otherwise(self.key[0])
         values = self.values
-        record(program, values, state, scope)
+        record(program, values, state, self.key[_SWITCHES], scope)
         numbers = program.results
         if type(results) is torch.Tensor:
             if numbers[0] is not None:
@@ -187,6 +187,7 @@ class Call:
             late.promise(values[number], geometry)
 
 
+_SWITCHES = 2  # the place of the process's settings in a call's key
 MORE: Any = object()  # autograd saves more than it did
 
 
@@ -232,10 +233,10 @@ class ProgramOperation(Operation):
 
     __slots__ = ("inputs", "step")
 
-    def __init__(self, step: Step, values: list[Any], state: GeneratorState | None):
+    def __init__(self, step: Step, values: list[Any], state: GeneratorState | None, switches: tuple):
         self.step = step
         self.generator_state = state if step.draws else None
-        self.default_dtype = torch.get_default_dtype()
+        self.switches = switches
         self.sequence = next(sequence_numbers)
         self.outputs = []
         self.inputs = [values[slot[0]] for slot in step.slots]
@@ -266,10 +267,15 @@ class ProgramOperation(Operation):
 _NOTHING: list[Any] = []
 
 
-def record(program: Program, values: list[Any], state: GeneratorState | None, scope: RecordingScope) -> None:
-    """Record the steps, as the dispatch mode would, and append the values that they compute to `values`."""
+def record(
+    program: Program, values: list[Any], state: GeneratorState | None, switches: tuple, scope: RecordingScope
+) -> None:
+    """Record the steps, as the dispatch mode would, and append the values that they compute to `values`.
+
+    `switches` are the process's settings while they ran.
+    """
     for step in program.steps:
-        operation = ProgramOperation(step, values, state)
+        operation = ProgramOperation(step, values, state, switches)
         for position in step.outputs:
             product = Product(operation, scope, blank=step.traits.is_uninitialised)
             operation.outputs.append((position, reference_to(product)))

@@ -46,7 +46,7 @@ from tightfit.levers.recompute.values import (
     whole_storage,
 )
 from tightfit.runtime.activity import recomputation
-from tightfit.runtime.internals import NoAutocast, autocast_is_active
+from tightfit.runtime.internals import NoAutocast, autocast_is_active, function_switches
 from tightfit.runtime.operators import flat
 
 _MOST_RUNS = 6  # of a block on one kind of input, after which no more drafts are tried
@@ -72,7 +72,6 @@ class Repeat:
         self._saving: Iterator[int | None] = iter(())  # what autograd saves for the running call
         self._promised: list[weakref.ref[Awaited] | None] = [None] * len(program.promised)
         self._products: list[Any] = []  # all values, if the records are written while the block runs
-        self._default_dtype = torch.get_default_dtype()
 
     def next(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> FunctionCall | None:
         """The next call of the earlier run, or None if this one is another."""
@@ -211,7 +210,7 @@ class Repeat:
         for place, call in enumerate(self.program.calls[: self._place]):
             if call.program is not None and call.is_recorded:
                 found = [values[number] for number in call.inputs]
-                record(call.program, found, self._states.get(place), self.scope)
+                record(call.program, found, self._states.get(place), call.switches[1], self.scope)
                 computed = found[len(call.inputs) :]
                 values[call.first : call.first + len(computed)] = computed
         for value in self._lost():
@@ -239,7 +238,7 @@ class Repeat:
     def restore(self, value: int) -> None:
         """Compute a value, and what else autograd waits for, or write the records by which that is done."""
         program = self.program
-        if not self.is_over and self._default_dtype is torch.get_default_dtype():
+        if not self.is_over and program.switches == function_switches():
             replay = program.replay(value, tuple(self._held))
             waiting: dict[int, list[Awaited]] = {}
             for promise in self._awaited():

@@ -2,14 +2,13 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 
 from tightfit.levers.recompute.values import Fetch, Operation, Product, Reference, whole_storage
 from tightfit.runtime.activity import recomputation
-from tightfit.runtime.internals import NoAutocast
+from tightfit.runtime.internals import NoAutocast, function_switches, switched_as
 
 
 def materialise(product: Product) -> None:
@@ -20,11 +19,13 @@ def materialise(product: Product) -> None:
     """
     if product.is_ready:
         return
-    pending = needed_operations(product)
+    pending, present = needed_operations(product), function_switches()
     # The recorded operators are below autograd and autocast, so neither may act on them again.
     with torch.no_grad(), NoAutocast(), recomputation():
         while pending:
-            rerun(pending.popleft())  # popped, so that this queue does not hold arguments that nothing else needs
+            rerun(
+                pending.popleft(), present
+            )  # popped, so that this queue does not hold arguments that nothing else needs
 
 
 def needed_operations(product: Product) -> deque[Operation | Fetch]:
@@ -42,8 +43,11 @@ def needed_operations(product: Product) -> deque[Operation | Fetch]:
     return deque(found[sequence] for sequence in sorted(found))
 
 
-def rerun(operation: Operation | Fetch) -> None:
-    """Run one operation on recomputed arguments, and fill those of its products that are still referenced."""
+def rerun(operation: Operation | Fetch, present: tuple) -> None:
+    """Run one operation on recomputed arguments, and fill those of its products that are still referenced.
+
+    `present` are the process's settings.
+    """
     if isinstance(operation, Fetch):
         operation.deliver()
         return
@@ -52,10 +56,10 @@ def rerun(operation: Operation | Fetch) -> None:
         private = [private_base(reference) for reference in operation.written]
         replaced = {id(reference): base for reference, base in zip(operation.written, private, strict=True)}
     random = operation.generator_state
-    if random is None and operation.default_dtype is torch.get_default_dtype():  # two contexts fewer
+    if random is None and operation.switches == present:  # two contexts fewer
         results = operation.call(replaced)
     else:
-        with nullcontext() if random is None else random.repeated(), default_dtype(operation.default_dtype):
+        with nullcontext() if random is None else random.repeated(), switched_as(operation.switches):
             results = operation.call(replaced)
     # Products that nothing references any more are not filled, so their memory is freed at once.
     for position, product in operation.outputs:
@@ -77,17 +81,3 @@ def private_base(reference: Reference) -> torch.Tensor:
 def give(product: Product | None, content: torch.Tensor) -> None:
     if product is not None:
         product.fill(content)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which tensors made without a dtype get `dtype`."""
-    present = torch.get_default_dtype()
-    if present == dtype:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(present)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from tightfit.runtime.internals import counting_alias
+from tightfit.runtime.internals import counting_alias, function_switches
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
 _ROOT, PRODUCT, HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
@@ -316,13 +316,13 @@ class Operation:
     __slots__ = (
         "args",
         "becomes",
-        "default_dtype",
         "generator_state",
         "kwargs",
         "operator",
         "outputs",
         "references",
         "sequence",
+        "switches",
         "written",
     )
 
@@ -339,7 +339,7 @@ class Operation:
         self.args = args
         self.kwargs = kwargs
         self.generator_state = generator_state
-        self.default_dtype = torch.get_default_dtype()  # a replay must give constants without a dtype the same one
+        self.switches = function_switches()  # a replay must run the same kernels
         self.sequence = next(sequence_numbers)  # the order of replay: arguments are recorded before results
         self.references = references
         self.written: list[Reference] = []

@@ -40,9 +40,80 @@ def dispatch_is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+_dtype, _deterministic, _mkldnn, _precision, _threads = (
+    torch.get_default_dtype,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_float32_matmul_precision,
+    torch.get_num_threads,
+)
+
+
 def function_switches() -> tuple:
-    """The process's settings on which depends which operators a function of PyTorch calls."""
-    return torch.get_default_dtype(), torch._C._get_deterministic_algorithms(), torch._C._get_mkldnn_enabled()
+    """The process's settings on which depends what a function of PyTorch computes, down to the last bit.
+
+    Which operators it calls, and which kernels these run. Read for each function of an observed block, so they are few
+    and read by names of this file.
+    """
+    try:
+        precision: Any = _precision()
+    except RuntimeError:  # the user has set it for each backend
+        precision = tuple(torch._C._get_fp32_precision_getter(*each) for each in _BACKENDS)
+    here = _dtype(), _deterministic(), _mkldnn(), precision, _threads()
+    return (*here, *_of_cards()) if _HAS_CARDS else here
+
+
+_BACKENDS = (("mkldnn", "matmul"), ("cuda", "matmul"))
+_HAS_CARDS = torch.backends.cuda.is_built()
+
+
+def _of_cards() -> tuple:
+    return torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
+
+
+def _set_precision(precision: Any) -> None:
+    if isinstance(precision, str):
+        torch._C._set_float32_matmul_precision(precision)
+        return
+    for (backend, operator), each in zip(_BACKENDS, precision, strict=True):
+        torch._C._set_fp32_precision_setter(backend, operator, each)
+
+
+def _set_deterministic(mode: bool) -> None:
+    torch._C._set_deterministic_algorithms(mode, warn_only=torch._C._get_deterministic_algorithms_warn_only())
+
+
+_SETTERS: tuple[Callable[[Any], Any], ...] = (  # in the order of `function_switches`
+    torch.set_default_dtype,
+    _set_deterministic,
+    torch._C._set_mkldnn_enabled,
+    _set_precision,
+    torch.set_num_threads,
+    torch._C._set_cudnn_enabled,
+    torch._C._set_cudnn_benchmark,
+    torch._C._set_cudnn_deterministic,
+)
+
+
+def operator_switches() -> tuple:
+    """The first of `function_switches`, on which depends which operators a function calls."""
+    return _dtype(), _deterministic(), _mkldnn()
+
+
+@contextmanager
+def switched_as(switches: tuple) -> Iterator[None]:
+    """A context with these settings, as `function_switches` returned them."""
+    present = function_switches()
+    changed = [
+        (setter, before, now) for setter, before, now in zip(_SETTERS, switches, present, strict=False) if before != now
+    ]
+    for setter, before, _ in changed:
+        setter(before)
+    try:
+        yield
+    finally:
+        for setter, _, now in changed:
+            setter(now)
 
 
 def attention_switches() -> tuple:
