@@ -1,11 +1,14 @@
 """`plan --maximise`, and micro-batches that are counted by the plan, as a user asks for them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from command_line import tightfit
+from tightfit.cli.asking import maximised_with
+from tightfit.cli.question import Question
 
 MODEL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 128}
 
@@ -70,6 +73,16 @@ def test_a_preset_is_asked_about_and_a_plan_with_its_curve_written(tmp_path):
 
 
 @pytest.mark.slow  # a search
+def test_the_answer_says_with_which_weights_and_levers_it_is_and_where_others_stand():
+    question = Question(model="mm26", device="rtx4090", levers="exact")
+    found = SimpleNamespace(weights="fp32", optimizer="adamw")
+    settings, with_what, others = maximised_with(question, found)
+    assert settings.startswith("As settings")
+    assert with_what == "With fp32 weights, adamw, levers exact."
+    assert others.endswith("tightfit fit --model mm26 --device rtx4090")
+    assert len(maximised_with(Question(config="a.yaml"), found)) == 2
+
+
 def test_micro_batches_are_counted_by_the_plan(config):
     by_option = tightfit("plan", config, "--micro-batches", "auto", "--budget", "0.7x", "--json")
     by_key = tightfit("plan", config, "training.gradient_accumulation_steps=auto", "memory.budget=0.7x", "--json")

@@ -97,6 +97,24 @@ def test_adapters_and_the_base_below_them_are_options_for_every_kind_of_model(fo
     assert of_decoder["weights"] == "bf16 and fp32"
 
 
+def test_weights_in_four_bits_are_counted_and_named_as_weights(folder):
+    asked = ("estimate", "--model", folder, "--seq-len", 32, "--json")
+    whole = json.loads(tightfit(*asked).out)
+    adapter = ("--adapter", "r=2", "--base", "nf4")
+    narrow = json.loads(tightfit(*asked, *adapter).out)
+    assert whole["parameters"] < narrow["parameters"] < 1.1 * whole["parameters"]
+    assert "nf4" in narrow["weights"]
+    kept = json.loads(tightfit(*asked, *adapter, "--dtype", "bf16").out)
+    assert "bf16" in kept["weights"]
+    assert kept["peak_bytes"] < narrow["peak_bytes"]
+
+
+def test_a_generation_is_estimated_in_the_dtype_that_a_model_is_published_in():
+    asked = ("estimate", "--model", "smollm2-135m", "--inference", "--seq-len", 16, "--new-tokens", 2, "--device", "l4")
+    assert "bf16 weights" in tightfit(*asked).out
+    assert "fp32 weights" in tightfit(*asked, "--dtype", "fp32").out
+
+
 def test_a_plan_with_adapters_is_verified_on_the_real_model(folder):
     outcome = tightfit("verify", "--model", folder, *SIZES, "--adapter", LORA, "--budget", "2x")
     assert outcome.code == 0, outcome

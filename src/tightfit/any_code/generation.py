@@ -36,6 +36,7 @@ from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.reached import Reached
 from tightfit.tracing.record import Assumption, Category, StepTrace, StorageRecord
 from tightfit.tracing.twin import real_tensors
+from tightfit.weights.low_bit import count_weights
 
 CACHE = "keys and values"
 AT_EACH_END = 2  # decode steps that are run dry in full at the beginning and at the end
@@ -164,7 +165,7 @@ def _record(
         prompt_tokens=input_ids.shape[1],
         new_tokens=new_tokens,
         chunk_size=chunk_size,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=count_weights(model),
         weights=dtypes_of(model),
         precision=precision,
         device=device.name,

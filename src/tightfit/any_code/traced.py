@@ -26,6 +26,7 @@ from tightfit.tracing.questions import Answers, run_again
 from tightfit.tracing.reached import Reached
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import forget_numbers, real_tensors
+from tightfit.weights.low_bit import weights_in
 
 BLOCK = "with tightfit.trace()"
 
@@ -246,7 +247,7 @@ class _Running:
                 name=self.name,
                 figures=step_figures(trace),
                 modules=tuple(dict.fromkeys(type(module).__name__ for module in modules)),
-                parameters=sum({p: p.numel() for module in modules for p in module.parameters()}.values()),
+                parameters=sum({p: weights_in(p) for module in modules for p in module.parameters()}.values()),
                 device=self.device.name,
                 device_bytes=self.device.memory_bytes,
                 context_bytes=0 if self.role is None else CONTEXT_BYTES,

@@ -1,5 +1,6 @@
 """`--adapter` and `--base`: the keys of `model.adapter` as one option. No torch here."""
 
+import re
 from typing import TYPE_CHECKING
 
 from tightfit.errors import ConfigError, InputError
@@ -32,6 +33,12 @@ def adapter_setting(text: str, base: str | None) -> str:
     if base is not None:
         given["base"] = base
     return f"{{{', '.join(f'{key}: {value}' for key, value in given.items())}}}"
+
+
+def base_of(setting: str) -> str | None:
+    """The base that a setting of `adapter_setting` names."""
+    found = re.search(r"base: (\w+)", setting)
+    return None if found is None else found[1]
 
 
 def adapter_of(text: str, base: str | None) -> "AdapterConfig":

@@ -96,7 +96,7 @@ def plan(
 
     [dim]tightfit plan examples/quickstart.yaml memory.budget=0.4x[/]
 
-    [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 300MiB[/]
+    [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 0.6x[/]
 
     [dim]tightfit plan examples/quickstart.yaml --curve --html report.html[/]
 
@@ -128,8 +128,19 @@ def plan(
     if as_json:
         show(found.to_dict() if largest is None else replace(largest, plan=found).to_dict())
     else:
-        head = [] if largest is None else [largest.sentence, question.as_settings(), ""]
+        head = [] if largest is None else [largest.sentence, *maximised_with(question, found), ""]
         show("\n".join([*head, describe_plan(found, columns())]))
+
+
+def maximised_with(question: Question, found: "Plan") -> list[str]:
+    """How the largest one was found, since other weights and levers have other ones; and where those stand."""
+    levers = question.allowed or "rounding"
+    allowed = levers if isinstance(levers, str) else ", ".join(levers)
+    lines = [question.as_settings(), f"With {found.weights} weights, {found.optimizer}, levers {allowed}."]
+    if question.model is not None:
+        device = "" if question.device is None else f" --device {question.device}"
+        lines.append(f"Other weights, adapters and optimizers: tightfit fit --model {question.model}{device}")
+    return lines
 
 
 @options.asking(options.OF_A_PLAN)

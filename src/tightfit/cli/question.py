@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
-from tightfit.cli.adapter import BASES, adapter_setting
+from tightfit.cli.adapter import BASES, adapter_setting, base_of
 from tightfit.errors import InputError
 from tightfit.ranks.world import world_of
 
@@ -81,13 +81,14 @@ class Question:
                 f"--base {self.base} is how the weights below adapters are held, and --adapter is not given: add "
                 "--adapter default, or take --dtype"
             )
-        if self.adapter is not None and self.dtype not in (None, "auto"):
+        if self.adapter is None:
+            return
+        base = base_of(adapter_setting(self.adapter, self.base))
+        if self.dtype not in (None, "auto") and base not in ("int8", "nf4"):
             raise InputError(
                 f"--dtype {self.dtype} and --adapter are both given: --base is the dtype of the frozen weights, leave "
                 "--dtype out"
             )
-        if self.adapter is not None:
-            adapter_setting(self.adapter, self.base)
 
     @property
     def settings(self) -> tuple[str, ...]:

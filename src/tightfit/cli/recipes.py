@@ -89,7 +89,7 @@ def fit(
         subject = recipe_subject(question)
         found, chosen = _answered(subject, pick, output, as_)
     show(found.to_dict() if as_json else describe_recipes(found, columns()))
-    if chosen is not None and not as_json:
+    if chosen is not None and output is not None and not as_json:
         show("\n".join(["", f"Written to {output}: {chosen.name}.", *subject.next_steps(chosen, output, as_)]))
     if not found.fitting:
         least = min(outcome.needed_bytes for outcome in found)

@@ -42,13 +42,15 @@ class Built(NamedTuple):
 
 class Held(NamedTuple):
     """How a model is to be held: the dtype of its weights (None: fp32, or as its function made it), adapters on it,
-    its attention, and keys of the reference decoder that are laid over its own.
+    its attention, and keys of the reference decoder that are laid over its own. With `as_published`, None is the dtype
+    in which a model of transformers is published, as it is run and not trained.
     """
 
     dtype: str | None = None
     adapter: AdapterConfig | None = None
     attention: str | None = None
     shape: Mapping[str, int] = MappingProxyType({})
+    as_published: bool = False
 
 
 AS_IT_IS = Held()
@@ -113,7 +115,7 @@ def _laid_over(section: PretrainedModel, held: Held) -> PretrainedModel:
         )
     given = {"dtype": held.dtype, "adapter": held.adapter, "attention": held.attention}
     changed = {key: value for key, value in given.items() if value is not None}
-    if held.adapter is not None:
+    if held.adapter is not None and held.adapter.base in WEIGHT_DTYPES:
         changed["dtype"] = "auto"  # its base says the dtype
     return section.model_copy(update=changed)
 
@@ -135,7 +137,7 @@ def _pretrained(source: str, dry: bool, held: Held) -> nn.Module:
         raise ModelError(
             f"--model {source!r}: no such folder, file, preset, module:function or name on the hub: {hint}"
         ) from error
-    section = _laid_over(PretrainedModel(path=name, dtype="fp32"), held)
+    section = _laid_over(PretrainedModel(path=name, dtype="auto" if held.as_published else "fp32"), held)
     return _of_section(section if has_weights else without_weights(section), dry)
 
 

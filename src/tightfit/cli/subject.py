@@ -140,7 +140,7 @@ def built(question: Question, *, dry: bool, inference: bool = False) -> Subject:
     """The same, without a look at the device."""
     if question.model is not None and not inference:
         refuse_quantised(question.model, f"--model {question.model!r}")
-    return _from_config(question, dry) if question.config is not None else _from_model(question, dry)
+    return _from_config(question, dry) if question.config is not None else _from_model(question, dry, inference)
 
 
 def _from_config(question: Question, dry: bool) -> Subject:
@@ -207,9 +207,9 @@ def _build(config: Config, dry: bool) -> nn.Module:
     return model
 
 
-def _from_model(question: Question, dry: bool) -> Subject:
+def _from_model(question: Question, dry: bool, inference: bool) -> Subject:
     assert question.model is not None, "the question has a --model"
-    model, batch = sources.build(question.model, dry=dry, held=_held(question))
+    model, batch = sources.build(question.model, dry=dry, held=_held(question, inference))
     if batch is None:
         batch = batch_of(model, question.batch_size or SIZE, question.seq_len, "--seq-len", otherwise=LENGTH)
     optimizer = question.optimizer or "adamw"
@@ -239,7 +239,7 @@ def _ranks(question: Question) -> dict[str, Any]:
     return {"world_size": question.world_size, "nodes": question.nodes, "parallel": question.parallel}
 
 
-def _held(question: Question) -> sources.Held:
+def _held(question: Question, inference: bool) -> sources.Held:
     """How a --model is to be held."""
     adapter = None if question.adapter is None else adapter_of(question.adapter, question.base)
-    return sources.Held(question.dtype, adapter, question.attention, question.shape)
+    return sources.Held(question.dtype, adapter, question.attention, question.shape, as_published=inference)

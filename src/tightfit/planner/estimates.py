@@ -14,6 +14,7 @@ from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.rules import ONE_SIDED
 from tightfit.units import format_bytes
+from tightfit.weights.low_bit import count_weights
 
 
 class Estimate(EstimateRecord):
@@ -85,7 +86,7 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
     """What an estimate says of one process's step, before it is known whether that fits."""
     return Estimate(
         step_figures=step_figures(trace),
-        parameters=sum(p.numel() for p in request.model.parameters()),
+        parameters=count_weights(request.model),
         precision=request.settings.precision,
         optimizer=request.optimizer_name,
         device=request.device.name,

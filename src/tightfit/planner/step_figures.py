@@ -8,6 +8,7 @@ from torch import nn
 
 from tightfit.planner.records import StepFigures, TensorGroup
 from tightfit.tracing.record import Category, StepTrace, StorageRecord
+from tightfit.weights.low_bit import weights_in
 
 TIMELINE_POINTS = 600
 TOP_GROUPS = 20
@@ -88,8 +89,8 @@ def dtypes_of(model: nn.Module) -> str:
     elements: dict[str, int] = {}
     for parameter in model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
-        name = _SHORT.get(name, name)
-        elements[name] = elements.get(name, 0) + parameter.numel()
+        name = _SHORT.get(name, name) if getattr(parameter, "quant_state", None) is None else "nf4"
+        elements[name] = elements.get(name, 0) + weights_in(parameter)
     return " and ".join(sorted(elements, key=lambda name: -elements[name]))
 
 

@@ -13,6 +13,7 @@ from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.result import TrainResult
 from tightfit.version import VERSION
+from tightfit.weights.low_bit import count_weights
 
 
 def result_of(
@@ -47,7 +48,7 @@ def result_of(
         skipped_steps=record.skipped,
         tokens=record.tokens,
         interrupted=is_cut,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=count_weights(model),
         precision=config.training.precision,
         device=device,
         versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},

@@ -40,6 +40,7 @@ from tightfit.training.sharded.model import demand_shardable_model, may_be_shard
 from tightfit.training.state import edges_digest
 from tightfit.training.storage import RunFolder
 from tightfit.units import format_count
+from tightfit.weights.low_bit import count_weights
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _what_is_masked(removed: Mapping[str, torch.Tensor]) -> str:
 
 
 def _what_is_trained(model: nn.Module, data: PreparedData) -> str:
-    count = sum(p.numel() for p in model.parameters())
+    count = count_weights(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     which = "" if trained == count else f" ({trained:,} trained)"
     return (

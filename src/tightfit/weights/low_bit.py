@@ -5,6 +5,7 @@ the full-width weight during a product.
 """
 
 import importlib
+import math
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,17 @@ def is_in_low_bits(module: nn.Module) -> bool:
         or (isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight))
         or getattr(weight, "quant_state", None) is not None
     )
+
+
+def weights_in(parameter: torch.Tensor) -> int:
+    """How many weights a parameter holds: two in each byte of 4-bit ones."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def count_weights(model: nn.Module) -> int:
+    """How many weights a model has, in however few bits."""
+    return sum(map(weights_in, model.parameters()))
 
 
 def _nf4(layer: nn.Linear) -> nn.Module:
