@@ -23,7 +23,7 @@ from tightfit.models.saving import save_model
 from tightfit.recipes import choices
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
-from tightfit.recipes.records import Largest, Outcome, Recipe
+from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
 from tightfit.recipes.table import describe_recipes
 from tightfit.recipes.variants import optimizer_of
 from tightfit.recipes.written import Setting, next_steps, written
@@ -78,7 +78,21 @@ def test_the_table_is_within_the_terminal_and_says_what_it_leaves_out(found):
         assert max(map(len, lines)) <= width
         assert any("fp32 weights" in line for line in lines)
     assert "Left out" in describe_recipes(found, 80)
-    assert str(found).startswith(found.sentence)
+    assert found.sentence in str(found).splitlines()[1]
+
+
+def test_the_table_shows_what_fits_or_the_nearest_and_counts_the_rest():
+    def of(fitting, others):
+        rows = [outcome(Recipe(), 1.0)] * fitting
+        rows += [Outcome(Recipe(), False, 10, 2**30 * (7 + n)) for n in range(others)]
+        return RecipesRecord(tuple(rows), "RTX 4090", 2**30, "batch (1, 1024)", "llama")
+
+    text = describe_recipes(of(2, 20), 120)
+    assert text.startswith("llama, batch (1, 1024):\n2 of 22 recipes fit")
+    assert "17 more do not fit: from 10.00 GiB" in text
+    assert sum("needs" in line for line in text.splitlines()) == 3
+    assert "more do not fit: from 7.00 GiB" in describe_recipes(of(8, 20), 120)
+    assert "more do not fit" not in describe_recipes(of(3, 2), 120)
 
 
 def test_the_search_leaves_the_model_as_it_was():

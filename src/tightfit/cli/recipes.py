@@ -89,6 +89,8 @@ def fit(
         subject = recipe_subject(question)
         found, chosen = _answered(subject, pick, output, as_)
     show(found.to_dict() if as_json else describe_recipes(found, columns()))
+    if output is None and found.fitting and not as_json:
+        show("\nNext: the same command with --pick N --output run.yaml writes row N to plan and train.")
     if chosen is not None and output is not None and not as_json:
         show("\n".join(["", f"Written to {output}: {chosen.name}.", *subject.next_steps(chosen, output, as_)]))
     if not found.fitting:

@@ -1,6 +1,6 @@
 """The table of recipes for a terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
@@ -9,24 +9,38 @@ from tightfit.report.terminal import WIDTH, rendered, table_of, width_of
 from tightfit.units import format_bytes, format_seconds
 
 ABSENT = "-"
+NEAREST = 5  # rows that a table has where fewer fit
 FIRST_LEFT_OUT = ("largest batch", "step", "levers", "changes", "longest")  # where the terminal is narrow
 NAMES = {"chunked_loss": "chunked", "micro_batch": "micro-batch"}  # of levers, in a narrow column
 ERROR = "Seconds of a card that is not here follow its published rates: docs/accuracy.md has the error."
 
 
 def describe_recipes(found: RecipesRecord, width: int = WIDTH) -> str:
-    """The recipes as a table, best first, and a sentence."""
-    table, left_out = recipe_table(found, width)
-    lines = ["", *found.notes]
+    """The recipes that fit as a table, best first; where few do, the nearest of the others too. Behind it is how many
+    more there are.
+    """
+    shown = shown_of(found)
+    table, left_out = recipe_table(shown, width)
+    lines = [""]
+    if rest := len(found) - len(shown):
+        least = min(outcome.needed_bytes for outcome in found[len(shown) :])
+        lines.append(f"{rest} more do not fit: from {format_bytes(least)}. With --json all are written.")
+    lines += found.notes
     if any(o.fits for o in found):
         lines.append("~ is read off a line through a few dry runs; figures without it were run dry.")
         lines.append(ERROR)
     if left_out:
         lines.append(f"Left out, as the terminal is narrow: {', '.join(left_out)}. With --json all are written.")
-    return rendered(found.sentence, "", table, *lines, width=width)
+    about = ", ".join(part for part in (found.model, found.batch) if part)
+    return rendered(*([f"{about}:"] if about else []), found.sentence, "", table, *lines, width=width)
 
 
-def recipe_table(found: RecipesRecord, width: int) -> tuple[Table, list[str]]:
+def shown_of(found: RecipesRecord) -> Sequence[Outcome]:
+    """The recipes that a table shows: those that fit, which come first, and at least `NEAREST` in all."""
+    return found[: max(len(found.fitting), NEAREST)]
+
+
+def recipe_table(found: Sequence[Outcome], width: int) -> tuple[Table, list[str]]:
     """One row a recipe, and the names of the figures for which `width` columns have no room."""
     figures: dict[str, Callable[[Outcome], str]] = {
         "peak": lambda o: format_bytes(o.peak_bytes) if o.fits else f"needs {format_bytes(o.needed_bytes)}",
