@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tightfit.data import tokenizer as module
-from tightfit.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, training_sample
+from tightfit.data.chat_template import CHATML
+from tightfit.data.tokenizer import END_OF_TEXT, answer_prompt, load_tokenizer, train_tokenizer, training_sample
 from tightfit.errors import DataError, OutputError
 
 TEXTS = ["the cat sat on the mat and the dog sat on the cat"] * 4
@@ -83,3 +84,23 @@ def test_a_place_that_cannot_be_written_is_refused_by_path(trained, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"tokenizer\.json: the tokenizer cannot be written"):
         trained.save(tmp_path / "file")
+
+
+def test_a_tokenizer_with_the_turns_of_chatml_and_no_template_has_that_of_chatml(tmp_path):
+    made = train_tokenizer(["the sky is blue"], 300, chat=True)
+    made.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.chat_template == made.chat_template == CHATML
+    assert loaded.to_files()["chat_template.jinja"] == CHATML, "a run's folder keeps it"
+    asked, stop = answer_prompt(loaded, "blue?")
+    assert asked == answer_prompt(made, "blue?")[0]
+    assert stop == loaded.tokens["<|im_end|>"]
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
+
+
+def test_a_tokenizer_without_turns_has_no_template(trained):
+    assert trained.chat_template is None
+    with pytest.raises(DataError, match=r"nor ChatML's <\|im_start\|> and <\|im_end\|> among its tokens"):
+        _ = trained.chat

@@ -55,8 +55,9 @@ class TextTokenizer:
         """The encoder of conversations. Raises `DataError` where the tokenizer has no chat template."""
         if self._template is None:
             raise DataError(
-                f"the tokenizer has no chat template, which conversations need: put a {TEMPLATE_FILE} beside its "
-                f"{TOKENIZER_FILE}, or train one (data.tokenizer: train)"
+                f"the tokenizer has no chat template, which conversations need, nor ChatML's {TURN_BEGIN} and "
+                f"{TURN_END} among its tokens: put a {TEMPLATE_FILE} beside its {TOKENIZER_FILE}, or for new weights "
+                "train a tokenizer on conversations (data.tokenizer: train)"
             )
         return ChatEncoder(self._tokenizer, self._template)
 
@@ -200,7 +201,9 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 
 
 def read_tokenizer(texts: Mapping[str, str], place: str) -> TextTokenizer:
-    """The tokenizer in the texts of its files, by their names. `place` is what errors name. Raises `DataError`."""
+    """The tokenizer in the texts of its files, by their names. `place` is what errors name. One that has the tokens of
+    ChatML and no template has that of ChatML. Raises `DataError`.
+    """
     try:
         tokenizer = Tokenizer.from_str(texts[TOKENIZER_FILE])
     # The tokenizers library raises plain Exception for what it cannot read.
@@ -209,6 +212,9 @@ def read_tokenizer(texts: Mapping[str, str], place: str) -> TextTokenizer:
     beside = {name: text for name, text in texts.items() if name != TOKENIZER_FILE}
     file = Path(place)
     config = _config(file, beside)
+    has_turns = all(tokenizer.token_to_id(token) is not None for token in (TURN_BEGIN, TURN_END))
+    if has_turns and TEMPLATE_FILE not in beside and "chat_template" not in config:
+        beside[TEMPLATE_FILE] = CHATML  # whose tokens these are: it was made for conversations, and lacks their form
     end = _end_of_text(tokenizer, config, file)
     return TextTokenizer(tokenizer, end, beside=beside, template=_template(config, beside, file))
 
