@@ -32,7 +32,7 @@ def quantise(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The held-out text for perplexity (else one that every machine has).",
+            help="The held-out text for perplexity (else what a run has held out, or one that every machine has).",
             show_default=False,
             rich_help_panel=THE_QUALITY,
         ),

@@ -13,7 +13,7 @@ from tightfit.any_code.traced import trace
 from tightfit.compress.calibrating import calibrated, unseen
 from tightfit.compress.report import CompressionReport, Side, measured, perplexity
 from tightfit.compress.source import WEIGHTS, Source, open_source
-from tightfit.compress.texts import token_rows
+from tightfit.compress.texts import held_out_of, token_rows
 from tightfit.data.corpus import DEFAULT_SOURCE
 from tightfit.errors import DataError, InputError, QualityError, SourceError
 from tightfit.memory.allocator import measured_peak
@@ -59,7 +59,8 @@ def quantise(
     scaled as they come), `int8_static` (activations too, scaled by what `calibration` shows) or `int4` (weights only).
     Embeddings, norms and the output head are not quantised. With int4 they become bf16, because PyTorch's product of
     4-bit weights is fast with bf16 only. `calibration` and `text` are what `data.source` may name: a text file, JSON
-    lines, a folder of them. Perplexity is measured on `text` (None: a corpus that every machine has) before and after.
+    lines, a folder of them. Perplexity is measured on `text` (None: what a run has held out, else a corpus that
+    every machine has) before and after.
     Where it rises by more than the share `max_loss`, nothing is written, unless `force`. `batch_size` and `seq_len` are
     those of the prompts whose reading is measured.
 
@@ -91,9 +92,7 @@ def quantise(
     model = found.model()
     _dtype(model)  # before anything takes long
     chosen = choose_layers(model, method)
-    held_out = (
-        _rows(found, model, text or DEFAULT_SOURCE, "--text", seq_len, TEXT_ROWS) if _has_tokenizer(found) else None
-    )
+    judged_on, held_out = _held_out(found, model, text, seq_len)
     scales = None
     if method == "int8_static":
         assert calibration is not None, "checked with the method"
@@ -128,7 +127,7 @@ def quantise(
         for name, content in found.tokenizer_files().items():
             (part / name).write_bytes(content)
     after = replace(after, disk_bytes=(target / QUANTISED_WEIGHTS).stat().st_size, perplexity=reached)
-    notes = (*_notes(record, model, loss, max_loss), *_slower(before, after), _while_it_ran(*peaks))
+    notes = (*_notes(record, model, loss, max_loss), *judged_on, *_slower(before, after), _while_it_ran(*peaks))
     return QuantisationReport(f"quantise to {method}", before, after, notes, *peaks)
 
 
@@ -249,6 +248,21 @@ def _has_tokenizer(source: Source) -> bool:
 
 def _rows(source: Source, model: nn.Module, text: str | Path, option: str, length: int | None, count: int) -> Tensor:
     return token_rows(text, source.tokenizer, model, option=option, length=length, rows=count)
+
+
+def _held_out(
+    source: Source, model: nn.Module, text: str | Path | None, length: int | None
+) -> tuple[tuple[str, ...], Tensor | None]:
+    """A note on which text perplexity is of, and its rows: the one that is given, else what a run has held out, else
+    one that every machine has.
+    """
+    if not _has_tokenizer(source):
+        return (), None
+    own = held_out_of(source.folder, model, length, TEXT_ROWS) if text is None else None
+    if own is not None:
+        return (f"Perplexity is of what the run has held out of {own[0]}.",), own[1]
+    named = "the text of Python's library: name your own with --text" if text is None else str(text)
+    return (f"Perplexity is of {named}.",), _rows(source, model, text or DEFAULT_SOURCE, "--text", length, TEXT_ROWS)
 
 
 def _check_limits(max_loss: float, target: Path) -> None:

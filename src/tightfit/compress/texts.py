@@ -6,10 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tightfit.config import load_config
 from tightfit.data.corpus import DEFAULT_SOURCE, read_documents
+from tightfit.data.prepare import prepare_data
 from tightfit.data.tokenizer import TextTokenizer
-from tightfit.errors import DataError
+from tightfit.errors import ConfigError, DataError
 from tightfit.models.loading import position_limit, vocabulary_size
+from tightfit.names.run_files import CONFIG
 
 LEAST_TOKENS = 2  # of a row: a token is scored after those before it
 LONGEST_ROW = 512  # tokens, where nobody gives a length
@@ -19,6 +22,23 @@ def row_length(model: nn.Module, length: int | None = None) -> int:
     """Tokens in a row: those that are asked for, as far as the model has positions."""
     limit = position_limit(model)
     return min(length or LONGEST_ROW, limit or LONGEST_ROW)
+
+
+def held_out_of(folder: Path, model: nn.Module, length: int | None, rows: int) -> tuple[str, Tensor] | None:
+    """The source of a run's data, and rows of what the run has held out of it, (rows, length) int64; None where the
+    folder is no run's, its data is gone, or nothing of even length was held out.
+    """
+    try:
+        config = load_config(folder / CONFIG)
+        own = config.data.model_copy(update={"tokenizer": str(folder)})
+        data = prepare_data(own, config.model, objective=config.training.objective)
+    except (ConfigError, DataError):
+        return None
+    samples = data.validation
+    if data.objective == "dpo" or not samples.is_even or not len(samples):
+        return None
+    ids = samples.batch(range(min(len(samples), rows)))["input_ids"]
+    return config.data.source, ids[:, : row_length(model, length)]
 
 
 def token_rows(
