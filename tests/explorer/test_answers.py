@@ -1,5 +1,6 @@
 """Answers: the figures of `estimate` and `plan`, part by part, as plain data and drawn as HTML."""
 
+import gc
 import json
 import pickle
 import re
@@ -11,8 +12,9 @@ import tightfit
 from tightfit.explorer import drawings
 from tightfit.explorer.answers import answered, build
 from tightfit.explorer.messages import Failure, Refusal
-from tightfit.explorer.page import Answer, answers, places
+from tightfit.explorer.page import Answer, _fields, answers, places
 from tightfit.explorer.question import PageQuestion
+from tightfit.explorer.serving import settings
 from tightfit.explorer.uploads import Reading, Upload
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
@@ -150,3 +152,25 @@ def test_recipes_are_a_table_best_first():
     assert table.index("bf16 weights, 8-bit AdamW") < table.index("fp32 weights, AdamW")
     for text in ("1 of 2 recipes fit 16.00 GiB on RTX 4090", "~4,096", ">7<", "needs 64.00 GiB", "500.0 ms"):
         assert text in table
+
+
+@pytest.mark.parametrize("number", [0, -5, 1.5, 10**9, None])
+@pytest.mark.parametrize("name", ["sequence_length", "batch_size"])
+def test_a_number_that_cannot_be_takes_the_place_of_the_last_verdict(name, number):
+    (only,) = answers(None, None, {name: number})
+    assert name.replace("_", " ").split()[0] in only[0] or "tokens" in only[0]
+    assert only[1:] == ("", "", "", "", "")
+
+
+@pytest.mark.slow  # Gradio is imported
+@pytest.mark.filterwarnings("ignore")  # of Gradio and of what it imports
+def test_the_fields_hand_on_what_was_typed():
+    gr = pytest.importorskip("gradio")
+    with settings(), gr.Blocks():
+        fields = _fields(gr, PageQuestion())
+    for name in ("sequence_length", "batch_size", "rank"):
+        assert [fields[name].preprocess(number) for number in (0, -5, 1.5)] == [0, -5, 1.5]
+    cards = [label for label, _ in fields["device"].choices]
+    assert any("rtx4090" in label and "RTX 4090" in label for label in cards), "found by key and by name"
+    del fields
+    gc.collect()  # Gradio's event loop warns when it goes, and does so here

@@ -169,9 +169,10 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
         value = getattr(default, name)
         fields[name] = gr.Dropdown(pairs, value=value, label=label, elem_id=f"field-{name}", **more)
 
-    def number(name: str, label: str, **more: Any) -> None:
+    def number(name: str, label: str) -> None:
+        # Gradio refuses and rounds by itself where it knows limits, and the answer to other numbers stays in sight.
         value = getattr(default, name)
-        fields[name] = gr.Number(value, label=label, precision=0, elem_id=f"field-{name}", min_width=120, **more)
+        fields[name] = gr.Number(value, label=label, elem_id=f"field-{name}", min_width=120)
 
     choice("model", "Model", choosable_models())
     # The upload's own name stays in the list of models until another one is chosen.
@@ -181,8 +182,8 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
     fields["notes"] = gr.HTML("", elem_classes="tf", elem_id="notes")
     choice("device", "Card", choosable_devices())
     with gr.Row():
-        number("sequence_length", "Sequence, tokens", minimum=1)
-        number("batch_size", "Batch, sequences", minimum=1)
+        number("sequence_length", "Sequence, tokens")
+        number("batch_size", "Batch, sequences")
     choice("dtype", "Weights", DTYPES, min_width=120)
     choice("precision", "Arithmetic", PRECISIONS, min_width=120)
     choice("optimizer", "Optimizer", choosable_optimizers(), allow_custom_value=True)  # offloaded_adamw:0.5
@@ -190,7 +191,7 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
         default.step_in_backward, label="Update each weight in backward", elem_id="field-step_in_backward"
     )
     with gr.Accordion("Adapters (LoRA, QLoRA)", open=False):
-        number("rank", "Rank; 0 trains all weights", minimum=0)
+        number("rank", "Rank; 0 trains all weights")
         choice("base", "Frozen weights", BASES)
         fields["targets"] = gr.Textbox(
             default.targets, label="Layers", placeholder="q_proj+v_proj, or all-linear; empty: peft's choice",

@@ -115,9 +115,9 @@ def choosable_models() -> dict[str, str]:
 
 
 def choosable_devices() -> dict[str, str]:
-    """The cards of the list, by key, each with its name and memory; the smallest first."""
+    """The cards of the list, by key, each with its name, memory and key, which people type; the smallest first."""
     cards = sorted(known_devices().items(), key=lambda item: (item[1].spec.memory_bytes, item[0]))
-    return {key: f"{card.spec.name}, {card.spec.memory_bytes / 2**30:.1f} GiB" for key, card in cards}
+    return {key: f"{card.spec.name}, {card.spec.memory_bytes / 2**30:.1f} GiB ({key})" for key, card in cards}
 
 
 def choosable_optimizers() -> dict[str, str]:
