@@ -196,3 +196,17 @@ def test_usage_errors_have_exit_code_2():
 def test_json_on_stdout_is_left_alone_by_notices():
     outcome = tightfit("estimate", *DECODER, "--json")
     assert json.loads(outcome.out)["peak_bytes"] > 0
+
+
+def test_errors_about_a_model_name_the_option_that_was_written_and_not_all_architectures(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "no-such-kind", "hidden_size": 8}')
+    error = tightfit("estimate", "--model", path).error
+    assert "--model" in error
+    assert "model.path" not in error
+    assert "no-such-kind" in error
+    assert len(error) < 600
+    path.write_text('{"hidden_size": 8}')
+    error = tightfit("estimate", "--model", path).error
+    assert "model_type" in error
+    assert len(error) < 600

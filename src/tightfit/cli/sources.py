@@ -31,6 +31,7 @@ from tightfit.tracing.build import build_dry
 
 SEED = 0  # of new weights
 SDPA = "sdpa"
+KEY = "model.path"  # which errors about a configuration name
 
 
 class Built(NamedTuple):
@@ -58,6 +59,15 @@ AS_IT_IS = Held()
 
 def build(source: str, *, dry: bool, held: Held = AS_IT_IS) -> Built:
     """The model that `source` names, held in that way; dry ones have shapes and no weights. Raises `ModelError`."""
+    try:
+        return _built(source, dry, held)
+    except ModelError as error:
+        if KEY not in str(error):
+            raise
+        raise ModelError(str(error).replace(KEY, "--model")) from error  # what was written, not a configuration's key
+
+
+def _built(source: str, dry: bool, held: Held) -> Built:
     path = Path(source)
     if is_quantised(path):
         return Built(_quantised(path, held))
@@ -133,7 +143,9 @@ def _pretrained(source: str, dry: bool, held: Held) -> nn.Module:
         has_weights = known is None and find(name).has_weights
     except ModelError as error:
         near = difflib.get_close_matches(source.lower(), [*PRESETS, *published()], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join([*PRESETS, *published()])}"
+        hint = (
+            f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}, and docs/names.md lists models"
+        )
         raise ModelError(
             f"--model {source!r}: no such folder, file, preset, module:function or name on the hub: {hint}"
         ) from error

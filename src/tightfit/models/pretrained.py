@@ -19,6 +19,7 @@ from tightfit.models.attention import demand_support
 from tightfit.models.published import Published, find_published, is_source, published
 from tightfit.names.run_files import MASKS
 
+LONGEST = 300  # characters of what transformers says
 INSTALL_HINT = "pip install 'tightfit[hf]'"
 TASKS = ("SpeechSeq2Seq", "ImageClassification")  # of models that are no language models, as transformers calls them
 MAPPINGS = {
@@ -218,5 +219,6 @@ def transformers_package() -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The error's text on one line."""
-    return " ".join(str(error).split())
+    """The error's text on one line, without the names of all architectures that transformers knows."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
