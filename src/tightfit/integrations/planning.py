@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, TraceError
 from tightfit.integrations.batches import all_labels_counted, have_one_shape, repeated
 from tightfit.integrations.checkpointing import TakenOver
@@ -119,14 +120,20 @@ def _plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: Plan
 
 
 def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+    if step.joined is ALONE:
+        lookup(step.device, notice=logger.warning)  # which is measured now, if ever
     # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
     # batch fits all, plans for the others are tried.
     plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
     largest, ordered = plain[0][0], [batch for _, batch in plain]
     budget = step.budget_bytes(plan_settings.budget, largest)
-    plan_settings = replace(plan_settings, budget=budget)
-    first = plan_one(step, ordered[0], plan_settings)
+    asked, plan_settings = plan_settings.budget, replace(plan_settings, budget=budget)
+    try:
+        first = plan_one(step, ordered[0], plan_settings)
+    except CannotFit as error:
+        error.args = (f"{error}; the plain step takes {format_bytes(largest.peak_bytes)}, and {asked} was asked for",)
+        raise
     for index, batch in enumerate(ordered):
         others = ordered[:index] + ordered[index + 1 :]
         with suppress(CannotFit):
