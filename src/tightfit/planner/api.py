@@ -13,7 +13,7 @@ from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.apply import policy_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
-from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication
+from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication, of_draws
 from tightfit.planner.levers import CapturedBlocks, Combination, CompiledBlocks, Lever, MicroBatches, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice, PlannedProgram
@@ -271,7 +271,9 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         budget_bytes=search.budget_bytes,
         planned=step_figures(candidate.trace),
         plain=step_figures(search.plain),
-        choices=(choices := block_choices(search.paths, candidate)),
+        choices=(
+            choices := block_choices([*search.paths, *(search.elsewhere if candidate.policies else ())], candidate)
+        ),
         programs=programs_of(candidate, choices),
         levers=levers_of(request, candidate),
         rejected=tuple(search.rejected),
@@ -281,6 +283,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         fingerprint=fingerprint(request.model),
         assumptions=(
             *assumption_sentences(candidate.trace.assumptions),
+            *of_draws(request, candidate.trace),
             *not_tried(candidate.combination),
             *not_proved(search.gap_seconds(candidate)),
         ),

@@ -91,11 +91,19 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
         optimizer=request.optimizer_name,
         device=request.device.name,
         device_bytes=request.device.memory_bytes,
-        assumptions=assumption_sentences(trace.assumptions),
+        assumptions=(*assumption_sentences(trace.assumptions), *of_draws(request, trace)),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
         fits=False,
         weights=dtypes_of(request.model),
     )
+
+
+def of_draws(request: Request, trace: StepTrace) -> list[str]:
+    """What is assumed about numbers that the step draws at random and reads."""
+    if not trace.reads_draws or len(request.outcomes) < 2:
+        return []
+    count = len(request.outcomes)
+    return [f"random numbers that decide what runs were assumed to be those of the highest peak, of {count} outcomes"]
 
 
 def of_communication(request: Request, world: World) -> list[str]:

@@ -1,7 +1,7 @@
 """The planner's request, with all defaults filled in, and the dry runs of it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -11,7 +11,7 @@ from torch import nn
 from tightfit.devices.cost import CostModel
 from tightfit.devices.figures import CopyRates, copy_rates
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import DeviceError, LeverError
+from tightfit.errors import DeviceError, LeverError, ModelError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_samples, split_batch
 from tightfit.levers.offload import HostStore, OffloadSettings
@@ -33,6 +33,7 @@ from tightfit.tracing.copies import AWAY, BACK, TO_DEVICE, TO_HOST
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.replay import fits_device
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.draws import Draws, assumed
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import ExecutorCost, OperatorCost
 from tightfit.tracing.rules import ONE_SIDED, Routing
@@ -111,6 +112,18 @@ class Request:
     @cached_property
     def size(self) -> int:
         return inseparable_samples(self.batch, self.loss)
+
+    @cached_property
+    def outcomes(self) -> tuple[Draws, ...]:
+        """The outcomes of random numbers that change the plain step's memory, that of the highest peak first."""
+        peaks: dict[tuple[int, ...], tuple[int, Draws]] = {}
+        for draws in Draws:
+            # With every layer dropped a loss depends on no weight, which ends a training too.
+            with suppress(ModelError):
+                trace = Tracer(self, draws).whole(self.plain, {})
+                peaks.setdefault(trace.levels, (trace.peak_bytes, draws))
+        ordered = sorted(peaks.values(), key=lambda found: found[0], reverse=True)
+        return tuple(draws for _, draws in ordered)
 
     @cached_property
     def separation(self) -> Separation:
@@ -192,6 +205,7 @@ class Tracer:
     """
 
     request: Request
+    draws: Draws | None = None  # the outcome of random numbers; None: that of the highest peak
     refused: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     def whole(
@@ -201,8 +215,19 @@ class Tracer:
         joined: Sequence[str] = (),
         routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
-        """The whole step as it will run, optimizer included. With several ranks, that of the first one."""
+        """The whole step as it will run, optimizer included. With several ranks, that of the first one.
+
+        If the outcome of random numbers is open, that of the highest peak.
+        """
         request = self.request
+        if self.draws is None:
+            levers = combination, policies, joined, routing
+            with suppress(ModelError):
+                trace = replace(self, draws=Draws.HIGH).whole(*levers)
+                if not trace.reads_draws:
+                    return trace
+            found = [replace(self, draws=draws).whole(*levers) for draws in request.outcomes or (Draws.HIGH,)]
+            return max(found, key=lambda trace: trace.peak_bytes)
         if request.world is not None:
             return self.of_rank(
                 own_copy(request.model), self.rank(request.world), combination, policies, joined, routing
@@ -215,18 +240,19 @@ class Tracer:
     ) -> StepTrace:
         """A step of a model that has its levers on."""
         request = self.request
-        return trace_step(
-            model,
-            request.parts(combination.micro_batches),
-            request.loss,
-            optimizer=request.optimizer if rank is None else self.optimizer_of_rank,
-            settings=request.settings if rank is None else self.settings_of_rank,
-            cost=request.cost,
-            executor=request.executor,
-            role=request.role,
-            routing=routing,
-            rank=rank,
-        )
+        with assumed(self.draws or Draws.HIGH):
+            return trace_step(
+                model,
+                request.parts(combination.micro_batches),
+                request.loss,
+                optimizer=request.optimizer if rank is None else self.optimizer_of_rank,
+                settings=request.settings if rank is None else self.settings_of_rank,
+                cost=request.cost,
+                executor=request.executor,
+                role=request.role,
+                routing=routing,
+                rank=rank,
+            )
 
     def rank(self, world: World, number: int = 0) -> PlayedRank:
         """A rank of a world, which shards the blocks of the request's model one by one."""
@@ -326,7 +352,8 @@ class Tracer:
         model, rank, settings = request.model, None, request.settings
         if request.world is not None:
             model, rank, settings = own_copy(model), self.rank(request.world), self.settings_of_rank
-        with self.applied(combination, policies, joined, compared, model=model):
+        draws = request.outcomes[0] if plain.reads_draws and request.outcomes else Draws.HIGH
+        with self.applied(combination, policies, joined, compared, model=model), assumed(draws):
             trace = trace_part(
                 model,
                 request.parts(combination.micro_batches),

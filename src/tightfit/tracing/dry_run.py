@@ -28,6 +28,7 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.tracing.collectives import play_collective
+from tightfit.tracing.draws import MOST_DRAWN, Generators
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
@@ -89,6 +90,9 @@ class DryRun(Recording):
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # memory written for real, and its content
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves outside the model, with gradients
         self.lasting: Lasting | None = None
+        self.generators: Generators | None = None
+        self.reads_draws = False  # whether code read a number that an operator drew
+        self._states = ""  # of other generators, where the recorded step begins
         self._imported = len(sys.modules)
         faults.watch()
 
@@ -115,6 +119,8 @@ class DryRun(Recording):
         inputs, key = inputs_and_key(func, args, kwargs)
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
+        drawn = traits.is_random or any(cell.drawn for cell in cells)
+        self.reads_draws |= drawn and func in ASKING
         if unknown and (answered := self.questions.ask(func, args)) is not None:
             return answered.value  # `loss.item()`, `isnan`: there is no number to read
         self.forget_imports()
@@ -132,10 +138,28 @@ class DryRun(Recording):
             self.note_seconds(traits.name)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
+        if is_real and drawn:
+            for tensor in instances(torch.Tensor, (out,)):
+                self.see(tensor).drawn = True
         for place in ON_HOST.get(func, ()) if now.playing_cuda else ():
             self.ledger.on_host(out[place])
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self.begin_draws()
+
+    def begin_draws(self) -> None:
+        """Give the random generators the states from which the step that follows draws."""
+        self.reads_draws = False
+        if self.generators is not None:
+            self.generators.begin()
+            self._states = self.generators.states()
+
+    def has_read_draws(self) -> bool:
+        """Whether the recorded step read numbers that were drawn at random."""
+        return self.reads_draws or (self.generators is not None and self.generators.states() != self._states)
 
     # The steps of one operator
 
@@ -193,7 +217,7 @@ class DryRun(Recording):
         if any(t.numel() > KNOWN_LIMIT for t in inputs):
             return False
         if traits.is_random and not inputs:
-            return False
+            return all(shape.numel <= MOST_DRAWN for shape in shapes_in(self.shapes(func, args, kwargs, key)))
         # Outputs too: an outer product of small vectors is large. Integers that an optimizer makes are its states in
         # few bits, up to a byte a parameter, and nothing branches on them.
         integers_too = self.phase is Phase.OPTIMIZER

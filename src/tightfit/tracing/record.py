@@ -123,6 +123,7 @@ class StepTrace:
     with_gradient: tuple[str, ...] = ()  # names of the parameters that the step gave a gradient
     calls: tuple[ModuleCall, ...] = ()  # every forward of a module, in the order in which they began
     gradients_before: tuple[str, ...] = ()  # names of the parameters that have a gradient when the step begins
+    reads_draws: bool = False  # whether code read numbers that were drawn at random
     reserved_bytes: int | None = None  # the peak of CUDA's reserved memory; None on a CPU
 
     @property

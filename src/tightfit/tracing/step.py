@@ -21,6 +21,7 @@ from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
 from tightfit.tracing.cuda.replay import as_allocated
+from tightfit.tracing.draws import Generators
 from tightfit.tracing.dry_run import DryRun, Lasting
 from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
@@ -336,6 +337,8 @@ def _dry(
             for module in beside:
                 restored.enter_context(everything_restored(module))
             announce(ledger, lasting, batch, plain)
+            dry.generators = Generators(attributes)
+            dry.begin_draws()
             dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
             for module in beside:
                 announce(ledger, module, [], plain_tensors(module))
@@ -418,6 +421,7 @@ def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int
         with_gradient=dry.with_gradient,
         calls=tuple(dry.modules.calls),
         gradients_before=dry.gradients_before,
+        reads_draws=isinstance(dry, DryRun) and dry.has_read_draws(),
     )
 
 

@@ -1,15 +1,15 @@
 """The candidates of a search: traced as applied, compared with the budget, and kept if the fastest that fits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
 from tightfit.errors import CannotFit
-from tightfit.levers.recompute import Policy
+from tightfit.levers.recompute import RECOMPUTE_ALL, Policy
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.blocks.pricing import Priced
-from tightfit.planner.levers import Combination, Lever, MicroBatches, Offload, PlainStep, Role, lever_types
+from tightfit.planner.levers import Combination, Lever, MicroBatches, Offload, PlainStep, Recompute, Role, lever_types
 from tightfit.planner.records import DeviceRoom, Rejected
 from tightfit.planner.request import Request, Tracer, lacking, plain_step
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate, describe_levers
@@ -58,6 +58,22 @@ class Selection:
         if not any(kind.needs_blocks for kind in self.kinds):
             return []
         return find_blocks(self.request.model, self.request.blocks, self.plain)
+
+    @cached_property
+    def elsewhere(self) -> dict[str, Policy]:
+        """The policies of blocks that run in other outcomes of random numbers than the one that is solved.
+
+        They keep nothing. So where one stands in for a block of that outcome, it holds no more than that one.
+        """
+        if not self.plain.reads_draws or not self.request.may(Recompute):
+            return {}
+        traces = [replace(self.tracer, draws=each).whole(self.request.plain, {}) for each in self.request.outcomes]
+        found = [find_blocks(self.request.model, self.request.blocks, trace) for trace in traces]
+        return {path: RECOMPUTE_ALL for paths in found for path in paths if path not in self.paths}
+
+    def paths_of(self, candidate: Candidate) -> list[str]:
+        """The paths of the blocks that a candidate's plan decides about."""
+        return [*self.paths, *(self.elsewhere if candidate.policies else ())]
 
     def step(self, plain: StepTrace | None = None) -> PlainStep:
         """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
@@ -110,6 +126,7 @@ class Selection:
         choice: tuple[int, ...] = (),
         joined: tuple[str, ...] = (),
     ) -> Candidate:
+        policies = {**self.elsewhere, **policies} if policies else policies
         trace = self.whole(combination, policies, joined)
         routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
         return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))

@@ -1,0 +1,133 @@
+"""Outcomes of random numbers that a step reads, such as those of layer drop: `torch.rand(()).item() < p`.
+
+A dry run with an outcome begins with states of the generators from which all next numbers are near one end of their
+range. So it does not matter how the code draws: by PyTorch, Python or numpy, through a name that it imported long ago,
+or from a generator of a module's own.
+"""
+
+import enum
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+from tightfit.tracing.restore import Contents, set_state, state_of
+
+MOST_DRAWN = 1024  # numbers of one draw that are known in a dry run: more are noise, which decides nothing
+_WORDS = 624  # of 32 bits, in the state of a Mersenne Twister
+_DRAWN = 600  # of them at an end. After these, numbers are random again: code may draw until one is in between.
+# From an end of a word's range. Not 0: code may divide by a number, or take its logarithm. PyTorch makes a number of
+# the last 24 bits of a word, others of the first ones, and whole numbers of a few last or first bits.
+_NEAR = 13 << 7
+_LATER = [(place + 1) * 1812433253 & 0xFFFFFFFF for place in range(_WORDS - _DRAWN)]
+
+
+class Draws(enum.Enum):
+    """Which numbers the generators give in a dry run: near one end of their range, near the two in turns, or below the
+    middle, which is the last of two, four or eight choices to Python.
+    """
+
+    HIGH = "high"
+    LOW = "low"
+    HIGH_THEN_LOW = "high, low"
+    LOW_THEN_HIGH = "low, high"
+    BELOW_MIDDLE = "below the middle"
+
+
+class _Assumed(threading.local):
+    draws: Draws = Draws.HIGH  # most models skip a layer for a low number
+
+
+_assumed = _Assumed()
+
+
+@contextmanager
+def assumed(draws: Draws) -> Iterator[None]:
+    """A context whose dry runs draw such numbers."""
+    outside, _assumed.draws = _assumed.draws, draws
+    try:
+        yield
+    finally:
+        _assumed.draws = outside
+
+
+class Generators:
+    """The random generators that a step may draw from: PyTorch's, Python's, numpy's, and those that modules hold."""
+
+    def __init__(self, attributes: Contents):
+        self._own = [generator for generator, _ in attributes.generators]
+
+    def begin(self) -> None:
+        """Give all generators the states that the dry run assumes."""
+        draws = _assumed.draws
+        random.setstate(_of_python(random.getstate(), draws))
+        numpy.random.set_state(_of_numpy(numpy.random.get_state(), draws))
+        torch.set_rng_state(_of_torch(torch.get_rng_state(), draws))
+        for generator in self._own:
+            change = _CHANGES.get(type(generator))
+            if change is not None and getattr(generator, "device", torch.device("cpu")).type == "cpu":
+                set_state(generator, change(state_of(generator), draws))
+
+    def states(self) -> str:
+        """The states of those generators whose draws no operator shows."""
+        own = [state_of(generator) for generator in self._own if not isinstance(generator, torch.Generator)]
+        return repr((random.getstate(), numpy.random.get_state(), own))
+
+
+def _words(draws: Draws, each: int) -> list[int]:
+    """The words of a state from which the next numbers, of `each` words, are as assumed."""
+    low, high, middle = map(_untempered, (_NEAR, 0xFFFFFFFF - _NEAR, 0x7FFFFFFF - _NEAR))
+    turns = {
+        Draws.HIGH: (high,),
+        Draws.LOW: (low,),
+        Draws.HIGH_THEN_LOW: (high, low),
+        Draws.LOW_THEN_HIGH: (low, high),
+        Draws.BELOW_MIDDLE: (middle,),
+    }[draws]
+    # The first words are read only once these are used up. They are the same for every dry run.
+    return [*_LATER, *(turns[place // each % len(turns)] for place in range(_DRAWN))]
+
+
+def _untempered(output: int) -> int:
+    """The word of a Mersenne Twister's state that gives this output (Matsumoto and Nishimura 1998)."""
+    output ^= output >> 18
+    output ^= output << 15 & 0xEFC60000
+    word = output
+    for _ in range(4):
+        word = output ^ word << 7 & 0x9D2C5680
+    first = word ^ word >> 11
+    return (word ^ first >> 11) & 0xFFFFFFFF
+
+
+def _of_python(state: Any, draws: Draws) -> Any:
+    version, _, gauss = state
+    return version, (*_words(draws, 2), _WORDS - _DRAWN), gauss
+
+
+def _of_numpy(state: Any, draws: Draws) -> Any:
+    kind, words, *_ = state
+    if kind != "MT19937":
+        return state
+    return kind, numpy.array(_words(draws, 2), dtype=words.dtype), _WORDS - _DRAWN, 0, 0.0
+
+
+def _of_torch(state: torch.Tensor, draws: Draws) -> torch.Tensor:
+    # `CPUGeneratorImplStateLegacy` in ATen: the seed, the number of words left and a flag (32 bits each), the next
+    # word, the words (64 bits each), and a normal number kept from the last pair.
+    fields = state.clone().numpy()
+    halves = fields[8:16].view(numpy.int32)
+    halves[0] = _DRAWN + 1
+    fields[16:24].view(numpy.uint64)[0] = _WORDS - _DRAWN
+    fields[24 : 24 + 8 * _WORDS].view(numpy.uint64)[:] = _words(draws, 1)
+    return torch.from_numpy(fields)
+
+
+_CHANGES: dict[type, Callable[[Any, Draws], Any]] = {
+    random.Random: _of_python,
+    numpy.random.RandomState: _of_numpy,
+    torch.Generator: _of_torch,
+}
