@@ -66,7 +66,7 @@ class Generators:
         draws = _assumed.draws
         random.setstate(_of_python(random.getstate(), draws))
         numpy.random.set_state(_of_numpy(numpy.random.get_state(), draws))
-        torch.set_rng_state(_of_torch(torch.get_rng_state(), draws))
+        torch.default_generator.set_state(_of_torch(torch.default_generator.get_state(), draws))
         for generator in self._own:
             change = _CHANGES.get(type(generator))
             if change is not None and getattr(generator, "device", torch.device("cpu")).type == "cpu":

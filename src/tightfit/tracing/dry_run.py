@@ -22,6 +22,7 @@ from tightfit.runtime.internals import (
     fake_mode_is_active,
     has_kernel,
     is_custom_operator,
+    no_modes,
     run_composite,
     run_kernel,
     runs_with,
@@ -154,8 +155,9 @@ class DryRun(Recording):
         """Give the random generators the states from which the step that follows draws."""
         self.reads_draws = False
         if self.generators is not None:
-            self.generators.begin()
-            self._states = self.generators.states()
+            with no_modes():  # the states are tensors, and not the step's
+                self.generators.begin()
+                self._states = self.generators.states()
 
     def has_read_draws(self) -> bool:
         """Whether the recorded step read numbers that were drawn at random."""
