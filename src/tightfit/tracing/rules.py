@@ -216,7 +216,57 @@ def _native_group_norm(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> A
     return out, *(x.new_empty(s.shape, dtype=_statistics(x, weight, bias)) for s in statistics)
 
 
+def _as_suggested(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the input's memory format: channels last, or contiguous however the input lies."""
+    # `suggest_memory_format_contig` in native/Normalization.cpp. The meta kernel keeps the strides of the input.
+    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous():
+        return torch.empty_like(like, memory_format=torch.channels_last)
+    if like.dim() == 5 and like.is_contiguous(memory_format=torch.channels_last_3d) and not like.is_contiguous():
+        return torch.empty_like(like, memory_format=torch.channels_last_3d)
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _batch_norm(operator: Any) -> Callable[..., Any]:
+    def rule(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
+        found = operator(x, weight, bias, mean, var, training, *rest)
+        if now.playing_cuda:
+            return found
+        # native/Normalization.cpp: nothing is saved where the running statistics are used.
+        size, dtype = x.shape[1] if training else 0, _statistics(x, weight, bias, mean, var)
+        return _as_suggested(x), _meta((size,), dtype), _meta((size,), dtype)
+
+    return rule
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _roll(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    found = aten.roll.default(x, *rest)
+    return torch.empty_like(x) if not now.playing_cuda and _is_channels_last(x) else found
+
+
+def _glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    found = aten.glu_backward.default(grad, x, dim)
+    if now.playing_cuda or not _is_channels_last(x):
+        return found
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    of_x, *others = aten.native_batch_norm_backward.default(grad, x, *rest)
+    return (of_x if now.playing_cuda or of_x is None else _as_suggested(x), *others)
+
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    **{
+        operator: _batch_norm(operator)
+        for operator in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+    },
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.roll.default: _roll,
+    aten.glu_backward.default: _glu_backward,
     aten.native_layer_norm.default: _native_layer_norm,
     aten.native_group_norm.default: _native_group_norm,
     aten.nonzero.default: _nonzero,
