@@ -59,6 +59,11 @@ def of_noise(model, batch):
     return of_samples(model, (batch[0] + torch.randn_like(batch[0]), *batch[1:]))
 
 
+def of_a_little_variance(model, batch):
+    found = model(batch[0])
+    return of_samples(model, batch) + (1e-3 * found.var(0).mean() if len(found) > 1 else 0)
+
+
 def of_the_root(model, batch):
     return of_samples(model, batch).sqrt()
 
@@ -75,6 +80,7 @@ COUPLED = {
     "pairs": (Net(), of_pairs, "couples the samples"),
     "groups": (Net(), of_groups, "couples the samples"),
     "advantages": (Net(), of_advantages, "couples the samples"),
+    "a little variance": (Net(), of_a_little_variance, "couples the samples"),
     "the root": (Net(), of_the_root, "couples the samples"),
     "a sum": (Net(), of_a_sum, "loss.reduction = 'sum'"),
     "noise": (Net(), of_noise, "random numbers"),

@@ -1,16 +1,20 @@
 """Small trainings whose memory runs out at a chosen operator."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import nn
 
 from tightfit.config import parse_config
+from tightfit.planner.levers import Separation
+from tightfit.planner.request import Request
 from tightfit.step import StepSettings
 from tightfit.training.fitting import Fit, LeversInForce, fit
 from tightfit.training.objective import CausalLMLoss, counted
@@ -68,6 +72,16 @@ def batch(number: int) -> dict[str, Any]:
 def config(**sections: Any) -> Any:
     training = {"batch_size": BATCH, "device": "cpu", "learning_rate": 1e-2, **sections.get("training", {})}
     return parse_config({"training": training, "memory": {"levers": "exact", **sections.get("memory", {})}})
+
+
+@contextmanager
+def samples_apart() -> Iterator[None]:
+    """A context whose plans may split the batch, although the model's samples are coupled: that is found out, and these
+    tests need a step in parts that touches all that a step may change.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, "separation", Separation(None, tried=True))
+        yield
 
 
 class Remembered:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import torch
-from recovering import BATCH, LENGTH, VOCABULARY, Awkward, config, plain_fit, planner_of
+from recovering import BATCH, LENGTH, VOCABULARY, Awkward, config, plain_fit, planner_of, samples_apart
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,9 +52,10 @@ def fits() -> tuple[Fit, Fit, Fit]:
     assert recomputing.micro_batches == 1
     assert recomputing.plan is not None
     assert recomputing.plan.levers
-    split = planner_of(model, config(memory={"levers": ["micro_batch"]})).within(
-        batch(1, 0), int(plain.planned.peak_bytes * 0.9)
-    )
+    with samples_apart():
+        split = planner_of(model, config(memory={"levers": ["micro_batch"]})).within(
+            batch(1, 0), int(plain.planned.peak_bytes * 0.9)
+        )
     assert split.micro_batches > 1
     return plain, recomputing, split
 

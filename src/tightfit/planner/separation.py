@@ -7,6 +7,7 @@ samples run for real: all at once, then one by one, as micro-batches would run t
 compared. Dropout is off: that micro-batches drop other elements is known.
 """
 
+import copy
 import itertools
 import math
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, inseparable_samples, split_batch
@@ -23,6 +25,7 @@ from tightfit.levers.samples import mapped, rows_of, shortened, unlike
 from tightfit.runtime.activity import aside
 from tightfit.runtime.dropout import without_dropout
 from tightfit.step import Batch, Loss, Part
+from tightfit.tracing.draws import Draws, Generators, assumed
 from tightfit.tracing.restore import Contents, random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 from tightfit.tracing.unbacked import is_unbacked
@@ -33,7 +36,7 @@ FEW_BYTES = 1 << 26  # of the gradients that are compared
 SAMPLED = 1 << 16  # numbers of each gradient
 # Relative differences of sums in another order, of a tensor itself and of all gradients together. What couples samples
 # weakly (a router's balance) moves some gradient by more. See docs/lab-notes.md, "Samples apart".
-ROUNDING = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-3, 1e-5)}
+ROUNDING = {torch.float64: (1e-5, 1e-7), torch.float32: (1e-4, 1e-6)}  # models cast to fp32 inside
 ROUNDING_OF_HALVES = (5e-2, 5e-3)
 
 Weights = Callable[[Sequence[Batch]], Sequence[Part]]
@@ -114,12 +117,16 @@ def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
     rows = _rows(whole, loss)
     plain = rows_of(whole, rows)
     short = shortened(plain, LENGTH)
+    yield from _trials(model, plain, short, loss)
+
+
+def _trials(model: nn.Module, plain: Batch, short: Batch, loss: Loss) -> Iterator[Trial]:
     said: Coupled | None = None
     found = False
     uneven = unlike(short)
     for samples in (short,) if uneven is short else (uneven, short):
         try:
-            trial = try_apart(model, samples, loss)
+            trial = _at_best(model, samples, loss)
         except CannotRun as error:
             said = error
             continue
@@ -128,10 +135,36 @@ def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
             yield trial
     if found:
         return
-    trial = try_apart(model, plain, loss)
+    trial = _at_best(model, plain, loss)
     if not trial.says_something:
         raise said or Coupled("the loss of the samples that were tried is 0, and so are its gradients")
     yield trial
+
+
+def _at_best(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
+    """A trial in fp64, on a copy of a small model that runs so; else as the model is.
+
+    What couples samples weakly is told from rounding by more digits only.
+    """
+    held = (*model.parameters(), *model.buffers())
+    is_small = sum(tensor.nbytes for tensor in held) <= FEW_BYTES
+    if is_small and all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in held):
+        outside = torch.get_default_dtype()
+        try:
+            exact = copy.deepcopy(model).double()
+            torch.set_default_dtype(torch.float64)  # of what a loss makes itself
+            return try_apart(exact, tree_map_only(torch.Tensor, _doubled, samples), loss)
+        except CannotRun:
+            pass  # a loss that names a dtype: the trial as the model is says why, if that fails too
+        except (RuntimeError, TypeError):
+            pass  # a model that cannot be copied
+        finally:
+            torch.set_default_dtype(outside)
+    return try_apart(model, samples, loss)
+
+
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
@@ -149,18 +182,35 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
         with untouched(model) as attributes:
             before = _drawn(model, attributes)
             whole = _numbers(model, mapped(samples, _copied), loss, compared)
-            if _drawn(model, attributes) != before:
-                raise Coupled("forward or loss draw random numbers, beside dropout, and parts would draw other ones")
+            has_drawn = _drawn(model, attributes) != before
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with untouched(model):
             # One after the other, as micro-batches run: what forward leaves in a buffer is there for the next.
             apart = [_numbers(model, mapped(part, _copied), loss, compared) for part in parts]
             moved = [name for name, buffer in model.named_buffers() if _differs(buffers[name], buffer)]
+    if has_drawn and _draws_matter(model, samples, loss, compared, whole):
+        raise Coupled("forward or loss draw random numbers, beside dropout, and parts would draw other ones")
     if moved:
         raise Coupled(f"forward computes the buffer {moved[0]} from the whole batch, and parts would leave another one")
     narrow = {numbers.dtype for numbers in compared} | {tensor.dtype for tensor in model.parameters()}
     limits = min((ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in narrow if dtype.is_floating_point), key=_strict)
     return Trial(parts, whole, apart, limits)
+
+
+def _draws_matter(
+    model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn.Parameter], before: Sequence[torch.Tensor]
+) -> bool:
+    """Whether the loss or a gradient changes with the numbers that the random generators give."""
+    for draws in Draws:
+        with untouched(model) as attributes, assumed(draws):
+            Generators(attributes).begin()
+            try:
+                numbers = _numbers(model, mapped(samples, _copied), loss, compared)
+            except CannotRun:  # with every layer dropped no gradient is left
+                return True
+            if not all(torch.equal(one, other) for one, other in zip(before, numbers, strict=True)):
+                return True
+    return False
 
 
 def _numbers(model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn.Parameter]) -> list[torch.Tensor]:
