@@ -58,6 +58,7 @@ LIBRARIES = {
     "libnvToolsExt": Library(None, r"nvtx", r"nvtx"),
 }
 _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")  # opened by name, whoever links them
+_OTHER_PACKAGES = {"bitsandbytes": "libbitsandbytes_cuda*.so"}  # whose libraries ask for more functions than PyTorch's
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def installed_torch() -> Torch:
 def libraries(cache: Path) -> list[Path]:
     """The compiled libraries, in the order in which they are to be loaded.
 
-    They lie in a folder of `cache` whose name is a hash of their sources, of this file and of PyTorch's version. A
+    They lie in a folder of `cache` whose name is a hash of their sources, of this file and of what is installed. A
     missing folder is made beside and renamed, so that two processes that begin at once do not disturb each other.
 
     Raises:
@@ -109,7 +110,10 @@ def libraries(cache: Path) -> list[Path]:
     torch = installed_torch()
     sources = sorted(resources.files("tightfit.nullcard").joinpath("csrc").iterdir(), key=lambda file: file.name)
     content = [file.read_bytes() for file in sources if file.name.endswith((".c", ".h"))]
-    key = hashlib.sha256(b"\0".join([*content, Path(__file__).read_bytes(), torch.version.encode()])).hexdigest()[:16]
+    users = [*sorted((torch.folder / "lib").glob("lib*.so*")), *_other_users()]
+    sizes = " ".join(f"{path.name} {path.stat().st_size}" for path in users)
+    named = [*content, Path(__file__).read_bytes(), torch.version.encode(), sizes.encode()]
+    key = hashlib.sha256(b"\0".join(named)).hexdigest()[:16]
     folder = cache / "nullcard" / f"{torch.version}-{key}"
     if re.search(r"[\s:]", str(folder)):
         raise DeviceError(
@@ -118,7 +122,8 @@ def libraries(cache: Path) -> list[Path]:
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
-            _compile(torch, {file.name: file.read_text(encoding="utf-8") for file in sources}, Path(beside) / "made")
+            texts = {file.name: file.read_text(encoding="utf-8") for file in sources}
+            _compile(torch, users, texts, Path(beside) / "made")
             try:
                 os.rename(Path(beside) / "made", folder)
             except OSError:
@@ -128,7 +133,17 @@ def libraries(cache: Path) -> list[Path]:
     return [folder / name for name in order]
 
 
-def _compile(torch: Torch, sources: dict[str, str], into: Path) -> None:
+def _other_users() -> list[Path]:
+    """Libraries of other packages that are linked with CUDA's."""
+    found: list[Path] = []
+    for package, pattern in _OTHER_PACKAGES.items():
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            found += sorted(Path(spec.origin).parent.glob(pattern))
+    return found
+
+
+def _compile(torch: Torch, users: list[Path], sources: dict[str, str], into: Path) -> None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise DeviceError("the null card is compiled once and needs a C compiler: apt-get install gcc, or set CC")
@@ -137,7 +152,7 @@ def _compile(torch: Torch, sources: dict[str, str], into: Path) -> None:
     into.mkdir()
     for name, text in sources.items():
         (into / name).write_text(text, encoding="utf-8")
-    needed, symbols = _wanted(torch.folder / "lib")
+    needed, symbols = _wanted(torch.folder / "lib", users)
     order = []
     for soname in sorted({*needed, *_ALWAYS}, key=lambda name: (not name.startswith("libcuda.so"), name)):
         library = LIBRARIES.get(soname.partition(".so")[0])
@@ -180,12 +195,12 @@ def _library(compiler: str, folder: Path, soname: str, library: Library, symbols
         raise DeviceError(f"the null card: {compiler} could not make {soname}: {result.stderr.strip()[-500:]}")
 
 
-def _wanted(folder: Path) -> tuple[set[str], dict[str, str]]:
-    """The libraries that torch's own need, and the symbols that they leave undefined, with their versions."""
+def _wanted(folder: Path, users: list[Path]) -> tuple[set[str], dict[str, str]]:
+    """The libraries that torch's own need, and the symbols that `users` leave undefined, with their versions."""
     needed: set[str] = set()
     symbols: dict[str, str] = {}
     prefixes = re.compile("|".join(f"(?:{library.symbols})" for library in LIBRARIES.values()))
-    for path in sorted(folder.glob("lib*.so*")):
+    for path in users:
         listed = subprocess.run(
             ["readelf", "--dynamic", "--dyn-syms", "--wide", str(path)],
             capture_output=True,
@@ -194,9 +209,9 @@ def _wanted(folder: Path) -> tuple[set[str], dict[str, str]]:
         )
         for line in listed.stdout.splitlines():
             if found := re.search(r"\(NEEDED\).*\[(.+)\]", line):
-                needed.add(found[1])
+                needed |= {found[1]} if path.parent == folder else set()
             elif (found := re.search(r" UND (\w+)(?:@+(\S+))?", line)) and prefixes.match(found[1]):
-                symbols[found[1]] = found[2] or ""
+                symbols.setdefault(found[1], found[2] or "")
     # The driver's functions are asked for by their names.
     for name in _texts(folder / "libc10_cuda.so", rb"\0(cu(?:[A-Z][a-z0-9]+)+)(?=\0)"):
         if re.match(LIBRARIES["libcuda"].symbols, name):
