@@ -24,7 +24,9 @@ class Flat(nn.Module):
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, input_ids, labels):
-        return nn.functional.cross_entropy(self.head(self.embedding(input_ids)).flatten(0, 1), labels.flatten())
+        # Each token is asked for the next one: valid tokens are counted so where a batch is split.
+        scores = self.head(self.embedding(input_ids[:, :-1]))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten())
 
 
 class Picky(Flat):

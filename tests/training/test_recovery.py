@@ -194,6 +194,8 @@ def test_a_step_in_backward_is_undone_before_its_first_update_and_refused_after_
     assert "AdamW steps inside backward" in outcomes[1]
 
 
+# The first run under a scaler has casts that the plan does not know, which is said once.
+@pytest.mark.filterwarnings("ignore::tightfit.levers.recompute.OtherOperators")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.8, 0.95, 0.99])
 def test_a_scaled_step_is_recovered_with_its_scale(share, plain, recomputing):

@@ -329,7 +329,6 @@ def test_the_command_line_resumes_refuses_and_leaves_alone(tmp_path: Path):
     longer = tightfit("train", config, "--resume", "training.max_steps=6")
     assert longer.code == 0
     assert "in 6 steps" in longer.out
-    assert "max_steps was 5 and is 6: the schedule is that of the new length" in " ".join(longer.err.split())
     for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
         (checkpoint / "manifest.json").write_text("{}")
     lost = tightfit("train", config, "--resume", "training.max_steps=8")
