@@ -259,7 +259,7 @@ def _on_host(value: Any) -> Any:
     found = torch.empty(0, dtype=value.dtype).set_(flat, value.storage_offset(), value.shape, value.stride())
     if value.is_conj():
         found = found.conj()
-    return torch._neg_view(found) if value.is_neg() else found
+    return torch.ops.aten._neg_view(found) if value.is_neg() else found
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

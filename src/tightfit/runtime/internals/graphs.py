@@ -158,7 +158,7 @@ def recorded_call(inputs: Sequence[Any]) -> RecordedCall | None:
     given = tuple(
         (place, info.base_idx)
         for place, info in enumerate(metadata.output_info)
-        if info.output_type is OutputType.is_input and not info.requires_grad
+        if info.output_type is OutputType.is_input and info.base_idx is not None and not info.requires_grad
     )
     simple = (OutputType.non_alias, OutputType.unsafe_view_alias)
     extras = (
