@@ -28,6 +28,7 @@ from environment import environment
 from gpu.cases import MODELS
 from taking_turns import settle, write
 from tightfit.levers.chunked_loss import apply_chunked_loss
+from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.memory.allocator import measured_peak
 from tightfit.step import TokenBatch, autocast
 from tightfit.tracing.build import build_dry
@@ -55,6 +56,7 @@ WAYS: dict[str, Callable[[nn.Module, str, str], Any]] = {
     "recompute": lambda model, blocks, head: tightfit.recompute(model, blocks),
     "offload": lambda model, blocks, head: tightfit.offload(model, blocks),
     "capture": lambda model, blocks, head: tightfit.capture(model, blocks),
+    "capture, recompute all": lambda model, blocks, head: tightfit.capture(model, blocks, policy=RECOMPUTE_ALL),
     "chunked loss": lambda model, blocks, head: apply_chunked_loss(model, head),
 }
 
@@ -94,10 +96,10 @@ def measure(name: str, precision: Any, rounds: int, device: str, only: Sequence[
         plan = planned(name, precision, device)
         models[PLAN] = copy.deepcopy(model)
         handles.append(plan.apply(models[PLAN]))
-        figures["levers"] = plan.lever_names if hasattr(plan, "lever_names") else [type(v).__name__ for v in plan.levers]
-    sides = {
-        way: functools.partial(step, each, batch, precision, device) for way, each in models.items()
-    }
+        figures["levers"] = (
+            plan.lever_names if hasattr(plan, "lever_names") else [type(v).__name__ for v in plan.levers]
+        )
+    sides = {way: functools.partial(step, each, batch, precision, device) for way, each in models.items()}
     seconds: dict[str, list[float]] = {way: [] for way in sides}
     for turn in range(rounds + WARM_UP):
         for way in list(sides)[:: 1 if turn % 2 else -1]:

@@ -60,11 +60,11 @@ class RecordingStreams:
             _merge(self.clocks[stream], clock)
 
     def copy(self, stream, target, source):
-        self.log.append((stream, source.numel()))
-        self.access(stream, source.untyped_storage(), writes=False)
-        self.access(stream, target.untyped_storage(), writes=True)
-        device_side = target if stream == BACK else source
-        storage = device_side.untyped_storage()
+        target, source = (x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in (target, source))
+        self.log.append((stream, source.nbytes()))
+        self.access(stream, source, writes=False)
+        self.access(stream, target, writes=True)
+        storage = target if stream == BACK else source
         weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
         target.copy_(source)
 

@@ -58,13 +58,14 @@ class CudaTransfer:
     def __init__(self, lanes: Lanes, buffer: PinnedBuffer, tensor: torch.Tensor):
         self._lanes, self._buffer = lanes, buffer
         self._dtype, self._device = tensor.dtype, tensor.device
+        self._nbytes = buffer.bytes.numel()
         streams, lane = lanes.streams, lanes.out
         self._owner = streams.current()  # the stream to which the value's memory belongs
         streams.wait(lane, streams.mark(self._owner))  # the value must be computed before it is copied
         if IN in buffer.uses:
             streams.wait(lane, buffer.uses[IN])  # the pool reuses buffers: the last value must have been read from it
         with offload():
-            streams.copy(lane, buffer.bytes, storage_bytes_of(tensor))
+            streams.copy(lane, buffer.bytes.untyped_storage(), tensor.untyped_storage())
         self._sent = buffer.uses[OUT] = streams.mark(lane)
         self._landed: Any = None
 
@@ -75,11 +76,11 @@ class CudaTransfer:
         streams, lane = self._lanes.streams, self._lanes.back
         self._owner = streams.current()
         with offload():
-            content = fresh_memory(self._buffer.bytes.numel(), self._dtype, self._device)
+            content = fresh_memory(self._nbytes, self._dtype, self._device)
             # The allocator may have given out memory that kernels queued on the computing stream still use.
             streams.wait(lane, streams.mark(self._owner))
             streams.wait(lane, self._sent)  # the buffer must be filled before it is read
-            streams.copy(lane, storage_bytes_of(content), self._buffer.bytes)
+            streams.copy(lane, content.untyped_storage(), self._buffer.bytes.untyped_storage())
         self._landed = self._buffer.uses[IN] = streams.mark(lane)
         return content
 
@@ -94,21 +95,13 @@ class CudaTransfer:
             streams.wait(streams.current(), event)
 
 
-def storage_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's whole storage as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 class _Departure(NamedTuple):
     """A value whose memory on the device is held until the computation waits for its copy to the host."""
 
     tensor: torch.Tensor
     transfer: HostTransfer
     call: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.untyped_storage().nbytes()
+    nbytes: int
 
 
 class HostCopy:
@@ -144,6 +137,7 @@ class Transfers:
         self._there: dict[int, weakref.ref[HostCopy]] = {}  # in the order in which they left
         self._lock = threading.RLock()
         self._call = self._sent = 0
+        self._leaving_bytes = 0
         self._of_call = 0  # bytes that the running block has sent
         self.window_bytes = 0  # the most bytes that a block has sent: the limit of bytes in flight
 
@@ -158,6 +152,7 @@ class Transfers:
         with self._lock:
             if self._overtaken:
                 self._leaving.clear()
+                self._leaving_bytes = 0
             # No recorder sees writes after the block. Memory that others hold could change while it is still copied,
             # so the computation waits for those copies now.
             for departure in self._leaving:
@@ -172,13 +167,15 @@ class Transfers:
         with self._lock:
             # Hold the memory: freed now, the allocator could give it to a kernel that runs before the copy has read it
             # (such races gave wrong gradients in torchtune#1867, trl#7195 and Megatron#7398).
-            self._leaving.append(_Departure(tensor, transfer, self._call))
+            nbytes = tensor.untyped_storage().nbytes()
+            self._leaving.append(_Departure(tensor, transfer, self._call, nbytes))
+            self._leaving_bytes += nbytes
             # The window grows with the largest block seen so far. While that block runs, no copy of its own has to
             # finish. A smaller window would make the computation wait for the link in the middle of it.
-            self._of_call += self._leaving[-1].nbytes
+            self._of_call += nbytes
             self.window_bytes = max(self.window_bytes, self._of_call)
             # Oldest first: its copy has had the most time, so the computation waits least.
-            while sum(departure.nbytes for departure in self._leaving) > self.window_bytes:
+            while self._leaving_bytes > self.window_bytes:
                 self._let_go()
             self._sent += 1
             # Weakly: autograd owns the copy. A graph that is dropped without backward must free its buffers (a stash
@@ -201,9 +198,9 @@ class Transfers:
     def _look_ahead(self, number: int) -> None:
         """Begin the copies back of the values sent before this one, the latest first: backward runs in that order."""
         room = self.window_bytes
-        for before in sorted((n for n in self._there if n < number), reverse=True):
-            reference = self._there.get(before)  # allocating may free graphs, and with them values in this table
-            copy = None if reference is None else reference()
+        for before in reversed(list(self._there)):  # in the order in which they left
+            reference = self._there.get(before) if before < number else None
+            copy = None if reference is None else reference()  # allocating may free graphs, and with them values here
             if copy is None:
                 continue
             room -= copy.lease.nbytes
@@ -218,6 +215,7 @@ class Transfers:
 
     def _let_go(self) -> None:
         departure = self._leaving.popleft()
+        self._leaving_bytes -= departure.nbytes
         # Before the memory is freed at the end of this function: one statement later, and a kernel could reuse it
         # while it is still read (docs/lab-notes.md, "Offload on CUDA, without a card").
         departure.transfer.left()
