@@ -59,8 +59,12 @@ class RecordingStreams:
         if (stream, marked) not in self.ignored:
             _merge(self.clocks[stream], clock)
 
-    def copy(self, stream, target, source):
-        target, source = (x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in (target, source))
+    def copy(self, stream, *copies):
+        for target, source in copies:
+            self.copy_one(stream, target, source)
+
+    def copy_one(self, stream, *tensors):
+        target, source = (x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in tensors)
         self.log.append((stream, source.nbytes()))
         self.access(stream, source, writes=False)
         self.access(stream, target, writes=True)

@@ -175,6 +175,7 @@ def test_a_buffer_is_not_written_while_it_is_read_on_behalf_of_another_computati
         brought = transfer.bring()
         streams.current = lambda: "another"
         CudaTransfer(lanes, buffer, second)
+        lanes.begin()
         assert torch.equal(brought, first)
         assert bool(streams.violations) == wrong
 
@@ -186,7 +187,7 @@ def test_pages_are_let_go_of_when_the_last_copy_is_complete():
     assert buffer.bytes.numel() == 5000
     assert store.allocate(5000) is None
     source = torch.ones(5000, dtype=torch.uint8)
-    streams.copy(OUT, buffer.bytes, source)
+    streams.copy(OUT, (buffer.bytes, source))
     buffer.uses["out"] = streams.mark(OUT)
     store.free(buffer, 5000)
     assert ("finish", OUT) in streams.log

@@ -60,6 +60,7 @@ class PinnedBuffer:
 
     def __init__(self, pages: mmap.mmap, pinning: Pinning):
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        self.storage = self.bytes.untyped_storage()
         self.uses: dict[str, Any] = {}
         self.release: Callable[[], Any] = weakref.finalize(self, _release, self.bytes.data_ptr(), self.uses, pinning)
         self.release.atexit = False  # pyright: ignore[reportFunctionMemberAccess] (the system frees the pages of an ended process)

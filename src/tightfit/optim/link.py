@@ -69,7 +69,7 @@ class Link:
             target.copy_(source)
             return None
         self._streams.wait(self._lane, self._streams.mark(self._streams.current()))
-        self._streams.copy(self._lane, target, source)
+        self._streams.copy(self._lane, (target, source))
         # The allocator may free the tensor on the computing stream while the copy still uses it.
         on_device.record_stream(self._lane)  # pyright: ignore[reportArgumentType] (the stub wants the generic stream)
         return self._streams.mark(self._lane)

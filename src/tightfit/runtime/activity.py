@@ -83,14 +83,32 @@ class AsideOfLoop:
         return self.begun or now.aside > 0
 
 
-@contextmanager
-def recomputation() -> Iterator[None]:
+class _Depth:
+    """A context that is entered for single operators, so that a generator would take longer than what runs inside."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> None:
+        setattr(now, self._name, getattr(now, self._name) + 1)
+
+    def __exit__(self, *raised: object) -> None:
+        setattr(now, self._name, getattr(now, self._name) - 1)
+
+
+_RECOMPUTATION, _OFFLOAD = _Depth("recomputing"), _Depth("offloading")
+
+
+def recomputation() -> _Depth:
     """A context whose operators recompute earlier ones."""
-    now.recomputing += 1
-    try:
-        yield
-    finally:
-        now.recomputing -= 1
+    return _RECOMPUTATION
+
+
+def offload() -> _Depth:
+    """A context whose operators copy values out of the allocator's memory, or back."""
+    return _OFFLOAD
 
 
 @contextmanager
@@ -101,16 +119,6 @@ def captured_program() -> Iterator[None]:
         yield
     finally:
         now.captured -= 1
-
-
-@contextmanager
-def offload() -> Iterator[None]:
-    """A context whose operators copy values out of the allocator's memory, or back."""
-    now.offloading += 1
-    try:
-        yield
-    finally:
-        now.offloading -= 1
 
 
 @contextmanager

@@ -119,6 +119,7 @@ class HostStore:
         self._pools: dict[str, BufferPool[Any]] = {}
         self._transfers: dict[Any, Transfers] = {}  # by device; in a dry run there is one
         self._lanes: dict[torch.device, Lanes] = {}
+        self._roads: dict[torch.device, tuple[BufferPool[Any], Lanes, Transfers]] = {}  # to host memory
         self._owner = os.getpid()
         self.kept_bytes = 0  # bytes of values that stayed in memory for want of room
 
@@ -151,6 +152,8 @@ class HostStore:
             transfers.begin()
 
     def end(self) -> None:
+        for lanes in self._lanes.values():
+            lanes.begin()
         for transfers in self._transfers.values():
             transfers.end()
 
@@ -161,26 +164,31 @@ class HostStore:
         return tensor.device.type if tensor.device.type in (DISK, HOST) else None
 
     def put(self, tensor: torch.Tensor) -> Copy | None:
-        tier = self.tier_of(tensor)
+        road = self._roads.get(tensor.device) if now.dry_copy is None and self._owner == os.getpid() else None
+        tier = HOST if road is not None else self.tier_of(tensor)
         if tier is None:
             return None
-        pool = self.open(tier)
+        pool = self.open(tier) if road is None else road[0]
         lease = pool.lease(tensor.untyped_storage().nbytes())
         if lease is None:
             return self._refuse(tensor, pool, tier)
         if tier == DISK:
             return DiskCopy(lease, pool.store, tensor)
         if now.dry_copy is None:
-            transfer: HostTransfer = CudaTransfer(self.lanes_of(tensor.device), lease.buffer, tensor)
-        else:
-            transfer = now.dry_copy(tensor, not self.overtaken)
+            if road is None:
+                device = tensor.device
+                road = self._roads[device] = pool, self.lanes_of(device), self._transfers_of(tier, device)
+            _, lanes, transfers = road
+            # An alias, since the tensor itself would hold the graph that computed it.
+            return transfers.send(counting_alias(tensor), CudaTransfer(lanes, lease.buffer, tensor), lease)
+        transfer = now.dry_copy(tensor, not self.overtaken)
         if tier == DRY_DISK:
             return DryCopy(lease, transfer)  # a write to disk is synchronous, so nothing is in flight
-        # An alias, since the tensor itself would hold the graph that computed it.
         return self._transfers_of(tier, tensor.device).send(counting_alias(tensor), transfer, lease)
 
     def _transfers_of(self, tier: str, device: torch.device) -> Transfers:
-        return self._transfers.setdefault((tier, device), Transfers(overtaken=self.overtaken))
+        found = self._transfers.get((tier, device))
+        return found or self._transfers.setdefault((tier, device), Transfers(overtaken=self.overtaken))
 
     def lanes_of(self, device: torch.device) -> Lanes:
         """The copy streams of a device."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tightfit.levers.recompute.values import modified_in_place
 from tightfit.memory.pinned import PinnedBuffer
 from tightfit.memory.pool import Lease
 from tightfit.runtime.activity import offload
@@ -26,6 +27,7 @@ from tightfit.runtime.operators import fresh_memory
 from tightfit.runtime.streams import CudaStreams
 
 OUT, IN = "out", "in"
+GROUP = 8  # copies that begin together, at most
 
 
 class HostTransfer(Protocol):
@@ -45,42 +47,99 @@ class HostTransfer(Protocol):
 
 
 class Lanes:
-    """The two copy streams of a device."""
+    """The two copy streams of a device.
+
+    Copies to the host begin together, a group at a time: then they need one pair of events, and one change of streams.
+    """
 
     def __init__(self, streams: CudaStreams):
         self.streams = streams
         self.out, self.back = streams.new(), streams.new()
+        self.lock = threading.RLock()
+        self.group: Group | None = None  # its copies have not begun
+
+    def send(self, buffer: PinnedBuffer, storage: Any) -> "Group":
+        """Copy a storage to a buffer, with others. The group says when that has begun."""
+        with self.lock:
+            owner = self.streams.current()
+            group = self.group
+            if group is not None and group.owner != owner:
+                group.begin()
+                group = None
+            if group is None:
+                group = self.group = Group(self, owner)
+            group.copies.append((buffer, storage))
+            if len(group.copies) >= GROUP:
+                group.begin()
+            return group
+
+    def begin(self) -> None:
+        """Begin the copies that wait for more of them."""
+        with self.lock:
+            if self.group is not None:
+                self.group.begin()
+
+
+class Group:
+    """Copies to the host that begin together. `owner` is the stream to which the memory of the values belongs."""
+
+    __slots__ = ("copies", "event", "lanes", "owner")
+
+    def __init__(self, lanes: Lanes, owner: Any):
+        self.lanes, self.owner = lanes, owner
+        self.copies: list[tuple[PinnedBuffer, Any]] = []
+        self.event: Any = None
+
+    def begin(self) -> None:
+        """Begin the copies, if they have not begun."""
+        with self.lanes.lock:
+            if self.event is not None:
+                return
+            self.lanes.group = None
+            streams, lane = self.lanes.streams, self.lanes.out
+            streams.wait(lane, streams.mark(self.owner))  # the values must be computed before they are copied
+            for buffer, _ in self.copies:
+                if IN in buffer.uses:
+                    streams.wait(lane, buffer.uses[IN])  # the pool reuses buffers: the last value must have been read
+            with offload():
+                streams.copy(lane, *((buffer.storage, storage) for buffer, storage in self.copies))
+            self.event = streams.mark(lane)
+            for buffer, _ in self.copies:
+                buffer.uses[OUT] = self.event
+            self.copies = []
 
 
 class CudaTransfer:
     """Copies a storage's bytes to a pinned buffer and back."""
 
+    __slots__ = ("_buffer", "_device", "_dtype", "_group", "_landed", "_lanes", "_nbytes", "_owner")
+
     def __init__(self, lanes: Lanes, buffer: PinnedBuffer, tensor: torch.Tensor):
         self._lanes, self._buffer = lanes, buffer
         self._dtype, self._device = tensor.dtype, tensor.device
-        self._nbytes = buffer.bytes.numel()
-        streams, lane = lanes.streams, lanes.out
-        self._owner = streams.current()  # the stream to which the value's memory belongs
-        streams.wait(lane, streams.mark(self._owner))  # the value must be computed before it is copied
-        if IN in buffer.uses:
-            streams.wait(lane, buffer.uses[IN])  # the pool reuses buffers: the last value must have been read from it
-        with offload():
-            streams.copy(lane, buffer.bytes.untyped_storage(), tensor.untyped_storage())
-        self._sent = buffer.uses[OUT] = streams.mark(lane)
+        storage = tensor.untyped_storage()
+        self._nbytes = storage.nbytes()
+        self._group = lanes.send(buffer, storage)
+        self._owner = self._group.owner  # the stream to which the value's memory belongs
         self._landed: Any = None
 
     def left(self) -> None:
-        self._hold_back(self._sent)
+        group = self._group
+        if group.event is None:
+            group.begin()
+        self._hold_back(group.event)
 
     def bring(self) -> torch.Tensor:
-        streams, lane = self._lanes.streams, self._lanes.back
+        streams, lane, group = self._lanes.streams, self._lanes.back, self._group
+        if group.event is None:
+            group.begin()
         self._owner = streams.current()
         with offload():
             content = fresh_memory(self._nbytes, self._dtype, self._device)
             # The allocator may have given out memory that kernels queued on the computing stream still use.
             streams.wait(lane, streams.mark(self._owner))
-            streams.wait(lane, self._sent)  # the buffer must be filled before it is read
-            streams.copy(lane, content.untyped_storage(), self._buffer.bytes.untyped_storage())
+            streams.wait(lane, group.event)  # the buffer must be filled before it is read
+            streams.copy(lane, (content.untyped_storage(), self._buffer.storage))
         self._landed = self._buffer.uses[IN] = streams.mark(lane)
         return content
 
@@ -91,38 +150,62 @@ class CudaTransfer:
         """Make the current stream wait for the event, and the stream that owns the copied memory, if it is another."""
         streams = self._lanes.streams
         streams.wait(self._owner, event)
-        if streams.current() != self._owner:
-            streams.wait(streams.current(), event)
+        current = streams.current()
+        if current != self._owner:
+            streams.wait(current, event)
 
 
 class _Departure(NamedTuple):
     """A value whose memory on the device is held until the computation waits for its copy to the host."""
 
     tensor: torch.Tensor
+    copy: "weakref.ref[HostCopy]"
     transfer: HostTransfer
     call: int
     nbytes: int
+    version: int
+
+    def check(self) -> None:
+        """Note a write into the memory that came before the copy was complete."""
+        copy = self.copy()
+        if copy is not None and not copy.is_settled and self.tensor._version != self.version:
+            copy.overwritten = modified_in_place(self.tensor, self.version)
+
+
+class _There:
+    """A value on the host that nobody has fetched. The look ahead meets all of these at each fetch."""
+
+    __slots__ = ("copy", "is_coming", "nbytes")
+
+    def __init__(self, copy: "weakref.ref[HostCopy]", nbytes: int):
+        self.copy = copy
+        self.nbytes = nbytes
+        self.is_coming = False  # its copy back has begun
 
 
 class HostCopy:
     """A value on the host. `content` is its new memory on the device, once the copy back has begun."""
 
-    __slots__ = ("__weakref__", "content", "lease", "number", "transfer", "transfers")
+    __slots__ = ("__weakref__", "content", "is_settled", "lease", "number", "overwritten", "transfer", "transfers")
 
     def __init__(self, transfers: "Transfers", number: int, transfer: HostTransfer, lease: Lease):
         self.transfers, self.number, self.transfer, self.lease = transfers, number, transfer, lease
         self.content: torch.Tensor | None = None
+        self.is_settled = False  # a write into the memory waits for the copy
+        self.overwritten: RuntimeError | None = None  # a write did not wait
 
     def fetch(self) -> torch.Tensor:
         return self.transfers.fetch(self)
 
     def settle(self) -> None:
+        self.is_settled = True
         self.transfer.left()
 
     def __del__(self) -> None:
         if self.content is not None:
             # Fetched ahead and never used. The copy into this memory must end before the allocator reuses it.
             self.transfer.arrived()
+        self.transfers.forget(self.number)
 
 
 class Transfers:
@@ -134,7 +217,7 @@ class Transfers:
     def __init__(self, *, overtaken: bool = False) -> None:
         self._overtaken = overtaken
         self._leaving: deque[_Departure] = deque()
-        self._there: dict[int, weakref.ref[HostCopy]] = {}  # in the order in which they left
+        self._there: dict[int, _There] = {}  # in the order in which they left
         self._lock = threading.RLock()
         self._call = self._sent = 0
         self._leaving_bytes = 0
@@ -156,7 +239,13 @@ class Transfers:
             # No recorder sees writes after the block. Memory that others hold could change while it is still copied,
             # so the computation waits for those copies now.
             for departure in self._leaving:
-                if departure.call == self._call and is_shared(departure.tensor):
+                if departure.call != self._call:
+                    continue
+                departure.check()
+                copy = departure.copy()
+                if copy is not None:
+                    copy.is_settled = True
+                if is_shared(departure.tensor):
                     departure.transfer.left()
 
     def send(self, tensor: torch.Tensor, transfer: HostTransfer, lease: Lease) -> HostCopy:
@@ -168,7 +257,13 @@ class Transfers:
             # Hold the memory: freed now, the allocator could give it to a kernel that runs before the copy has read it
             # (such races gave wrong gradients in torchtune#1867, trl#7195 and Megatron#7398).
             nbytes = tensor.untyped_storage().nbytes()
-            self._leaving.append(_Departure(tensor, transfer, self._call, nbytes))
+            self._sent += 1
+            copy = HostCopy(self, self._sent, transfer, lease)
+            # Weakly: autograd owns the copy. A graph that is dropped without backward must free its buffers (a stash
+            # that kept them leaked 5 GB in trl#5700).
+            reference = weakref.ref(copy)
+            self._there[copy.number] = _There(reference, nbytes)
+            self._leaving.append(_Departure(tensor, reference, transfer, self._call, nbytes, tensor._version))
             self._leaving_bytes += nbytes
             # The window grows with the largest block seen so far. While that block runs, no copy of its own has to
             # finish. A smaller window would make the computation wait for the link in the middle of it.
@@ -177,17 +272,14 @@ class Transfers:
             # Oldest first: its copy has had the most time, so the computation waits least.
             while self._leaving_bytes > self.window_bytes:
                 self._let_go()
-            self._sent += 1
-            # Weakly: autograd owns the copy. A graph that is dropped without backward must free its buffers (a stash
-            # that kept them leaked 5 GB in trl#5700).
-            copy = HostCopy(self, self._sent, transfer, lease)
-            self._there[copy.number] = weakref.ref(copy, lambda _, number=copy.number: self._gone(number))
             return copy
 
     def fetch(self, copy: HostCopy) -> torch.Tensor:
         """The value in new memory, for everything computed from here on. Begins the copies back of the next values."""
         with self._lock:
             self._drain()  # backward has begun: the memory of forward's last values is needed now
+            if copy.overwritten is not None:
+                raise copy.overwritten
             content = copy.content if copy.content is not None else copy.transfer.bring()
             copy.content = None
             self._there.pop(copy.number, None)
@@ -198,16 +290,19 @@ class Transfers:
     def _look_ahead(self, number: int) -> None:
         """Begin the copies back of the values sent before this one, the latest first: backward runs in that order."""
         room = self.window_bytes
-        for before in reversed(list(self._there)):  # in the order in which they left
-            reference = self._there.get(before) if before < number else None
-            copy = None if reference is None else reference()  # allocating may free graphs, and with them values here
-            if copy is None:
+        for before in reversed(list(self._there)):
+            there = self._there.get(before) if before < number else None  # allocating may free graphs and their values
+            if there is None:
                 continue
-            room -= copy.lease.nbytes
+            room -= there.nbytes
             if room < 0:
                 break
-            if copy.content is None:
+            if there.is_coming:
+                continue
+            copy = there.copy()
+            if copy is not None:
                 copy.content = copy.transfer.bring()
+                there.is_coming = True
 
     def _drain(self) -> None:
         while self._leaving:
@@ -219,8 +314,10 @@ class Transfers:
         # Before the memory is freed at the end of this function: one statement later, and a kernel could reuse it
         # while it is still read (docs/lab-notes.md, "Offload on CUDA, without a card").
         departure.transfer.left()
+        departure.check()
 
-    def _gone(self, number: int) -> None:
-        self._there.pop(number, None)
-        if not self._there:  # the graph was dropped without backward, so no `fetch` will release what is in flight
-            self._drain()
+    def forget(self, number: int) -> None:
+        """A copy is gone."""
+        there = self._there.pop(number, None)
+        if there is not None and not self._there:
+            self._drain()  # the graph was dropped without backward, so no `fetch` will release what is in flight

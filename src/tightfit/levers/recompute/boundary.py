@@ -55,4 +55,4 @@ def leave(outputs: Any, *, held: bool) -> None:
             hold_memory(product, tensor)
         else:
             # Outside of the block no recorder sees writes. The version counter then shows whether there was one.
-            product.left_as.append((TensorWeakRef(tensor), tensor._version))
+            product.left_as = (*product.left_as, (TensorWeakRef(tensor), tensor._version))

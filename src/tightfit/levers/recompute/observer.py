@@ -52,6 +52,10 @@ class Recording(Protocol):
         """The block does what a program of it cannot say."""
         ...
 
+    def show(self) -> None:
+        """The block shows its memory to code outside of PyTorch."""
+        ...
+
 
 class FunctionObserver(TorchFunctionMode):
     """Observes one call of one block.
@@ -85,6 +89,7 @@ class FunctionObserver(TorchFunctionMode):
                 recorder.interrupt()
                 notice = NOTICES.get(func)
                 if notice is not None:
+                    recorder.show()
                     notice(recorder.region, args[0])
             return func(*args, **kwargs)
         is_unchanged = UNCHANGED.get(func)

@@ -89,6 +89,11 @@ class Policy:
         return Decision.OFFLOAD if key in self.offloaded else self.default
 
     @property
+    def offloads_all(self) -> bool:
+        """Whether nothing is recomputed and nothing kept that could be offloaded."""
+        return self.default is Decision.OFFLOAD and not (self.kept or self.offloaded)
+
+    @property
     def offloads(self) -> bool:
         return self.offloads_inputs or bool(self.offloaded) or self.default is Decision.OFFLOAD
 

@@ -27,6 +27,7 @@ from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Po
 from tightfit.levers.recompute.programs import Call, Program
 from tightfit.levers.recompute.repeat import Repeat
 from tightfit.levers.recompute.saved import pack, unpack
+from tightfit.levers.recompute.saves import Noting
 from tightfit.levers.recompute.values import (
     Geometry,
     OffloadStore,
@@ -80,6 +81,7 @@ class Recorder(TorchDispatchMode):
         self.draft: Draft | None = None  # the program of this run, for later ones
         self.learner: Learner | None = None  # of a function that runs under this mode, and next time without it
         self.ran: list[Ran] | None = None  # a list: every operator is noted, to be compared with the plan's
+        self.noting: Noting | None = None  # notes what becomes of saved tensors, for later runs
         self.observers = ExitStack()
 
     @classmethod
@@ -119,6 +121,11 @@ class Recorder(TorchDispatchMode):
             run, self.repeat = self.repeat, None
             run.build()
 
+    def show(self) -> None:
+        """The block shows its memory to code outside of PyTorch."""
+        if self.noting is not None:
+            self.noting.fails = True
+
     def _close(self) -> None:
         self.scope.is_open = False
 
@@ -129,7 +136,10 @@ class Recorder(TorchDispatchMode):
             return call.save(tensor)
         if self.learner is not None:
             self.learner.save(tensor)
-        return pack(tensor)
+        saved = pack(tensor)
+        if self.noting is not None:
+            self.noting.note(tensor, saved)
+        return saved
 
     def decide(self, program: Program) -> bool | None:
         """Whether the results of a program are recorded or kept, or None if it differs or they are offloaded."""
@@ -210,7 +220,8 @@ class Recorder(TorchDispatchMode):
         # through an alias with a fresh version counter (`_unsafe_view`), and gradients are wrong without an error
         # (pytorch#119590). So storages are observed here, and old content is copied before each write.
         for target in targets:
-            preserve(target)
+            if preserve(target) and self.noting is not None:
+                self.noting.fails = True
         results = func(*args, **kwargs)
         if learner is not None:
             learner.after(step, func, args, kwargs, results)
@@ -292,22 +303,23 @@ def record(func: Any, traits: Traits, args: tuple, kwargs: dict, targets: Sequen
     return Operation(func, traits, held_args, held_kwargs, references, state)
 
 
-def preserve(target: torch.Tensor) -> None:
+def preserve(target: torch.Tensor) -> bool:
     """Prepare for a write into the storage of `target`.
 
-    A root that holds its content gets a copy. An unfinished copy to an offload store is completed first.
+    A root that holds its content gets a copy. An unfinished copy to an offload store is completed first; then the
+    result is true.
     """
     if not has_plain_storage(target):
-        return
+        return False
     storage = target.untyped_storage()
     product = product_of(storage)
-    if product is not None:
-        product.settle()
+    is_offloaded = product is not None and product.settle()
     forget_held(storage)
     root = existing_root(storage)
     if root is not None:
         root.hold_copy()
         forget_root(storage)
+    return is_offloaded
 
 
 def note_writes(

@@ -17,7 +17,9 @@ from tightfit.levers.recompute.observer import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder
 from tightfit.levers.recompute.repeat import KnownPrograms
-from tightfit.levers.recompute.values import OffloadStore
+from tightfit.levers.recompute.saved import unpack
+from tightfit.levers.recompute.saves import Again, Noting, Saves
+from tightfit.levers.recompute.values import OffloadStore, RecordingScope
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import (
     dual_numbers_are_active,
@@ -29,6 +31,7 @@ from tightfit.runtime.internals import (
 from tightfit.runtime.module_paths import plain_tensors_of
 
 _numbers = itertools.count()
+_MOST_NOTES = 256  # of one block: ragged batches have many shapes
 
 
 class FrugalForward:
@@ -120,27 +123,34 @@ class RecordedForward(FrugalForward):
         self.holds_output = holds_output
         self.expected = expected if policy.kept or policy.offloaded else None
         self.programs = KnownPrograms()
+        self.saves: dict[tuple, Saves] = {}  # where all is offloaded: by the kind of input
         self.sees_functions = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "programs": KnownPrograms()}  # a copy learns its own
+        return {**super().__getstate__(), "programs": KnownPrograms(), "saves": {}}  # a copy learns its own
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
+        is_alone = now.on_save is None and nothing_is_watched() and not dual_numbers_are_active()
+        kind = KnownPrograms.kind_of(self.module, args, kwargs) if is_alone else ()
+        notes = is_alone and self.holds_output and self.policy.offloads_all
+        saves = self.saves.get(kind) if notes else None
+        if saves is not None and self.offload_store is not None:
+            return self._offload_again(saves, self.offload_store, kind, args, kwargs)
         recorder = Recorder(
             self.path, self.policy, offload_store=self.offload_store, sees_functions=self.sees_functions
         )
         with recorder.observers, self._named():
             # In a segment, a block reads values that another one computes.
-            repeats = self.sees_functions and self.holds_output and self.offload_store is None
-            repeats = repeats and now.on_save is None and nothing_is_watched() and not dual_numbers_are_active()
-            kind = KnownPrograms.kind_of(self.module, args, kwargs) if repeats else ()
+            repeats = is_alone and self.sees_functions and self.holds_output and self.offload_store is None
             run = self.programs.begin(kind, recorder.scope) if repeats else None
             recorder.start(run)
             if self.expected is not None:
                 recorder.ran = []
+            if notes:
+                recorder.noting = Noting()
             # Inputs first: an operator of the block may already need them in backward.
             if self.policy.offloads_inputs and self.offload_store is not None:
                 enter((args, kwargs), recorder.scope, self.offload_store)
@@ -150,8 +160,37 @@ class RecordedForward(FrugalForward):
             leave(outputs, held=self.holds_output)
             if run is not None:
                 self.programs.end(kind, run, outputs)
+            if recorder.noting is not None:
+                self._remember(kind, recorder.noting.finished())
         if self.expected is not None and recorder.ran is not None:
             self.policy, self.expected = self.expected.bind(self.policy, recorder.ran, self.path), None
+        return outputs
+
+    def _remember(self, kind: tuple, saves: Saves | None) -> None:
+        """Let later runs on this kind of input do without the recorder."""
+        if len(self.saves) >= _MOST_NOTES:
+            self.saves.clear()
+        if saves is not None:
+            self.saves[kind] = saves
+
+    def _offload_again(
+        self, saves: Saves, offload_store: OffloadStore, kind: tuple, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the block with saved-tensor hooks alone."""
+        scope = RecordingScope()
+        again = Again(saves, scope, offload_store)
+        offload_store.begin()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(again.save, unpack):
+                if self.policy.offloads_inputs:
+                    enter((args, kwargs), scope, offload_store)
+                outputs = self.original(*args, **kwargs)
+                leave(outputs, held=True)
+        finally:
+            scope.is_open = False
+            offload_store.end()
+        if not again.ends_as_noted():
+            self.saves.pop(kind, None)
         return outputs
 
     @contextmanager

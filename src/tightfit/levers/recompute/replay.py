@@ -19,6 +19,10 @@ def materialise(product: Product) -> None:
     """
     if product.is_ready:
         return
+    if isinstance(product.producer, Fetch):
+        with recomputation():
+            product.producer.deliver()
+        return
     pending, present = needed_operations(product), function_switches()
     # The recorded operators are below autograd and autocast, so neither may act on them again.
     with torch.no_grad(), NoAutocast(), recomputation():

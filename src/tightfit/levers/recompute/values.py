@@ -211,7 +211,7 @@ class Product:
         self.root: Root | None = None  # the original memory, held because the block returned it
         self.lent = False  # autograd got a tensor over the recomputed content, so no replay may write into it
         self.shown: Root | None = None  # the original memory, if code outside of PyTorch got its address
-        self.left_as: list[tuple[TensorWeakRef, int]] = []  # tensors that left the block with this value, not held
+        self.left_as: tuple[tuple[TensorWeakRef, int], ...] = ()  # tensors that left the block, without being held
 
     @property
     def is_ready(self) -> bool:
@@ -235,10 +235,12 @@ class Product:
             self.producer = Fetch(self, copy)
         self.offload_store = None
 
-    def settle(self) -> None:
-        """Complete an unfinished copy of this value, because its memory is about to be written."""
-        if isinstance(self.producer, Fetch):
-            self.producer.copy.settle()
+    def settle(self) -> bool:
+        """Complete the copy of this value, because its memory is about to be written. False if there is none."""
+        if not isinstance(self.producer, Fetch):
+            return False
+        self.producer.copy.settle()
+        return True
 
     def fill(self, content: torch.Tensor) -> None:
         """Hold the recomputed content, and release the operator that computed it."""

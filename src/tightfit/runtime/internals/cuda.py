@@ -85,6 +85,10 @@ def clear_cublas_workspaces() -> None:
     getattr(torch._C, "_cuda_clearCublasWorkspaces")()  # noqa: B009 (builds without CUDA do not have it)
 
 
+# The stream on which this thread computes, by the number of the device. `torch.accelerator` asks more first.
+current_stream: Any = torch._C._accelerator_getStream
+
+
 def register_pages(address: int, nbytes: int) -> bool:
     """Pin pages of host memory for CUDA. False if there is no room. Raises `CudaError` for other failures."""
     runtime: Any = torch.cuda.cudart()
