@@ -252,3 +252,72 @@ def test_bad_input_gets_one_line(model, how, error, line):
 def test_a_block_that_is_recomputed_already_is_refused(model):
     with recompute(model, "layers.*"), pytest.raises(LeverError, match=r"layers\.0 is already recomputed"):
         offload(model, "layers.*")
+
+
+# From the second run on: saved-tensor hooks alone
+
+
+class Steps(nn.Module):
+    """A block whose operators a test chooses."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.linear, self.steps = nn.Linear(8, 8), steps
+
+    def forward(self, x):
+        return self.steps(self, x)
+
+
+def recorded(monkeypatch):
+    """The paths of the blocks that are recorded from here on."""
+    from tightfit.levers.recompute import region
+
+    paths = []
+    original = region.Recorder
+    monkeypatch.setattr(
+        region, "Recorder", lambda path, *given, **named: paths.append(path) or original(path, *given, **named)
+    )
+    return paths
+
+
+def test_the_second_run_saves_as_the_first_and_is_not_recorded(model, ids, monkeypatch):
+    with offload(model, "layers.*", smallest=1) as applied:
+        paths = recorded(monkeypatch)
+        peaks = [step_peak(model, ids) for _ in range(3)]
+        assert len(paths) == BLOCKS
+        assert len(set(peaks)) == 1, "what it holds and frees is the same"
+        assert applied.statistics.leased_bytes == 0
+
+
+def test_a_block_that_saves_something_else_is_recorded_again_and_stays_exact(monkeypatch):
+    more = [False]
+
+    def steps(block, x):
+        y = block.linear(x).sin()
+        return y.exp() if more[0] else y
+
+    plain, x = Steps(steps), torch.randn(4, 8)
+    block = copy.deepcopy(plain)
+    paths = recorded(monkeypatch)
+    with offload(nn.Sequential(block), "0", smallest=1):
+        for more[0] in (False, False, True, True, True):
+            for each in (plain, block):
+                each.zero_grad()
+                each(x).sum().backward()
+            assert torch.equal(block.linear.weight.grad, plain.linear.weight.grad)
+    assert len(paths) == 2, "the first run, and the one after the first that was not like it"
+
+
+def test_a_block_that_writes_over_what_it_saved_is_recorded_each_time(monkeypatch):
+    def steps(block, x):
+        y = block.linear(x)
+        z = y.sin()
+        y.detach().zero_()
+        return z
+
+    block, x = Steps(steps), torch.randn(4, 8)
+    paths = recorded(monkeypatch)
+    with offload(nn.Sequential(block), "0", smallest=1):
+        for _ in range(3):
+            block(x).sum().backward()
+    assert len(paths) == 3

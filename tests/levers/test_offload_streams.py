@@ -163,6 +163,44 @@ def test_memory_that_somebody_holds_is_copied_before_the_block_is_left():
     assert streams.violations == []
 
 
+def test_a_write_that_comes_before_the_copy_is_complete_is_an_error_as_without_the_lever():
+    """Only the recorder sees a write in time, and from the second run on there is none."""
+
+    class Writing(torch.nn.Module):
+        writes = False
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            z = y.sin()  # backward reads y
+            if self.writes:
+                y.detach().zero_()
+            return z
+
+    model = torch.nn.Sequential(Writing())
+    offload_store = SimulatedStore(OffloadSettings(smallest_bytes=1)).play(RecordingStreams())
+    apply_policies(model, {"0": OFFLOAD_ALL}, offload_store=offload_store)
+    x = torch.ones(4, 8)
+    for _ in range(2):
+        model(x).sum().backward()
+    model[0].writes = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_without_the_recorder_no_bit_changes_and_copies_are_ordered(policy):
+    streams = RecordingStreams()
+    found, offload_store = trained(policy, streams=streams)
+    assert found == trained()[0]
+    del offload_store
+    gc.collect()
+    assert streams.violations == []
+
+
 def test_a_buffer_is_not_written_while_it_is_read_on_behalf_of_another_computation():
     """Two computing streams know nothing of each other: the copies themselves are ordered."""
     from tightfit.levers.offload.transfers import CudaTransfer, Lanes

@@ -189,8 +189,8 @@ class RecordedForward(FrugalForward):
         finally:
             scope.is_open = False
             offload_store.end()
-        if not again.ends_as_noted():
-            self.saves.pop(kind, None)
+            if not again.close():
+                self.saves.pop(kind, None)
         return outputs
 
     @contextmanager

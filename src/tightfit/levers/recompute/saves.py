@@ -94,5 +94,7 @@ class Again:
         self._products[number] = product
         return product
 
-    def ends_as_noted(self) -> bool:
+    def close(self) -> bool:
+        """The block has returned: whether it saved what was noted."""
+        self._products.clear()  # autograd holds this object with its hook, and frees each value by itself
         return not self.differs and self._place == len(self._saves)
