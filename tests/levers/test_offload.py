@@ -289,6 +289,24 @@ def test_the_second_run_saves_as_the_first_and_is_not_recorded(model, ids, monke
         assert applied.statistics.leased_bytes == 0
 
 
+def test_without_the_recorder_a_value_is_freed_with_its_last_reader(monkeypatch):
+    def steps(block, x):
+        x = block.linear(x)
+        for _ in range(12):
+            x = x.sin()
+        return x
+
+    block, x = Steps(steps), torch.randn(4096, 8)
+    paths = recorded(monkeypatch)
+    with offload(nn.Sequential(block), "0", smallest=1):
+        peaks = []
+        for _ in range(2):
+            block.zero_grad(set_to_none=True)
+            peaks.append(allocator_record(lambda: block(x).sum().backward())[0])
+    assert peaks[0] == peaks[1]
+    assert len(paths) == 1
+
+
 def test_a_block_that_saves_something_else_is_recorded_again_and_stays_exact(monkeypatch):
     more = [False]
 

@@ -128,6 +128,7 @@ class Recorder(TorchDispatchMode):
 
     def _close(self) -> None:
         self.scope.is_open = False
+        self.noting = None  # autograd holds this object with its hook, and frees each value by itself
 
     def save(self, tensor: torch.Tensor) -> Any:
         """Saved-tensor hook."""

@@ -27,9 +27,7 @@ def materialise(product: Product) -> None:
     # The recorded operators are below autograd and autocast, so neither may act on them again.
     with torch.no_grad(), NoAutocast(), recomputation():
         while pending:
-            rerun(
-                pending.popleft(), present
-            )  # popped, so that this queue does not hold arguments that nothing else needs
+            rerun(pending.popleft(), present)  # popped: this queue holds no arguments that nothing else needs
 
 
 def needed_operations(product: Product) -> deque[Operation | Fetch]:
