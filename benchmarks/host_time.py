@@ -6,7 +6,7 @@ recompute of every block, an exact plan, offload of every block, captured blocks
 the processor's, of all threads, since backward runs in a thread of its own: what other processes do meanwhile is not in
 them. Each figure is the median of the ratios to eager code within one round. Peaks are the CUDA allocator's own.
 
-    python benchmarks/host_time.py [--rounds 15] [--only GPT-2] [--output results.json]
+    python -m tightfit.nullcard rtx4090 --memory 80GiB --no-copies -- python benchmarks/host_time.py [--rounds 15]
 """
 
 import argparse
