@@ -35,6 +35,8 @@ COMMANDS = {
     "ablation": "python benchmarks/ablation.py --output benchmarks/results/ablation.json",
     "captured": "python benchmarks/captured.py --output benchmarks/results/captured.json",
     "executor_overhead": "python benchmarks/executor_overhead.py --output benchmarks/results/executor_overhead.json",
+    "host_time": "python -m tightfit.nullcard rtx4090 --memory 80GiB --no-copies -- python benchmarks/host_time.py "
+    "--output benchmarks/results/host_time.json",
     "loss_head": "python benchmarks/loss_head.py --small --output benchmarks/results/loss_head.json",
     "step_time": "python benchmarks/step_time.py --output benchmarks/results/step_time.json",
     "plan_time": "python benchmarks/plan_time.py --output benchmarks/results/plan_time.json",
@@ -374,6 +376,25 @@ A block of operators too small to take time: what is left is the executor's own 
 """ + rows("| | step, of plain | added in forward, an operator | added in backward, an operator |", lines)
 
 
+def host_time(record: Record) -> str:
+    cases = record["cases"]
+    ways = [way for way, side in next(iter(cases.values())).items() if isinstance(side, dict)]
+    lines = [
+        f"| {case} | " + " | ".join(f"{sides[way]['of_plain']:.2f}x" for way in ways) + " |"
+        for case, sides in cases.items()
+    ]
+    return f"""\
+## The host's time on CUDA's path
+
+{state(record)} On a null card, which computes and copies nothing: what is measured is Python, the dispatcher and
+autograd on the real CUDA path, and neither a driver nor a kernel.
+
+Processor time of forward and backward, of plain; the plan is exact, at {record["budget"]} of plain. Blocks of models of
+`transformers` fill a cache of keys and values in training, and then run without being captured.
+
+""" + rows("| | " + " | ".join(ways) + " |", lines)
+
+
 def sides(title: str, what: str, extra: Mapping[str, str]) -> Callable[[Record], str]:
     """A section of a benchmark of single levers: its sides, their time of plain, and further columns."""
 
@@ -401,6 +422,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "ablation": ablation,
     "captured": captured,
     "executor_overhead": executor_overhead,
+    "host_time": host_time,
     "loss_head": sides(
         "Loss head",
         "At small size on a CPU. On a card (vocabulary 128256, 16k tokens): " + NO_CARD + ".",

@@ -14,7 +14,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 SOURCES = ("", "docs", "src", "src/tightfit", "tests")  # where a name in the text may begin
 OTHERS = {"model/model_minimind.py"}  # files of MiniMind's
-MODULES = {"exclusions", "optim"}  # that pages name as a whole
+MODULES = {"exclusions", "nullcard", "optim"}  # that pages name as a whole
 pages = pytest.mark.parametrize("name", NAMES)
 
 
