@@ -96,9 +96,7 @@ def measure(name: str, precision: Any, rounds: int, device: str, only: Sequence[
         plan = planned(name, precision, device)
         models[PLAN] = copy.deepcopy(model)
         handles.append(plan.apply(models[PLAN]))
-        figures["levers"] = (
-            plan.lever_names if hasattr(plan, "lever_names") else [type(v).__name__ for v in plan.levers]
-        )
+        figures["levers"] = [type(lever).__name__ for lever in plan.levers]
     sides = {way: functools.partial(step, each, batch, precision, device) for way, each in models.items()}
     seconds: dict[str, list[float]] = {way: [] for way in sides}
     for turn in range(rounds + WARM_UP):

@@ -17,7 +17,7 @@ class Link:
     def __init__(self, device: torch.device):
         self.device = device
         self._streams = CudaStreams(device) if device.type == "cuda" else None
-        self._lane = None if self._streams is None else self._streams.new()
+        self._lane: Any = None if self._streams is None else self._streams.new()
         self._arrivals: dict[int, Any] = {}  # events of copies not waited for yet, by address
 
     @property
@@ -71,5 +71,5 @@ class Link:
         self._streams.wait(self._lane, self._streams.mark(self._streams.current()))
         self._streams.copy(self._lane, (target, source))
         # The allocator may free the tensor on the computing stream while the copy still uses it.
-        on_device.record_stream(self._lane)  # pyright: ignore[reportArgumentType] (the stub wants the generic stream)
+        on_device.record_stream(self._lane)
         return self._streams.mark(self._lane)

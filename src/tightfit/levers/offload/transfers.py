@@ -88,13 +88,13 @@ class Group:
     def __init__(self, lanes: Lanes, owner: Any):
         self.lanes, self.owner = lanes, owner
         self.copies: list[tuple[PinnedBuffer, Any]] = []
-        self.event: Any = None
+        self.event: Any = None  # after the copies; None if they have not begun
 
-    def begin(self) -> None:
-        """Begin the copies, if they have not begun."""
+    def begin(self) -> Any:
+        """Begin the copies, if they have not begun. Returns the event after them."""
         with self.lanes.lock:
             if self.event is not None:
-                return
+                return self.event
             self.lanes.group = None
             streams, lane = self.lanes.streams, self.lanes.out
             streams.wait(lane, streams.mark(self.owner))  # the values must be computed before they are copied
@@ -107,6 +107,7 @@ class Group:
             for buffer, _ in self.copies:
                 buffer.uses[OUT] = self.event
             self.copies = []
+            return self.event
 
 
 class CudaTransfer:
@@ -124,21 +125,17 @@ class CudaTransfer:
         self._landed: Any = None
 
     def left(self) -> None:
-        group = self._group
-        if group.event is None:
-            group.begin()
-        self._hold_back(group.event)
+        self._hold_back(self._group.event or self._group.begin())
 
     def bring(self) -> torch.Tensor:
-        streams, lane, group = self._lanes.streams, self._lanes.back, self._group
-        if group.event is None:
-            group.begin()
+        streams, lane = self._lanes.streams, self._lanes.back
+        sent = self._group.event or self._group.begin()
         self._owner = streams.current()
         with offload():
             content = fresh_memory(self._nbytes, self._dtype, self._device)
             # The allocator may have given out memory that kernels queued on the computing stream still use.
             streams.wait(lane, streams.mark(self._owner))
-            streams.wait(lane, group.event)  # the buffer must be filled before it is read
+            streams.wait(lane, sent)  # the buffer must be filled before it is read
             streams.copy(lane, (content.untyped_storage(), self._buffer.storage))
         self._landed = self._buffer.uses[IN] = streams.mark(lane)
         return content
