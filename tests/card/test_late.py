@@ -8,6 +8,7 @@ from torch import nn
 
 import tightfit
 from exactness import bits
+from tightfit.runtime.streams import CudaStreams
 
 pytestmark = pytest.mark.usefixtures("values")
 LATE = dict(item.split("=") for item in os.environ["TIGHTFIT_NULLCARD"].split(";"))["late"]
@@ -82,8 +83,7 @@ def gradients(lever=None) -> list[torch.Tensor]:
 
 def _removed(monkeypatch):
     """Take the waits of offload away: what comes back is used at once."""
-    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, stream: None)
+    monkeypatch.setattr(CudaStreams, "wait", lambda self, stream, event: None)
 
 
 def test_offload_is_bit_equal_and_wrong_without_its_waits(monkeypatch):
