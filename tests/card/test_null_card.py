@@ -136,3 +136,12 @@ def test_a_process_that_starts_another_hands_the_card_on():
     code = "import torch; print(torch.cuda.get_device_name())"
     said = subprocess.run([sys.executable, "-c", code], env=found, capture_output=True, text=True)
     assert said.stdout == f"{card_of('t4').name}\n"
+
+
+def test_libraries_of_others_that_are_linked_to_the_runtime_load():
+    """bitsandbytes: nf4 on a card is its kernels."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.zeros(64, 64, device="cuda")
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4")
+    assert packed.nbytes == weight.numel() / 2
+    assert functional.dequantize_4bit(packed, state).shape == weight.shape

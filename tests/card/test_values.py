@@ -1,6 +1,8 @@
 """With true values a step on a null card computes what a CPU computes, and refuses by name what it cannot."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,3 +107,36 @@ def test_fp16_with_a_scaler_skips_a_step_that_overflows():
 def test_an_operator_without_a_reference_is_refused_by_its_name():
     with pytest.raises(NotComputed, match="aten::_fill_mem_eff_dropout_mask_ has no kernel on the CPU"):
         torch.ops.aten._fill_mem_eff_dropout_mask_(torch.zeros(1, 1, 4, 4, device="cuda"), 0.5, 1, 0)
+
+
+def test_a_product_in_a_wider_dtype_is_written_where_it_is_told():
+    torch.manual_seed(0)
+    a, b = (torch.randn(8, 8, dtype=torch.bfloat16) for _ in range(2))
+    there = torch.full((8, 8), -1.0, device="cuda")
+    torch.mm(a.cuda(), b.cuda(), out_dtype=torch.float32, out=there)
+    torch.testing.assert_close(there.cpu(), a.float() @ b.float())
+
+
+def test_the_logarithm_of_a_sigmoid_keeps_nothing_and_has_the_cpus_gradient():
+    torch.manual_seed(0)
+    there = torch.randn(8, device="cuda", requires_grad=True)
+    here = there.detach().cpu().requires_grad_()
+    for x in (here, there):
+        F.logsigmoid(x).square().sum().backward()
+    assert torch.equal(here.grad, there.grad.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_four_bits_are_read_as_on_the_cpu(dtype):
+    """In a process of its own: bitsandbytes is there before the values are."""
+    code = (
+        "import torch, bitsandbytes.functional as f; from tightfit.nullcard.values import true_values\n"
+        f"w, x = torch.randn(64, 64, dtype={dtype}), torch.randn(2, 64, dtype={dtype})\n"
+        "packed, state = f.quantize_4bit(w, quant_type='nf4'); here = f.dequantize_4bit(packed, state)\n"
+        "with true_values():\n"
+        "    packed, state = f.quantize_4bit(w.cuda(), quant_type='nf4'); into = torch.empty_like(w, device='cuda')\n"
+        "    there = f.dequantize_4bit(packed, state); f.dequantize_4bit(packed, state, out=into)\n"
+        "    print(torch.equal(here, there.cpu()), torch.equal(here, into.cpu()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "True True\n", found.stderr

@@ -179,14 +179,42 @@ def _masked_scale(results: Any, self: Any, mask: Any, scale: float, **_: Any) ->
     return self * mask * scale
 
 
+def _log_sigmoid(results: Any, self: Any, **_: Any) -> Any:
+    return aten.log_sigmoid_forward(self)[0], results[1]  # the CPU keeps what its backward computes; CUDA nothing
+
+
+def _log_sigmoid_backward(results: Any, grad_output: Any, self: Any, **_: Any) -> Any:
+    return aten.log_sigmoid_backward(grad_output, self, aten.log_sigmoid_forward(self)[1])
+
+
 def _wide_product(product: Callable[..., Any], *factors: str) -> Callable[..., Any]:
     """A product whose result has a wider dtype than its factors."""
 
-    def reference(results: Any, out_dtype: torch.dtype, beta: Any = 1, alpha: Any = 1, **named: Any) -> Any:
+    def reference(
+        results: Any, out_dtype: torch.dtype, beta: Any = 1, alpha: Any = 1, out: Any = None, **named: Any
+    ) -> Any:
         found = product(*(named[factor].to(out_dtype) for factor in factors)) * alpha
         return found if beta == 0 or len(named) == len(factors) else found + beta * named["self"].to(out_dtype)
 
     return reference
+
+
+def _written(operator: str) -> Callable[..., Any]:
+    """An operator of bitsandbytes that writes into `out`, which has no kernel on the CPU, by the one that returns."""
+
+    def reference(results: Any, out: Any, **named: Any) -> Any:
+        out.copy_(getattr(torch.ops.bitsandbytes, operator).default(**named))
+        return results
+
+    return reference
+
+
+_WIDE = {
+    "mm": _wide_product(torch.mm, "self", "mat2"),
+    "bmm": _wide_product(torch.bmm, "self", "mat2"),
+    "addmm": _wide_product(torch.mm, "mat1", "mat2"),
+    "baddbmm": _wide_product(torch.bmm, "batch1", "batch2"),
+}
 
 
 def _grouped_mm(results: Any, self: Any, mat2: Any, offs: Any, **_: Any) -> Any:
@@ -250,10 +278,13 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
     "aten::_fused_rms_norm": _rms_norm,
     "aten::_fused_rms_norm_backward": _rms_norm_backward,
     "aten::_masked_scale": _masked_scale,
-    "aten::mm.dtype": _wide_product(torch.mm, "self", "mat2"),
-    "aten::bmm.dtype": _wide_product(torch.bmm, "self", "mat2"),
-    "aten::addmm.dtype": _wide_product(torch.mm, "mat1", "mat2"),
-    "aten::baddbmm.dtype": _wide_product(torch.bmm, "batch1", "batch2"),
+    **{
+        f"bitsandbytes::{name}.out": _written(name)
+        for name in ("dequantize_4bit", "dequantize_blockwise", "gemv_4bit", "int8_linear_matmul")
+    },
+    "aten::log_sigmoid_forward": _log_sigmoid,
+    "aten::log_sigmoid_backward": _log_sigmoid_backward,
+    **{f"aten::{name}.dtype{out}": product for name, product in _WIDE.items() for out in ("", "_out")},
     "aten::_grouped_mm": _grouped_mm,
     "aten::cudnn_convolution": _convolution,
     "aten::cudnn_convolution_transpose": _convolution,

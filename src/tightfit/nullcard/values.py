@@ -55,6 +55,8 @@ _DRAWS_WITHOUT_A_GENERATOR = frozenset(
 # csrc/utils/python_arg_parser.cpp); of others, only `torch` does.
 _TAKE_NUMBERS = frozenset({"add", "sub", "mul", "div", "divide", "multiply", "subtract", "true_divide", "floor_divide"})
 _COPY = "aten::copy_"
+# Those whose CPU kernels compute what their CUDA kernels do. Of a package that is imported later, nothing is computed.
+_NAMESPACES = ("aten", "bitsandbytes")
 
 _state = threading.local()
 
@@ -89,21 +91,23 @@ class Values:
         self._number = 0
         self._error: BaseException | None = None
         self._called_back = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._call)
-        self._library = torch.library.Library("aten", "IMPL")
+        self._libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in _NAMESPACES}
 
     def register(self) -> None:
         """Give every operator of CUDA's its kernel."""
         names = set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
         taken = set(torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect"))
         for name in sorted((names | _ANSWERED | {_COPY}) - taken - _NOT_COMPUTED):
-            if name.startswith("aten::"):
-                short = name.removeprefix("aten::")
-                self._library.impl(short, self._kernel(name, _overload(short)), "BackendSelect", with_keyset=True)
+            namespace, short = name.split("::")
+            if namespace in self._libraries:
+                kernel = self._kernel(name, _overload(namespace, short))
+                self._libraries[namespace].impl(short, kernel, "BackendSelect", with_keyset=True)
 
     def close(self) -> None:
         """Take all kernels away. Raises the error of work that ran late."""
         self.runtime.library.card_wait_device()
-        self._library._destroy()
+        for library in self._libraries.values():
+            library._destroy()
         self.raise_late()
 
     def raise_late(self) -> None:
@@ -200,6 +204,11 @@ class _Work:
                 found = self._cpu(self.args, self.kwargs)
         for result, true in zip(tree_flatten(self.results)[0], tree_flatten(found)[0], strict=True):
             both = isinstance(result, torch.Tensor) and isinstance(true, torch.Tensor)
+            if both and result.shape != true.shape:
+                raise NotComputed(
+                    f"{self.name} returns {list(result.shape)} on a card and {list(true.shape)} on the CPU: its true "
+                    "values on a null card are not known"
+                )
             if both and result.data_ptr() != true.data_ptr():
                 result.copy_(true)
 
@@ -301,9 +310,9 @@ def _seeded(seed: int | None) -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
-def _overload(name: str) -> Any:
+def _overload(namespace: str, name: str) -> Any:
     base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
 
 @contextlib.contextmanager

@@ -99,6 +99,8 @@ EXPORT int cudaMalloc(void **address, size_t bytes) {
 EXPORT int cudaFree(void *address) { card_activate(); return address ? say(card_free(address)) : OK; }
 EXPORT int cudaHostAlloc(void **address, size_t bytes, unsigned flags) { card_activate(); *address = card_pin(bytes); return *address ? OK : say(OUT_OF_MEMORY); }
 EXPORT int cudaMallocHost(void **address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
+EXPORT int cudaMallocManaged(void **address, size_t bytes, unsigned flags) { return cudaHostAlloc(address, bytes, 0); }
+EXPORT int cudaMemPrefetchAsync(void) { return OK; } /* managed memory is in its place; its arguments differ by release */
 EXPORT int cudaFreeHost(void *address) { return address ? say(card_unpin(address)) : OK; }
 EXPORT int cudaHostRegister(void *address, size_t bytes, unsigned flags) {
     if (card_find(address, 0, 0, 0) != UNKNOWN) return say(ALREADY_REGISTERED);
