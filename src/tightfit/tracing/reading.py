@@ -25,12 +25,16 @@ def reads_answered(dry: DryRun) -> Iterator[None]:
     """A context in which arrays and lists of unknown tensors contain the documented answers, and texts no numbers."""
     tensor: Any = torch.Tensor
     before = {name: tensor.__dict__.get(name) for name in _READERS}
+    # Whoever copies a tensor's methods meanwhile (dynamo, where it is imported in the dry run) keeps these for ever:
+    # afterwards they hold nothing of the step, and read.
+    running = [dry]
     for name in _READERS:
-        setattr(tensor, name, _answering(dry, name, getattr(tensor, name)))
+        setattr(tensor, name, _answering(running, name, getattr(tensor, name)))
     try:
         with text_of_tensors_by(_text):
             yield
     finally:
+        running.clear()
         for name, own in before.items():
             if own is None:
                 delattr(tensor, name)
@@ -38,9 +42,9 @@ def reads_answered(dry: DryRun) -> Iterator[None]:
                 setattr(tensor, name, own)
 
 
-def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+def _answering(running: list[DryRun], name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if answers_itself(type(self)) or not _is_unknown(dry, self):
+        if not running or answers_itself(type(self)) or not _is_unknown(running[0], self):
             return read(self, *args, **kwargs)
         if self.numel() > KNOWN_LIMIT:
             raise TraceError(
@@ -49,8 +53,8 @@ def _answering(dry: DryRun, name: str, read: Callable[..., Any]) -> Callable[...
             )
         is_float = self.is_floating_point() or self.is_complex()
         is_bool = self.dtype == torch.bool
-        value = UNKNOWN_FLOAT if is_float else dry.questions.answers.answer() if is_bool else 0
-        dry.questions.note("numbers read from a tensor", repr(value))
+        value = UNKNOWN_FLOAT if is_float else running[0].questions.answers.answer() if is_bool else 0
+        running[0].questions.note("numbers read from a tensor", repr(value))
         with no_modes():  # the assumed tensor is not the step's, and must not be counted
             assumed = torch.full(self.shape, value, dtype=self.dtype)
         return read(assumed, *args, **kwargs)
