@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from tightfit.config import parse_config
+from tightfit.devices.present import lookup_present
 from tightfit.planner.levers import Separation
 from tightfit.planner.request import Request
 from tightfit.step import StepSettings
 from tightfit.training.fitting import Fit, LeversInForce, fit
-from tightfit.training.objective import CausalLMLoss, counted
+from tightfit.training.objective import CausalLMLoss, counted, on_device
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.recovery import RecoveringStepper, StepPlanner
 from tightfit.training.stepper import Stepper
@@ -53,7 +54,7 @@ class Awkward(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> Any:
         hidden = self.tokens(input_ids)
-        noise = torch.empty(1).normal_(generator=self.own)
+        noise = torch.empty(1).normal_(generator=self.own).to(hidden.device)
         self.steps.append(random.random() + float(numpy.random.rand()))
         hidden = hidden * (1 + 0.01 * noise * self.steps[-1])
         for block in self.blocks:
@@ -62,8 +63,8 @@ class Awkward(nn.Module):
         return SimpleNamespace(logits=self.head(hidden))
 
 
-def batch(number: int) -> dict[str, Any]:
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+def batch(number: int, length: int = LENGTH) -> dict[str, Any]:
+    ids = torch.randint(0, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(number))
     labels = ids.clone()
     labels[0, -3:] = -100
     return counted({"input_ids": ids, "labels": labels})
@@ -103,12 +104,13 @@ class Training:
 
     stepper: Stepper
     notes: list[str]
+    length: int = LENGTH
 
     def run(self, steps: int, around: Any = None) -> list[float]:
         """The losses; `around` gives a context for each step by its number."""
         losses = []
         for number in range(1, steps + 1):
-            given = batch(number)
+            given = on_device(batch(number, self.length), self.stepper.device)
             with around(number):
                 losses.append(self.stepper.attempt(given, number).loss)
         return losses
@@ -117,7 +119,9 @@ class Training:
         """Weights, buffers, optimizer states, random states, and what the model remembers."""
         model, optimizer = self.stepper.model, self.stepper.optimizer
         states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
-        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(())), *model.steps, float(model.seen)]
+        drawn = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+        drawn.append(float(torch.rand((), device=self.stepper.device)))
+        numbers = [*drawn, *model.steps, float(model.seen)]
         left = [*model.parameters(), *model.buffers(), *states, model.own.get_state()]
         return [t.detach().clone() for t in left] + [torch.tensor(numbers, dtype=torch.float64)]
 
@@ -147,12 +151,11 @@ def training(planner: Any = None, settings: Any = None, fitted: Fit | None = Non
     return Training(RecoveringStepper(**parts, levers=levers, planner=planner, note=notes.append), notes)
 
 
-def plain_fit(settings: Any = None, model: Any = None) -> Fit:
+def plain_fit(settings: Any = None, model: Any = None, length: int = LENGTH) -> Fit:
     settings = settings or config()
-    return fit(model or Awkward(), batch(1), CausalLMLoss(), settings, "cpu")
+    model = model or Awkward()
+    return fit(model, batch(1, length), CausalLMLoss(), settings, lookup_present(settings.training.device))
 
 
 def planner_of(model: nn.Module, settings: Any) -> StepPlanner:
-    from tightfit.devices.present import lookup_present
-
-    return StepPlanner(model, CausalLMLoss(), settings, lookup_present("cpu"))
+    return StepPlanner(model, CausalLMLoss(), settings, lookup_present(settings.training.device))

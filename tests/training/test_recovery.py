@@ -211,6 +211,25 @@ def test_a_scaled_step_is_recovered_with_its_scale(share, plain, recomputing):
     assert_same(run, losses, outcome)
 
 
+def test_a_scaler_that_was_half_made_is_made_again():
+    settings = config(training={"precision": "fp16"})
+    wanted = training(settings=settings)
+    outcome = wanted.run(STEPS, nothing), wanted.everything()
+    plain = plain_fit(settings)
+    tighter = planner_of(Awkward(), settings).within(batch(1), plain.planned.peak_bytes - 1)
+    run = training(Remembered([tighter]), settings, plain)
+    scale, memory = run.stepper.scaler.scale, OutOfMemoryAt(1)  # 0 makes the scale, 1 what counts its growth
+
+    def in_short_memory(loss):
+        with memory:
+            return scale(loss)
+
+    run.stepper.scaler.scale = in_short_memory
+    losses = run.run(STEPS, nothing)
+    assert memory.raised == 1
+    assert_same(run, losses, outcome)
+
+
 def test_any_other_error_goes_through(plain, recomputing):
     run = training(Remembered([recomputing]), fitted=plain)
     with pytest.raises(RuntimeError, match="something else"):

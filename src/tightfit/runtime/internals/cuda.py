@@ -76,8 +76,13 @@ def autocast_cache_cleared_by(clear: Callable[[], None]) -> Iterator[None]:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Let a gradient scaler unscale its optimizers' gradients again, because the unscaled gradients were freed."""
+    """Let a gradient scaler unscale its optimizers' gradients again, because the unscaled gradients were freed.
+
+    One that ran out of memory while it made its two tensors makes both again.
+    """
     scaler._per_optimizer_states.clear()
+    if scaler._growth_tracker is None:
+        scaler._scale = None
 
 
 def clear_cublas_workspaces() -> None:
