@@ -31,7 +31,7 @@ from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, train
 from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
-from tightfit.levers.samples import first_samples
+from tightfit.levers.samples import first_samples, on_device
 from tightfit.memory.counters import read_counters
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import MicroBatches, allowed_levers
@@ -179,8 +179,9 @@ class MemoryBudget(TrainerCallback):
         if self.weighing is not None:
             step = replace(step, loss=TrainerLoss(trainer, step.loss.items, self.weighing))
         settings = self.plan_settings if splits else self.plan_settings.without_micro_batches()
-        plan = plan_for_all(step, batches, settings)
-        self._plan_within = lambda bound: plan_for_all(step, batches, replace(settings, budget=bound))
+        hosted = [on_device(batch, "cpu") for batch in batches]
+        plan = plan_for_all(step, hosted, settings)
+        self._plan_within = lambda bound: plan_for_all(step, hosted, replace(settings, budget=bound))
         if self.verifies:
             prove(step, batches[0], plan)
         return plan

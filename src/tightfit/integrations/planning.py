@@ -15,6 +15,7 @@ from tightfit.integrations.batches import all_labels_counted, have_one_shape, re
 from tightfit.integrations.checkpointing import TakenOver
 from tightfit.integrations.joined import ALONE, Joined
 from tightfit.levers.micro_batch import batch_size
+from tightfit.levers.samples import on_device
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked, device_of_a_rank
 from tightfit.planner.blocks.find import find_blocks
@@ -65,11 +66,14 @@ class GuestStep:
     steps: int | None = None  # updates to come, where the guest knows
 
     def asked(self, batch: Batch, micro_batches: int) -> Asked:
-        """The planner's arguments for the step, with all its batches like this one in the worst case."""
+        """The planner's arguments for the step, with all its batches like this one in the worst case.
+
+        They are on the host: what is planned for would lie on the card beside the training.
+        """
         model, optimizer = self.joined.whole(self.model, self.optimizer)
         return Asked(
             model=model,
-            batch=self.fullest(batch),
+            batch=self.fullest(on_device(batch, "cpu")),
             loss=self.loss,
             optimizer=optimizer,
             precision="fp32" if self.device.type == "cpu" else self.precision,
@@ -130,16 +134,15 @@ def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSe
     budget = step.budget_bytes(plan_settings.budget, largest)
     asked, plan_settings = plan_settings.budget, replace(plan_settings, budget=budget)
     try:
-        first = plan_one(step, ordered[0], plan_settings)
+        first = plan_among(step, ordered[0], ordered[1:], plan_settings)
     except CannotFit as error:
         error.args = (f"{error}; the plain step takes {format_bytes(largest.peak_bytes)}, and {asked} was asked for",)
         raise
     for index, batch in enumerate(ordered):
         others = ordered[:index] + ordered[index + 1 :]
         with suppress(CannotFit):
-            plan = tightened(
-                step, first if index == 0 else plan_one(step, batch, plan_settings), batch, others, plan_settings
-            )
+            plan = first if index == 0 else plan_among(step, batch, others, plan_settings)
+            plan = tightened(step, plan, batch, others, plan_settings)
             if plan is not None:
                 return replace(plan, budget_bytes=budget, plain=largest)
     peak = worst_as_planned(step, first, ordered[1:]).peak_bytes
@@ -177,7 +180,7 @@ def tightened(
         # Lower the budget for this batch by what the worst batch lacks under the plan.
         bound -= planned.peak_bytes + UNSEEN_BYTES - budget
         try:
-            plan = plan_one(step, batch, replace(plan_settings, budget=bound))
+            plan = plan_among(step, batch, others, replace(plan_settings, budget=bound))
         except CannotFit:
             return None
     return None
@@ -190,6 +193,14 @@ def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> St
     with plan.apply(step.model):
         step_figures = [step.step_figures(batch, plan.micro_batches) for batch in others]
     return max(plan.planned, *step_figures, key=lambda step_figures: step_figures.peak_bytes)
+
+
+def plan_among(step: GuestStep, batch: Batch, others: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+    """The plan for one batch of several. Its blocks are not held to the operators of that batch: with a mask they run
+    others. What the plan's names keep of those is in the figures for that batch.
+    """
+    plan = plan_one(step, batch, plan_settings)
+    return replace(plan, programs=()) if others else plan
 
 
 def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:

@@ -91,6 +91,11 @@ def mapped(batch: Batch, change: Callable[[Any], Any]) -> Batch:
     return tuple(change(value) for value in batch)
 
 
+def on_device(batch: Batch, device: torch.device | str) -> Batch:
+    """The batch with its tensors on a device."""
+    return mapped(batch, lambda value: value.to(device) if isinstance(value, torch.Tensor) else value)
+
+
 def _labelled(labels: torch.Tensor) -> torch.Tensor:
     """Labels with few entries in each other sample, and more in the rest."""
     known = labels[labels != IGNORE_INDEX]

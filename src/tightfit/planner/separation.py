@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, inseparable_samples, split_batch
-from tightfit.levers.samples import mapped, rows_of, shortened, unlike
+from tightfit.levers.samples import mapped, on_device, rows_of, shortened, unlike
 from tightfit.runtime.activity import aside
 from tightfit.runtime.dropout import without_dropout
 from tightfit.step import Batch, Loss, Part
@@ -111,11 +111,15 @@ def can_be_tried(model: nn.Module, batch: Batch) -> bool:
 def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
     """Trials of a batch's samples as they are, and with unlike numbers of labels. Raises `Coupled`.
 
-    Sequences of tokens are cut. A loss that refuses such samples is tried with them whole.
+    Sequences of tokens are cut. A loss that refuses such samples is tried with them whole. They are tried where the
+    model is: a batch that is planned for may be on the host.
     """
     whole = as_tensors(batch)
     rows = _rows(whole, loss)
     plain = rows_of(whole, rows)
+    weight = next(model.parameters(), None)
+    if weight is not None:
+        plain = on_device(plain, weight.device)
     short = shortened(plain, LENGTH)
     yield from _trials(model, plain, short, loss)
 

@@ -30,6 +30,7 @@ from tightfit.step import Loss
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce, fit_within, plain_peak_bytes
 from tightfit.training.joining import CANNOT_FIT, agree
+from tightfit.training.objective import on_device
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.training.stepper import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.units import format_bytes
@@ -62,12 +63,12 @@ class StepPlanner:
         if overhead != 1.0:
             recording, replaying = device.recording_seconds * overhead, device.replaying_seconds * overhead
             device = replace(device, recording_seconds=recording, replaying_seconds=replaying)
-        batch = _on_host(batch) if self.longest is None else self.longest
+        batch = on_device(batch, "cpu") if self.longest is None else self.longest
         return fit_within(budget_bytes, self.model, batch, self.loss, self.config, device, levers=levers)
 
     def plain_peak_bytes(self, batch: Mapping[str, Any]) -> int:
         """The predicted peak without levers, in one micro-batch."""
-        return plain_peak_bytes(self.model, _on_host(batch), self.loss, self.config, self.device)
+        return plain_peak_bytes(self.model, on_device(batch, "cpu"), self.loss, self.config, self.device)
 
 
 @dataclass
@@ -214,8 +215,3 @@ class RecoveringStepper(Stepper):
             self.corrections = replace(self.corrections, loosened=self.corrections.loosened + 1)
         if found.line:
             self.note(f"step {step.number}: {found.line}")
-
-
-def _on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch as plans are made from it."""
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
