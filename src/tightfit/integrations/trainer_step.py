@@ -33,6 +33,15 @@ class TrainerLoss:
         self.reduction = "sum" if weighing.count is None else "mean"
         self.count = weighing.count
 
+    @property
+    def modules_beside(self) -> tuple[nn.Module, ...]:
+        """What the trainer holds beside the model, as a reference model (trl's DPO) or reward models."""
+        held: list[Any] = []
+        for value in vars(self.trainer).values():
+            held += value if isinstance(value, list | tuple) else [value]
+        trained = set(self.trainer.model.parameters())
+        return tuple(each for each in held if isinstance(each, nn.Module) and trained.isdisjoint(each.parameters()))
+
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with self.trainer.compute_loss_context_manager():
             loss: Any = self.trainer.compute_loss(model, dict(batch), num_items_in_batch=self.items)
