@@ -211,3 +211,7 @@ def test_a_plan_whose_offloaded_values_are_all_small_can_be_applied(budget):
         assert allocator_peak(planned, batch, loss=of_nodes) == plan.peak_bytes
     without = replace(plan, levers=tuple(each for each in plan.levers if not isinstance(each, Offload)))
     assert tightfit.verify(model, batch, without, loss=of_nodes).ok  # as plans were saved once
+
+
+def test_the_lever_is_said_in_words():
+    assert str(Offload(None, None, 1, bytes=10)) == "offload"

@@ -9,6 +9,7 @@ from recovering import BATCH, Awkward, Remembered, batch, config, plain_fit, pla
 
 from tightfit.planner.levers import MicroBatches
 from tightfit.training.corrections import Corrections
+from tightfit.training.fitting import LeversInForce
 from tightfit.training.slowdown import LOOKS, STEPS, Pace, TimedStep
 from tightfit.training.stepper import StepMeasured
 
@@ -85,6 +86,25 @@ def test_the_executors_overhead_is_priced_as_measured(fits, monkeypatch):
     predicted = tight.plan.step_seconds - tight.plan.plain.step_seconds
     assert factors == [pytest.approx(1.0 / predicted)]
     assert run.stepper.levers.fitted.plan.choices == loose.plan.choices
+
+
+def test_looser_plans_are_made_for_the_model_without_its_levers(fits, monkeypatch):
+    """Under the levers in force, the plain step would seem to fit."""
+    loose, tight = fits
+    Clock(monkeypatch, plain=1.0, planned=2.0)
+    under_levers = []
+
+    class Looking(Planner):
+        def within(self, batch, budget_bytes, **options):
+            under_levers.append(bool(applied))
+            return super().within(batch, budget_bytes, **options)
+
+    applied: list[str] = []
+    enter, leave = LeversInForce.__enter__, LeversInForce.__exit__
+    monkeypatch.setattr(LeversInForce, "__enter__", lambda self: [applied.append("levers"), enter(self)][1])
+    monkeypatch.setattr(LeversInForce, "__exit__", lambda self, *e: [applied.clear(), leave(self, *e)][1])
+    slow_training(tight, Looking([loose]))
+    assert under_levers == [False]
 
 
 def test_a_looser_plan_that_computes_other_bits_is_not_taken(fits, monkeypatch):

@@ -148,7 +148,7 @@ class Pace:
             return Loosened()
         line = f"the planned step is measured {slowdown:.0%} slower than the plain one, beyond memory.max_slowdown"
         if corrections.loosened < LOOSENED:
-            for candidate, gives_back in _candidates(timed.levers.fitted, within, batch, corrections, extra):
+            for candidate, gives_back in _candidates(timed.levers, within, batch, corrections, extra):
                 seconds = timed.planned_seconds(part, whole, candidate)
                 if seconds is not None and seconds < FASTER * planned:
                     taken = f"a looser plan takes over, {1 - seconds / planned:.0%} faster: {candidate.words()}"
@@ -160,10 +160,10 @@ class Pace:
 
 
 def _candidates(
-    fitted: Fit, within: Callable[..., Fit], batch: Mapping[str, Any], corrections: Corrections, extra: float
+    levers: LeversInForce, within: Callable[..., Fit], batch: Mapping[str, Any], corrections: Corrections, extra: float
 ) -> Iterator[tuple[Fit, int | None]]:
     """Looser fits within the budget, each with the bound for later plans."""
-    plan = fitted.plan
+    plan = levers.fitted.plan
     assert plan is not None, "only planned steps are loosened"
     budget, bound = plan.budget_bytes, corrections.bound_bytes
     predicted = plan.step_seconds - plan.plain.step_seconds
@@ -178,7 +178,8 @@ def _candidates(
         ways.append((limit, {"overhead": extra / predicted}, bound))
     for bytes_, options, gives_back in ways:
         with suppress(CannotFit, LeverError):
-            candidate = within(batch, bytes_, **options)
+            with levers.aside():  # of a model under levers, a plan would take the step for a plain one
+                candidate = within(batch, bytes_, **options)
             made = candidate.plan
             assert made is not None
             is_same = bound is not None or _not_exact(made) == _not_exact(plan)

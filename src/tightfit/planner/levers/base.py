@@ -191,6 +191,10 @@ class Lever:
         """The choices of the same plan without this lever, which recompute the same operators."""
         return tuple(choices)
 
+    def __str__(self) -> str:
+        """The setting in a few words, for lists of levers."""
+        return self.title
+
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
         """Suggestions to use the lever in this step: by default its fastest setting, in a plan with no other lever."""
