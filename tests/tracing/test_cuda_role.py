@@ -177,6 +177,35 @@ def test_autocast_gives_the_dtype_of_cudas_lists(function, dtype):
     assert cast_dtype(function, torch.randn(8, 8)) == dtype
 
 
+def test_a_step_in_fp16_holds_the_numbers_of_the_scaler():
+    role = CudaRole((7, 5), 40)
+    both = [traced(nn.Linear(8, 8), {"x": torch.randn(4, 8)}, role, p, loss=sum_of) for p in ("fp16", "bf16")]
+    scaled, plain = both
+    held = [{s.name for s in trace.storages if s.category == "workspace" and s.died is None} for trace in both]
+    assert held[0] - held[1] == {"scale of the loss", "steps since the loss scale grew"}
+    assert names(scaled)["mul"] == names(plain)["mul"] + 2, "the loss is scaled, and its gradient"
+    assert scaled.peak_bytes >= plain.peak_bytes + 2 * 512
+
+
+def test_plain_attention_adds_its_mask_in_place():
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 4, 512, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = self.weight * 2
+            return F.scaled_dot_product_attention(query, query, query, attn_mask=x)
+
+    trace = traced(Masked(), {"x": torch.randn(512, 512)}, CudaRole((7, 5), 40), loss=sum_of)
+    (place,) = [i for i, o in enumerate(trace.operators) if o.name == "aten.add.Tensor" and o.phase == "forward"]
+    (scores,) = [s for s in trace.storages if s.died == place and s.shape == (8, 512, 512)]
+    (sums,) = [s for s in trace.storages if s.born == place]
+    assert scores.bytes == sums.bytes
+    assert trace.levels[place] <= trace.levels[place - 1]
+
+
 def test_a_weight_is_cast_once_within_a_region_and_anew_in_the_next():
     weight = nn.Parameter(torch.randn(8, 8))
     casts = []

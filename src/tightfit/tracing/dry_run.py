@@ -94,6 +94,7 @@ class DryRun(Recording):
         self.generators: Generators | None = None
         self.reads_draws = False  # whether code read a number that an operator drew
         self._states = ""  # of other generators, where the recorded step begins
+        self.loss_scale: torch.Tensor | None = None  # what `torch.amp.GradScaler` multiplies the loss by, on a card
         self._imported = len(sys.modules)
         faults.watch()
 

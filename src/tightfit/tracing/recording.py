@@ -195,12 +195,15 @@ class Recording(TorchDispatchMode):
             )
         return price
 
-    # Autograd's own in-place operators. It adds into a gradient that nothing else holds, and scatters into new zeros,
-    # in place. Under a dispatch mode it does both out of place, which makes peaks up to 8% too high (Mamba, MusicGen).
-    # A view's base holds the memory as well, so autograd does not add into a view.
+    # Autograd's own in-place operators, and the mask that plain attention adds to its scores on a card. Autograd adds
+    # into a gradient that nothing else holds, and scatters into new zeros, in place. Under a dispatch mode all this is
+    # out of place, which makes peaks up to 8% too high (Mamba, MusicGen). A view's base holds the memory as well, so
+    # autograd does not add into a view.
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
-        is_sum = traits.name in ADDED_IN_PLACE and self.phase is Phase.BACKWARD and _called_by_engine()
+        is_sum = traits.name in ADDED_IN_PLACE and (
+            now.inside_operator or (self.phase is Phase.BACKWARD and _called_by_engine())
+        )
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,16 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         self.dry.phase = Phase(name)
         yield
+
+
+@dataclass
+class Scaler:
+    """The part of `torch.amp.GradScaler` in forward and backward."""
+
+    number: torch.Tensor
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.number
 
 
 @dataclass
@@ -91,8 +102,13 @@ class DryStep:
             self.dry.drop_original(state)
 
     def update(self) -> None:
+        overflow = None
+        if self.dry.loss_scale is not None:  # whether a gradient overflowed, which `GradScaler` holds in its step
+            overflow = TensorShape((1,), (1,), torch.float32).unbacked()
+            self.dry.ledger.track(overflow, known=False, operator=None)
         with host_memory() if self.updates_on_host else nullcontext():
             update(self.model, self.optimizer, self.settings, observer=Phases(self.dry))
+        del overflow
         label_states(self.dry, self.model, self.optimizer, on_cuda=self.on_cuda)
 
 
@@ -127,10 +143,11 @@ def label_states(dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer
 def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
     """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end."""
     boundaries = [len(dry.operators)]
+    scaler: Any = None if dry.loss_scale is None else Scaler(dry.loss_scale)
     for number, part in enumerate(parts, start=1):
         more_follow = number < len(parts)
         with accumulation() if more_follow else nullcontext(), adding_up(model, last=not more_follow):
-            forward_backward(model, [part], loss, settings.precision, observer=Phases(dry))
+            forward_backward(model, [part], loss, settings.precision, scaler=scaler, observer=Phases(dry))
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         # Labelled here: the optimizer sets gradients to None, and an offloading one has moved them to the host.

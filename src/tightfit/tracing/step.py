@@ -96,7 +96,7 @@ def trace_step(
     """
     settings = settings or StepSettings()
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
-    with _dry(model, parts, cost, executor, role, routing, beside=modules_beside(loss), rank=rank) as dry:
+    with _dry(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
         twin = _built(optimizer, model, settings)
@@ -187,7 +187,7 @@ def trace_part(
     an operator `STEPPED` that does nothing. `optimizer` is needed if the settings say that it steps in backward.
     With a `rank` the model is its own, and is changed.
     """
-    with _dry(model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank) as dry:
+    with _dry(model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank, settings=settings) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
@@ -241,7 +241,7 @@ def trace_update(
     With `one_by_one`, the parameters are updated one after the other, each at an operator `STEPPED`, as inside
     backward. Raises the errors of `build_optimizer`.
     """
-    with _dry(model, [], cost, NO_EXECUTOR_COST, role) as dry:
+    with _dry(model, [], cost, NO_EXECUTOR_COST, role, settings=settings) as dry:
         twin = build_optimizer(optimizer, model.parameters())
         observer = Phases(dry)
         for recorded in (False, True):
@@ -297,10 +297,12 @@ def _dry(
     routing: Routing = Routing.BALANCED,
     beside: Sequence[nn.Module] = (),
     rank: Rank | None = None,
+    settings: StepSettings | None = None,
 ) -> Iterator[DryRun]:
     """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards.
 
-    `beside` are modules that the loss runs, whose weights exist before the step and after it. The model of a `rank` is
+    `beside` are modules that the loss runs, whose weights exist before the step and after it. With `settings` of fp16,
+    `torch.amp.GradScaler` has two numbers on a card. The model of a `rank` is
     not restored, and its parameters are not announced: the rank wraps it first, and may free them.
     """
     batch = list(tensors_in([part.batch for part in parts]))
@@ -339,6 +341,10 @@ def _dry(
             announce(ledger, lasting, batch, plain)
             dry.generators = Generators(attributes)
             dry.begin_draws()
+            if role is not None and settings is not None and settings.precision == "fp16":
+                dry.loss_scale = TensorShape((), (), torch.float32).unbacked()
+                ledger.announce(dry.loss_scale, Category.WORKSPACE, known=False, name="scale of the loss")
+                ledger.reserve(MIN_BLOCK, Category.WORKSPACE, "steps since the loss scale grew")
             dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
             for module in beside:
                 announce(ledger, module, [], plain_tensors(module))
