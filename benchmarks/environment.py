@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,16 @@ def environment() -> dict[str, Any]:
             "system": platform.platform(),
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "HEAD") if is_checkout() else None,
+        "dirty": is_checkout() and bool(git("status", "--porcelain", "--untracked-files=no")),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
     }
+
+
+def is_checkout(folder: Path = ROOT) -> bool:
+    """Whether a folder is a checkout of git: an archive of the sources is none."""
+    return (folder / ".git").exists() and shutil.which("git") is not None
 
 
 def git(*arguments: str, folder: Path = ROOT) -> str:

@@ -71,3 +71,13 @@ def test_the_benchmark_of_offload_runs_at_small_size(suite, tmp_path, monkeypatc
     assert 0 < 2 * first["share_of_activations"] < everything["share_of_activations"] < 1
     assert everything["peak_bytes"] < first["peak_bytes"]
     assert "layers.*: " in capsys.readouterr().out
+
+
+def test_where_the_sources_are_no_checkout_a_benchmark_runs_without_a_commit(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import environment
+
+    assert not environment.is_checkout(tmp_path)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)  # nor where there is no git
+    described = environment.environment()
+    assert (described["commit"], described["dirty"]) == (None, False)

@@ -96,13 +96,16 @@ def test_the_configuration_takes_it_and_refuses_what_is_none():
         parse_config({"memory": {"allocator": "expandable"}})
 
 
-@pytest.mark.parametrize(("device", "pools"), [("cuda", ["made", "in use", "done"]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("device", "pools"),
+    [("cuda", ["made", "in use on cuda:3", "done"]), ("cuda:1", ["made", "in use on cuda:1", "done"]), ("cpu", [])],
+)
 def test_only_on_cuda_is_a_private_pool_made_and_it_is_left_after_an_error_too(device, pools, monkeypatch):
     events = []
 
     @contextmanager
     def use(pool, device):
-        events.append("in use")
+        events.append(f"in use on {device}")
         try:
             yield
         finally:
@@ -110,6 +113,7 @@ def test_only_on_cuda_is_a_private_pool_made_and_it_is_left_after_an_error_too(d
 
     monkeypatch.setattr(torch.cuda, "MemPool", lambda: events.append("made"))
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
 
     def fails():
         with private_pool(device):

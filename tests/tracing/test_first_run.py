@@ -1,8 +1,11 @@
 """What a process has done before, and what it has not done yet, changes no dry run."""
 
+import gc
 import subprocess
 import sys
 import textwrap
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +94,21 @@ def test_an_import_within_the_first_step_keeps_nothing_alive():
     first, second = levels_of_a_fresh_process("")
     assert first == second
     assert [first, second] == levels_of_a_fresh_process("import torch._dynamo")
+
+
+def test_who_copies_the_methods_of_tensors_during_a_dry_run_keeps_nothing_of_the_model():
+    """Dynamo does, which a step may import: the model of a process's first estimate stayed in memory for ever."""
+    copied: dict[str, Any] = {}
+
+    class Copies(Halves):
+        def forward(self, x):
+            copied.update(vars(torch.Tensor))
+            return super().forward(x)
+
+    model = Copies()
+    weight = weakref.ref(model.layer.weight)
+    tightfit.estimate(model, (torch.zeros(4, 512, dtype=torch.float32),), optimizer="sgd", loss=lambda m, b: m(*b))
+    del model
+    gc.collect()
+    assert weight() is None
+    assert copied["tolist"](torch.ones(2)) == [1.0, 1.0]

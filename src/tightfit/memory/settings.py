@@ -62,9 +62,12 @@ def private_pool(device: torch.device | str) -> Iterator[None]:
     Use it for temporary work with other sizes than a training step. When its tensors are freed, whole segments are
     returned to the device, and no piece remains between the segments of later steps. On other devices it does nothing.
     """
-    if torch.device(device).type != "cuda":
+    device = torch.device(device)
+    if device.type != "cuda":
         yield
         return
+    if device.index is None:  # which `use_mem_pool` does not take
+        device = torch.device("cuda", torch.cuda.current_device())
     pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool, torch.device(device)):
+    with torch.cuda.use_mem_pool(pool, device):
         yield
