@@ -16,9 +16,9 @@ FIGURES = dict(item.split("=") for item in os.environ["TIGHTFIT_NULLCARD"].split
 LATE = FIGURES["late"] != "0"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def values():
-    """True values in every thread of this process."""
+    """True values in every thread while the tests of one file run: others measure operators as they are."""
     from tightfit.nullcard.values import true_values
 
     with true_values(late=LATE) as found:
