@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from round_device import round_device
 from tightfit import plan, verification, verify
 from tightfit.levers.offload import store
 from tightfit.levers.recompute import region
@@ -169,3 +170,51 @@ def test_micro_batches_whose_losses_do_not_add_up_are_found_and_said():
     report = verify(model, batch, made, loss=mean)
     assert not report.ok
     assert str(report).startswith("NOT EQUAL: error of the gradients against fp64")
+
+
+class Writing(nn.Module):
+    """A forward that normalises its input, a weight and a list of its own in place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        )
+        self.scale = nn.Parameter(torch.rand(64) + 1, requires_grad=False)
+        self.seen = [torch.zeros(64)]
+
+    def forward(self, x, history):
+        x.sub_(0.5).div_(0.25)
+        self.scale.div_(self.scale.norm())
+        self.seen[0].add_(x.detach().mean(0))
+        history.append(x.detach().mean())
+        return (self.layers(x) * self.scale + self.seen[0]).square().mean() * len(history)
+
+
+def test_a_forward_that_writes_into_batch_weights_and_attributes_is_verified_and_leaves_them():
+    model, batch = Writing(), {"x": torch.rand(256, 64), "history": []}
+    held = [batch["x"], model.scale, model.seen[0]]
+    before, versions = [tensor.clone() for tensor in held], [tensor._version for tensor in held]
+
+    def loss(model, batch):
+        return model(batch["x"], batch["history"])
+
+    made = plan(model, batch, "0.8x", loss=loss, levers=["recompute"], device=round_device())
+    assert str(verify(model, batch, made, loss=loss)).startswith("bit-equal")
+    assert all(map(torch.equal, held, before))
+    assert [tensor._version for tensor in held] == versions
+    assert batch["history"] == []
+
+
+def test_a_loss_that_takes_its_labels_out_of_the_batch_is_verified():
+    model, batch = Writing().layers, {"x": torch.rand(256, 64, requires_grad=True), "y": torch.rand(256, 64)}
+
+    def loss(model, batch):
+        labels = batch.pop("y")
+        return (model(batch["x"]) - labels).square().mean()
+
+    made = plan(model, batch, "0.8x", loss=loss, levers=["recompute"], device=round_device())
+    assert str(verify(model, batch, made, loss=loss)).startswith("bit-equal")
+    assert batch["x"].grad is None
+    assert list(batch) == ["x", "y"]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from tightfit.errors import ModelError
+from tightfit.errors import InputError, ModelError
 from tightfit.runtime.activity import accumulation
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -162,12 +162,25 @@ def update(
     with (observer or NoObserver()).phase("optimizer"):
         norm = clip(model, optimizer, settings, scaler)
         if scaler is None:
-            optimizer.step()
+            stepped(optimizer)
         else:
             scaler.step(optimizer)
             scaler.update()  # without it the scale never changes after an overflow
         let_go(optimizer, settings)
     return norm
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step. Raises `InputError` for one that runs forward and backward again itself (LBFGS, SAM)."""
+    try:
+        optimizer.step()
+    except Exception as error:
+        if "closure" not in str(error):
+            raise
+        raise InputError(
+            f"{type(optimizer).__name__}.step() wants a closure: it runs forward and backward again, and a planned "
+            "step runs them once: predict the loop with tightfit.trace, or give another optimizer"
+        ) from error
 
 
 def clip(

@@ -156,7 +156,7 @@ def refuse_without_memory(model: nn.Module) -> None:
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
     """Run forward and backward under a plan, from the model's present state, which is restored afterwards."""
-    with torch.inference_mode(False), torch.enable_grad(), untouched(model), apply_plan(plan, model) as applied:
+    with torch.inference_mode(False), torch.enable_grad(), untouched(model, batch), apply_plan(plan, model) as applied:
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
         gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         buffers = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
@@ -242,9 +242,14 @@ def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outc
 def relative_error(outcome: Outcome, truth: Outcome) -> float:
     """The norm of the error of all gradients together, divided by the norm of the true gradients."""
     names = [name for name in truth.tensors if name.startswith("gradient")]
-    error = sum(float((outcome.tensors[n].double() - truth.tensors[n]).square().sum()) for n in names)
-    size = sum(float(truth.tensors[n].square().sum()) for n in names)
+    pairs = [(_dense(outcome.tensors[n]).double(), _dense(truth.tensors[n])) for n in names]
+    error = sum(float((found - true).square().sum()) for found, true in pairs)
+    size = sum(float(true.square().sum()) for _, true in pairs)
     return math.sqrt(error / size) if size else 0.0
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _in_double(batch: Batch) -> Batch:
@@ -253,11 +258,24 @@ def _in_double(batch: Batch) -> Batch:
 
 def _largest(left: torch.Tensor, right: torch.Tensor | None) -> float:
     """The largest absolute difference: 0 if the two are bit-equal, infinite if they cannot be compared."""
-    if right is None or left.shape != right.shape or left.dtype != right.dtype:
+    if right is None or left.shape != right.shape or left.dtype != right.dtype or left.layout != right.layout:
         return math.inf
+    if left.layout is not torch.strided:
+        return _largest_of_parts(left, right)
     if torch.equal(left, right) or _same_bits(left, right):
         return 0.0
     return float((left.double() - right.double()).abs().max())
+
+
+def _largest_of_parts(left: torch.Tensor, right: torch.Tensor) -> float:
+    """`_largest` for sparse and nested tensors, whose values and places are tensors."""
+    if left.layout is torch.jagged:
+        parts = [(left.values(), right.values()), (left.offsets(), right.offsets())]
+    elif left.layout is torch.sparse_coo:
+        parts = [(left._values(), right._values()), (left._indices(), right._indices())]
+    else:
+        return _largest(left.to_dense(), right.to_dense())
+    return max(_largest(one, other) for one, other in parts)
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

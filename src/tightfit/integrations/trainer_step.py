@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tightfit.errors import InputError
 from tightfit.integrations.batches import worst_batches
 from tightfit.integrations.joined import ALONE, Joined
 from tightfit.integrations.planning import GuestStep
@@ -63,7 +64,14 @@ def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> 
     size = trainer.state.train_batch_size or trainer.args.train_batch_size
 
     def collate(samples: list[Any]) -> Batch:
-        return trainer._prepare_inputs(dict(loader.collate_fn(samples)))
+        batch = loader.collate_fn(samples)
+        if not isinstance(batch, Mapping):  # of `GRPOTrainer` and `RLOOTrainer`, which generate what they learn
+            raise InputError(
+                f"the batches of {type(trainer).__name__} are a {type(batch).__name__} of rows, and its step makes the "
+                "tensors from what the model generates: no plan can be made before that: plan the model on a batch "
+                "of such tensors (tightfit.plan), apply the plan (plan.apply(model)) and leave MemoryBudget out"
+            )
+        return trainer._prepare_inputs(dict(batch))
 
     with _random_state_kept():
         return worst_batches(loader.dataset, size, collate, max_length)

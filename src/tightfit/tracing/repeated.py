@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.errors import TraceError
 from tightfit.memory.allocator import memory_of
 from tightfit.optim.by_name import host_states, named_states
 from tightfit.optim.gradients import gradient_memory
@@ -16,6 +17,7 @@ from tightfit.runtime.activity import accumulation, host_memory
 from tightfit.step import Loss, Part, StepSettings, adding_up, forward_backward, update
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.record import Category, Phase
+from tightfit.tracing.restore import Contents
 from tightfit.tracing.shapes import TensorShape
 
 
@@ -106,8 +108,16 @@ class DryStep:
         if self.dry.loss_scale is not None:  # whether a gradient overflowed, which `GradScaler` holds in its step
             overflow = TensorShape((1,), (1,), torch.float32).unbacked()
             self.dry.ledger.track(overflow, known=False, operator=None)
-        with host_memory() if self.updates_on_host else nullcontext():
-            update(self.model, self.optimizer, self.settings, observer=Phases(self.dry))
+        try:
+            with host_memory() if self.updates_on_host else nullcontext():
+                update(self.model, self.optimizer, self.settings, observer=Phases(self.dry))
+        except RuntimeError as error:
+            if "dense gradients" not in str(error):
+                raise
+            raise TraceError(
+                f"{type(self.optimizer).__name__} takes sparse gradients alone, and a dry run makes dense ones: "
+                "predict the step with SGD or Adagrad, which take both"
+            ) from error
         del overflow
         label_states(self.dry, self.model, self.optimizer, on_cuda=self.on_cuda)
 
@@ -146,8 +156,12 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
     scaler: Any = None if dry.loss_scale is None else Scaler(dry.loss_scale)
     for number, part in enumerate(parts, start=1):
         more_follow = number < len(parts)
-        with accumulation() if more_follow else nullcontext(), adding_up(model, last=not more_follow):
-            forward_backward(model, [part], loss, settings.precision, scaler=scaler, observer=Phases(dry))
+        held = Contents((part.batch,))  # a loss may take its labels out of the batch, and it runs again
+        try:
+            with accumulation() if more_follow else nullcontext(), adding_up(model, last=not more_follow):
+                forward_backward(model, [part], loss, settings.precision, scaler=scaler, observer=Phases(dry))
+        finally:
+            held.restore()
         boundaries.append(len(dry.operators))
         dry.with_gradient = tuple(name for name, p in model.named_parameters() if p.grad is not None)
         # Labelled here: the optimizer sets gradients to None, and an offloading one has moved them to the host.

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tightfit.runtime.internals import set_version_counters
-from tightfit.runtime.module_paths import named_modules
-from tightfit.runtime.nested import INERT
+from tightfit.runtime.module_paths import named_modules, plain_tensors_of
+from tightfit.runtime.nested import INERT, tensors_in
 
 _MUTABLE = (dict, list, set, deque)
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
@@ -32,32 +32,51 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator["C
     attributes = attributes_of(model)
     watched = [*model.parameters(), *model.buffers(), *tensors]
     versions = [t._version for t in watched]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    for parameter, _ in gradients:
+    gradients = [(t, t.grad) for t in (*model.parameters(), *tensors) if t.is_leaf]
+    for parameter in model.parameters():
         parameter.grad = None
     with generators_restored():
         try:
             yield attributes
         finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            for tensor, gradient in gradients:
+                tensor.grad = gradient
             attributes.restore()
             with torch.no_grad():
                 set_version_counters(watched, versions)
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator["Contents"]:
-    """A context in which the model may run. Afterwards its buffers and everything else are restored."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def untouched(model: nn.Module, batch: Any = None) -> Iterator["Contents"]:
+    """A context in which the model may run. Afterwards its buffers and everything else are restored.
+
+    With a `batch`, so are the tensors and containers of the batch, and the weights: a forward may write into them too.
+    """
+    inputs = list(tensors_in(batch))
+    attributes = [tensors for _, module in named_modules(model) for _, tensors in plain_tensors_of(module)]
+    others = [t for t in (*model.buffers(), *(t for tensors in attributes for t in tensors), *inputs) if _is_plain(t)]
+    weights = [p for p in model.parameters() if _is_plain(p)] if batch is not None else []
+    containers = Contents((batch,))
+    # On the host: a plan may fill the device, and the weights are the largest part of this.
+    kept = [(t, t.detach().clone()) for t in others] + [(p, p.detach().to("cpu", copy=True)) for p in weights]
+    versions = [tensor._version for tensor, _ in kept]
     try:
-        with everything_restored(model) as attributes:
-            yield attributes
+        with everything_restored(model, *inputs) as attributes_before:
+            for tensor in inputs:
+                if tensor.is_leaf:
+                    tensor.grad = None
+            yield attributes_before
     finally:
+        containers.restore()
         with torch.no_grad():
-            for buffer, content in buffers:
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)
+            for tensor, content in kept:
+                if not torch.equal(tensor, content.to(tensor.device)):
+                    tensor.copy_(content)
+            set_version_counters([tensor for tensor, _ in kept], versions)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 @contextmanager

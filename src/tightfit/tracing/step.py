@@ -13,7 +13,7 @@ from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.runtime.activity import aside, now
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, update
+from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, stepped, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
@@ -265,7 +265,7 @@ def _give_states(
     """Have an optimizer make its states, as after a first step, and begin to record."""
     for name in names:
         give_gradient(dry, model.get_parameter(name), name)
-    optimizer.step()
+    stepped(optimizer)
     let_go(optimizer, settings)
     dry.begin_again()
     for _, _, state in named_states(optimizer):
@@ -317,7 +317,7 @@ def _dry(
         aside(),
         torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
-        everything_restored(lasting, *batch) as attributes,
+        everything_restored(lasting, *batch, *plain) as attributes,
         ExitStack() as restored,
         on_host(everything),
         ModuleTracker(model) as modules,

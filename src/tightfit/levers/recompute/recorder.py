@@ -201,6 +201,8 @@ class Recorder(TorchDispatchMode):
             # `empty` has no content to copy. The operator that writes into it decides about the content.
             decision = Decision.RECOMPUTE
         if traits.exchanges_memory:
+            if _exchanges_nothing(args):  # parametrisations set a parameter to itself
+                return func(*args, **kwargs)
             raise RecomputeError(
                 f"{self.region}: {traits.name} exchanges the memory under a tensor, which cannot be recomputed: "
                 "leave this block out"
@@ -241,6 +243,15 @@ class Recorder(TorchDispatchMode):
         if offload_store is not None and not traits.returns_written:
             note_offloaded(offload_store, (args, kwargs), results, self.scope)
         return results
+
+
+def _exchanges_nothing(args: tuple) -> bool:
+    """Whether a tensor is set to the memory that it has, with the same geometry."""
+    if len(args) != 2 or not all(isinstance(each, torch.Tensor) and has_plain_storage(each) for each in args):
+        return False
+    target, source = args
+    same = target.untyped_storage()._cdata == source.untyped_storage()._cdata
+    return same and Geometry.of(target) == Geometry.of(source)
 
 
 def trust_only_what_was_written(traits: Traits, targets: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,6 @@
 """Estimates the least peak of a step from single traces. The search for a largest value uses it before it plans."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tightfit.errors import LeverError
@@ -28,15 +27,21 @@ def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tupl
     """The way of least peak among those that a plan may use, and its peak in bytes.
 
     `plain` is a plain step of the same model, with any batch. With `joining`, blocks joined to segments are tried too.
+    Raises `LeverError` if no way can be applied to the model.
     """
     ways = [_frugal(search, plain)]
     flat = ways[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
     for kind in search.of_role(Role.LAST):
         ways += [replace(ways[0], combination=flat.with_lever(each)) for each in kind.settings(search.step(plain))[-1:]]
     peaks: dict[int, int] = {}
+    refused: LeverError | None = None
     for index, way in enumerate(ways):
-        with suppress(LeverError):  # a module that cannot be tiled: the other ways remain
+        try:
             peaks[index] = peak_of(search, plain, way)
+        except LeverError as error:  # a module that cannot be tiled: the other ways remain
+            refused = refused or error
+    if not peaks and refused is not None:
+        raise refused
     best = min(peaks, key=peaks.__getitem__)
     may = search.request.may
     way, peak = ways[best], peaks[best]
