@@ -46,3 +46,12 @@ def test_where_nothing_is_left_it_says_so(monkeypatch):
     with pytest.raises(NoRoom):
         module.calibrate("cuda")
     del others
+
+
+def test_a_card_that_computes_nothing_is_not_measured(capsys):
+    from tightfit.cli.measuring import calibrate
+    from tightfit.devices.present import cache_path
+
+    calibrate("cuda", force=True)
+    assert "published figures" in capsys.readouterr().out
+    assert not cache_path("cuda").exists()

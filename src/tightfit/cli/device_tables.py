@@ -55,6 +55,9 @@ def _cells(figures: Figures | None) -> list[str]:
 
 def describe_calibration(spec: DeviceSpec, path: str, width: int) -> str:
     """The figures of `tightfit calibrate`, and where they are kept."""
+    if not spec.torch_version:  # published, since nothing could be measured
+        size = format_bytes(spec.memory_bytes)
+        return f"{spec.name}, {size}: it was not measured; published figures are used, and not kept"
     threads = f", {spec.threads} thread{'s' if spec.threads != 1 else ''}" if spec.kind == "cpu" else ""
     parts: list[Table | str] = [f"{spec.name}{threads}, torch {spec.torch_version}, {format_bytes(spec.memory_bytes)}"]
     parts += ["", _products(spec), "", _attention(spec), "", _streams(spec), "", *_overheads(spec)]

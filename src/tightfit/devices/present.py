@@ -38,8 +38,8 @@ def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpe
     """
     kind = _here(kind)
     tell = notice or _say_nothing
-    if kind == "cuda" and NULL_CARD in os.environ and (known := find(device_name(kind))) is not None:
-        return replace(known.spec, memory_bytes=torch.cuda.get_device_properties().total_memory)
+    if is_null_card(kind):
+        return measure(kind, tell)
     kept = cached(kind, tell)
     if kept is None:
         return measure(kind, tell)
@@ -64,11 +64,20 @@ def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
         return None
 
 
+def is_null_card(kind: Kind) -> bool:
+    """Whether the present card computes nothing, so that there is nothing to measure."""
+    return kind == "cuda" and NULL_CARD in os.environ and find(device_name(kind)) is not None
+
+
 def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """Measure the present device now, and replace its figures in the cache. A card without room for that has published
-    figures, which are not kept.
+    """Measure the present device now, and replace its figures in the cache. A card without room for that, and one that
+    computes nothing, have published figures, which are not kept.
     """
     kind, tell = _here(kind), notice or _say_nothing
+    if is_null_card(kind):
+        known = find(device_name(kind))
+        assert known is not None, "a null card that is none of the list is measured"
+        return replace(known.spec, memory_bytes=torch.cuda.get_device_properties().total_memory)
     tell(f"measuring {device_name(kind)} once, about 15 seconds")
     try:
         spec = calibrate(kind)
