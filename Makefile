@@ -41,12 +41,13 @@ test: $(READY)
 # On CUDA's path, without a card: no card, driver or toolkit is needed; Linux and a C compiler are. Tests with true values
 # leave numbers in memory, which operators without them would read as counts: they run in processes of their own.
 # The last two lines: work of streams that nobody waits for happens late.
-WITH_VALUES := tests/card/test_exact_on_card.py tests/card/test_late.py
+WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py null_card.py operators.py)
+IN_EVERY_ORDER := $(addprefix tests/card/test_,exact_on_card.py late.py)
 test-card: $(CARD_READY)
-	$(ON_CARD) -- $(CARD_BIN)/python -m pytest tests/card $(addprefix --ignore=,$(WITH_VALUES) tests/card/test_values.py) $(CARD_TESTS)
-	$(ON_CARD) -- $(CARD_BIN)/python -m pytest $(WITH_VALUES) tests/card/test_values.py $(CARD_TESTS)
-	$(ON_CARD) --late side -- $(CARD_BIN)/python -m pytest $(WITH_VALUES) $(CARD_TESTS)
-	$(ON_CARD) --late main -- $(CARD_BIN)/python -m pytest $(WITH_VALUES) $(CARD_TESTS)
+	$(ON_CARD) -- $(CARD_BIN)/python -m pytest $(WITHOUT_VALUES) $(CARD_TESTS)
+	$(ON_CARD) -- $(CARD_BIN)/python -m pytest tests/card $(addprefix --ignore=,$(WITHOUT_VALUES)) $(CARD_TESTS)
+	$(ON_CARD) --late side -- $(CARD_BIN)/python -m pytest $(IN_EVERY_ORDER) $(CARD_TESTS)
+	$(ON_CARD) --late main -- $(CARD_BIN)/python -m pytest $(IN_EVERY_ORDER) $(CARD_TESTS)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'
