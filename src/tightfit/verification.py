@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -270,7 +271,8 @@ def _largest(left: torch.Tensor, right: torch.Tensor | None) -> float:
 def _largest_of_parts(left: torch.Tensor, right: torch.Tensor) -> float:
     """`_largest` for sparse and nested tensors, whose values and places are tensors."""
     if left.layout is torch.jagged:
-        parts = [(left.values(), right.values()), (left.offsets(), right.offsets())]
+        jagged: Any = left, right  # `offsets` is an attribute of nested tensors only
+        parts = [(each[0](), each[1]()) for each in zip(*((t.values, t.offsets) for t in jagged), strict=True)]
     elif left.layout is torch.sparse_coo:
         parts = [(left._values(), right._values()), (left._indices(), right._indices())]
     else:

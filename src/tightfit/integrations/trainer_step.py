@@ -40,7 +40,9 @@ class TrainerLoss:
         held: list[Any] = []
         for value in vars(self.trainer).values():
             held += value if isinstance(value, list | tuple) else [value]
-        trained = set(self.trainer.model.parameters())
+        model = self.trainer.model
+        assert model is not None, "a trainer that trains has a model"
+        trained = set(model.parameters())
         return tuple(each for each in held if isinstance(each, nn.Module) and trained.isdisjoint(each.parameters()))
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
