@@ -66,7 +66,7 @@ def test_the_column_is_that_of_what_is_wrong(tmp_path, line, column, said):
         ({"messages": [{"role": "user", "content": "x"}]}, 2, "no turn of the assistant"),
         ({"messages": [{"role": "bard", "content": "x"}]}, 16, 'is "bard", wanted one of system'),
         ({"messages": [{"role": "user", "content": 3}]}, 32, 'the "content" of a turn is int'),
-        ({"conversations": [{"from": "human", "value": ["x"]}]}, 38, 'the "value" of a turn is list'),
+        ({"conversations": [{"from": "human", "value": [3]}]}, 48, 'a part of the "value" of a turn is int'),
         ({"conversations": [{"from": "human", "value": "x"}, "y"]}, 53, "a turn is str"),
         ({"conversations": [{"role": "assistant", "content": "x", "tool_calls": "[{"}]}, 58, '"tool_calls" is text'),
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": {"a": 1}}, 55, '"tools" is dict'),

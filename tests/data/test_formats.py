@@ -8,64 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reading import CALL, SAID, TEXTS, TOOL, chatml, decoded, learnt, lines, read, refused, rows, turns
 
-from tightfit.config import parse_config
-from tightfit.data.tokenized import tokenized
-from tightfit.data.tokenizer import load_tokenizer, train_tokenizer
-from tightfit.errors import DataError
-
-TEXTS = [f"document {number}, ü 漢字\nwith lines" for number in range(30)]
-SAID = [
-    [("system", "Be kind."), ("user", f"What is {number}?"), ("assistant", f"A {number}."), ("user", "Sure?"),
-     ("assistant", "Yes.")] for number in range(20)
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([*TEXTS, *(content for turns in SAID for _, content in turns)], 300, chat=True).save(folder)
-    return str(folder)
-
-
-def read(source, tokenizer, notes=None, **data):
-    config = parse_config({"data": {"source": str(source), "tokenizer": tokenizer, **data}})
-    return tokenized(config.data, config.model, (notes if notes is not None else []).append).store
-
-
-def refused(source, tokenizer, **data):
-    with pytest.raises(DataError) as caught:
-        read(source, tokenizer, **data)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def decoded(store, tokenizer):
-    loaded = load_tokenizer(tokenizer)
-    return [loaded._tokenizer.decode(store.tokens(n).tolist(), skip_special_tokens=False) for n in range(len(store))]
-
-
-def learnt(store, tokenizer):
-    """The learnt text of each item."""
-    loaded = load_tokenizer(tokenizer)
-    found = []
-    for number in range(len(store)):
-        flags = store.learnt(number)
-        found.append(loaded._tokenizer.decode(store.tokens(number)[flags].tolist(), skip_special_tokens=False))
-    return found
-
-
-def lines(records):
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def turns(role="role", content="content", names=None):
-    names = names or {}
-    return [[{role: names.get(who, who), content: said} for who, said in each] for each in SAID]
-
-
-def chatml(each):
-    return "".join(f"<|im_start|>{who}\n{said}<|im_end|>\n" for who, said in each)
+from tightfit.data.tokenizer import train_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -85,10 +30,6 @@ def test_every_spelling_of_a_conversation_is_the_same_one(tmp_path, tokenizer, r
     assert decoded(store, tokenizer) == [chatml(each) for each in SAID]
     assert learnt(store, tokenizer) == ["".join(f"{said}<|im_end|>" for who, said in each if who == "assistant")
                                         for each in SAID]  # fmt: skip
-
-
-TOOL = {"name": "look", "parameters": {"type": "object"}}
-CALL = {"name": "look", "arguments": {"at": "a"}}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +121,7 @@ def test_the_format_is_that_of_the_first_line_that_says_one_unless_it_is_given(t
     assert read(path, tokenizer, bad_lines="skip", format="text").kind == "text"
     assert "data.format is conversations" in refused("default", tokenizer, format="conversations")
     (tmp_path / "a.json").write_text("[]")
-    assert "write one record a line" in refused(tmp_path / "a.json", tokenizer, format="conversations")
+    assert "holds no conversations" in refused(tmp_path / "a.json", tokenizer, format="conversations")
 
 
 def test_conversations_without_a_chat_template_are_refused(tmp_path):
@@ -267,19 +208,7 @@ def test_without_anything_that_reads_zstd_the_error_names_the_package(tmp_path, 
 def test_text_and_json_lines_in_one_folder_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(lines([{"text": "a"}]))
     (tmp_path / "b.txt").write_text("b")
-    assert "holds text files (b.txt) and JSON lines (a.jsonl)" in refused(tmp_path, tokenizer)
-
-
-@pytest.fixture(scope="module")
-def datasets():
-    import datasets
-
-    datasets.disable_progress_bars()
-    return datasets
-
-
-def rows(datasets, records):
-    return datasets.Dataset.from_list(records)
+    assert "holds text files (b.txt) and records (a.jsonl)" in refused(tmp_path, tokenizer)
 
 
 def test_a_saved_dataset_and_parquet_files_give_what_json_lines_give(tmp_path, tokenizer, datasets):

@@ -154,9 +154,9 @@ class DataConfig(Section):
     """The data to train on."""
 
     source: str = "default"
-    """`default` (the Python standard library's own sources and help topics), a .jsonl file, a .txt file, a folder of
-    either (.gz and .zst too), a folder that `datasets` saved, Parquet files, or `hf:NAME` for a dataset of the Hugging
-    Face Hub: see data.md."""
+    """`default` (the Python standard library's own sources and help topics), a file of JSON lines, a JSON list, a table
+    (CSV, TSV), a text file, a folder of these (compressed too), a folder that `datasets` saved, Parquet files, or
+    `hf:NAME` for a dataset of the Hugging Face Hub: see data.md."""
     format: Literal["auto", "text", "conversations", "preferences"] = "auto"
     """What a record holds: a document, a conversation, or a better and a worse answer; `auto`: as the first records
     say."""

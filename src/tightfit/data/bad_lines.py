@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from tightfit.data.unused import Unused
 from tightfit.errors import DataError
 
 # Where `data.max_bad_lines` is null: so many, or this share of all lines if that is more.
@@ -24,6 +25,9 @@ class Tally:
         self.lines = self.skipped = 0
         self.first = ""
         """The error of the first line that was skipped."""
+        self.unused = Unused()
+        self.notes: tuple[str, ...] = ()
+        """What of the source was not used, a line each: known at its end."""
 
     def refuse(self, bad: BadLine, place: str) -> None:
         """Count a bad line at `place` (file and line). Raises `DataError` if it is not allowed."""

@@ -30,7 +30,7 @@ from tightfit.devices.cache import cache_folder
 from tightfit.devices.present import Notice
 
 MANIFEST = "manifest.json"
-LAYOUT = 1  # of the files of an entry
+LAYOUT = 2  # of the files of an entry
 MOST_BYTES = 64 * 2**30  # of all entries; the ones that were not used for longest go first
 UNUSED_DAYS = 60
 _PART = ".part-"
@@ -40,11 +40,12 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A tokenized source: its items, and the files that the tokenizer was read from, by name."""
+    """A tokenized source: its items, the files that the tokenizer was read from by name, and notes about the source."""
 
     store: TokenStore
     tokenizer: Mapping[str, str]
     first_skipped: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Filling(Protocol):
@@ -104,7 +105,7 @@ def build(key: Mapping[str, Any] | None, filling: Filling, notice: Notice, folde
         notice(f"the token cache {folder} cannot be written ({error.strerror}): the tokens are kept in memory")
     writer = MemoryWriter(filling.kind, filling.dtype, has_learnt=filling.has_learnt)
     tally = filling.fill(writer)
-    return Entry(writer.store(tally.skipped), filling.tokenizer, tally.first)
+    return Entry(writer.store(tally.skipped), filling.tokenizer, tally.first, tally.notes)
 
 
 class _Damaged(Exception):
@@ -121,7 +122,7 @@ def _open(path: Path) -> Entry:
     for name, expected in manifest["files"].items():
         _check(path / name, expected)
     tokenizer = {name: (path / name).read_text("utf-8") for name in manifest["tokenizer"]}
-    return Entry(_map(path, manifest), tokenizer, manifest["first_skipped"])
+    return Entry(_map(path, manifest), tokenizer, manifest["first_skipped"], tuple(manifest["notes"]))
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -187,11 +188,12 @@ def _fill(part: Path, key: Mapping[str, Any] | None, filling: Filling) -> Entry:
         "fingerprint": writer.fingerprint,
         "skipped_lines": tally.skipped,
         "first_skipped": tally.first,
+        "notes": list(tally.notes),
         "tokenizer": list(filling.tokenizer),
         "files": files,
     }
     _write(part / MANIFEST, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode())
-    return Entry(_map(part, manifest), filling.tokenizer, tally.first)
+    return Entry(_map(part, manifest), filling.tokenizer, tally.first, tally.notes)
 
 
 def _write(path: Path, content: bytes) -> None:

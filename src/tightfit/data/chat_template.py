@@ -60,8 +60,10 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """A conversation as text, with the beginning of the assistant's next turn behind it if asked for.
+        """A conversation as text, with the beginning of the assistant's next turn behind it if asked for. `variables`
+        are names of the template's own, such as `enable_thinking`.
 
         Raises `BadLine` where the template refuses the conversation, `DataError` where it is no template.
         """
@@ -75,7 +77,7 @@ class ChatTemplate:
                     tools=None if tools is None else list(tools),
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
-                    **self.tokens,
+                    **{**self.tokens, **(variables or {})},
                 ):
                     blocks.append(block)
         # A template is a program: on a conversation that it is not made for it may raise anything.

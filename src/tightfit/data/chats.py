@@ -15,8 +15,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tightfit.data.bad_lines import BadLine
-from tightfit.data.chat_template import ChatTemplate
-from tightfit.data.records import ASSISTANT, Conversation, Message
+from tightfit.data.chat_template import ChatTemplate, Rendered
+from tightfit.data.records import Conversation
+from tightfit.data.turns import ASSISTANT, Message
 
 Span = tuple[int, int]
 """[begin, end) in a text."""
@@ -52,6 +53,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
+        self.template_text = template.text
         own = Tokenizer.from_str(tokenizer.to_str())
         own.encode_special_tokens = False  # the template writes special tokens by their names
         own.post_processor = None  # some take spaces off the offsets
@@ -77,7 +79,7 @@ class ChatEncoder:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """The ids of a conversation and of the beginning of the assistant's next turn. Raises `BadLine`."""
         said, guard = self._guarded(Conversation(tuple(messages), None if tools is None else tuple(tools)))
-        rendered = self._template.render(said.messages, said.tools, add_generation_prompt=True)
+        rendered = self._render(said, len(said.messages), prompt=True)
         return self.encode([_unguarded(ChatText(rendered.text), guard)])[0].ids.tolist()
 
     def encode(self, texts: Sequence[ChatText]) -> list[Encoded]:
@@ -98,32 +100,45 @@ class ChatEncoder:
     def _rendered(self, conversation: Conversation) -> list[ChatText]:
         if self._template.marks_answers:
             return [self._marked(conversation)]
-        messages = conversation.messages
-        whole = self._template.render(messages, conversation.tools).text
+        whole = self._render(conversation, len(conversation.messages)).text
         turns = [self._turn(conversation, turn) for turn in _learnt_turns(conversation)]
         if not all(whole.startswith(turn.text) for turn in turns):
             return turns
         spans = tuple(span for turn in turns for span in turn.learnt)
         return [ChatText(whole, spans, checked=tuple(at for span in spans for at in span))]
 
+    def _render(self, conversation: Conversation, turns: int, *, prompt: bool = False) -> Rendered:
+        """The first turns of a conversation as text."""
+        return self._template.render(
+            conversation.messages[:turns],
+            conversation.tools,
+            add_generation_prompt=prompt,
+            variables=conversation.variables,
+        )
+
     def _marked(self, conversation: Conversation) -> ChatText:
-        rendered = self._template.render(conversation.messages, conversation.tools)
-        spans = rendered.generated
+        rendered = self._render(conversation, len(conversation.messages))
+        spans = list(rendered.generated)
+        unlearnt = [turn for turn in sorted(conversation.unlearnt) if turn >= conversation.learnt_from]
+        for turn in reversed(unlearnt):
+            del spans[self._marks(conversation, turn) : self._marks(conversation, turn + 1)]
         if conversation.learnt_from:
-            before = conversation.messages[: conversation.learnt_from]
-            spans = spans[len(self._template.render(before, conversation.tools).generated) :]
+            spans = spans[self._marks(conversation, conversation.learnt_from) :]
         if not any(begin < end for begin, end in spans):
             raise BadLine(f"the chat template ({self._template.source}) marks nothing of it as generated: remove it")
-        return ChatText(rendered.text, spans)
+        return ChatText(rendered.text, tuple(spans))
+
+    def _marks(self, conversation: Conversation, turns: int) -> int:
+        """How many spans the template marks in the first turns of a conversation."""
+        return len(self._render(conversation, turns).generated) if turns else 0
 
     def _turn(self, conversation: Conversation, turn: int) -> ChatText:
         """The conversation up to a turn of the assistant, of which only that turn is learnt."""
-        messages, tools = conversation.messages, conversation.tools
-        before = self._template.render(messages[:turn], tools, add_generation_prompt=True).text
-        text = self._template.render(messages[: turn + 1], tools).text
+        before = self._render(conversation, turn, prompt=True).text
+        text = self._render(conversation, turn + 1).text
         # Some prompts begin a turn otherwise than it is rendered (an empty <think>): what is alike is given.
         begin = _alike(before, text)
-        if begin < len(before) and not text.startswith(self._template.render(messages[:turn], tools).text):
+        if begin < len(before) and not text.startswith(self._render(conversation, turn).text):
             raise BadLine(
                 f"the chat template ({self._template.source}) renders earlier turns otherwise once turn {turn + 1} "
                 "follows, so that its tokens cannot be found: put {% generation %} around them in the template"
@@ -136,7 +151,7 @@ class ChatEncoder:
         """The conversation with a character inside each name of a special token that somebody spells, and that
         character; none where nobody does.
         """
-        said: Any = [conversation.messages, conversation.tools]
+        said: Any = [conversation.messages, conversation.tools, conversation.variables]
         if not any(self._names.search(text) for text in _texts_in(said)):
             return conversation, ""
         everything = "".join(_texts_in(said))
@@ -145,8 +160,9 @@ class ChatEncoder:
         def spell(text: str) -> str:
             return self._names.sub(lambda name: name[0][0] + guard + name[0][1:], text)
 
-        messages, tools = _replaced(said, spell)
-        return replace(conversation, messages=tuple(messages), tools=None if tools is None else tuple(tools)), guard
+        messages, tools, variables = _replaced(said, spell)
+        whole = None if tools is None else tuple(tools)
+        return replace(conversation, messages=tuple(messages), tools=whole, variables=variables), guard
 
     def _encoded(self, text: ChatText, ids: np.ndarray, offsets: np.ndarray) -> Encoded:
         cuts = text.cuts
@@ -194,8 +210,8 @@ class ChatEncoder:
 
 
 def _learnt_turns(conversation: Conversation) -> list[int]:
-    turns = range(conversation.learnt_from, len(conversation.messages))
-    return [turn for turn in turns if conversation.messages[turn]["role"] == ASSISTANT]
+    turns = set(range(conversation.learnt_from, len(conversation.messages))) - conversation.unlearnt
+    return [turn for turn in sorted(turns) if conversation.messages[turn]["role"] == ASSISTANT]
 
 
 def _alike(one: str, other: str) -> int:

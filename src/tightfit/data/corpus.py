@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 from tightfit.data.bad_lines import BadLine, Tally
 from tightfit.data.encodings import what_to_do
 from tightfit.data.hub import HUB, HubRows, SavedRows, is_saved
-from tightfit.data.json_line import parse_line
-from tightfit.data.lines import COMPRESSED, MOST_LINE_BYTES, kind_suffix, opened, read_lines
-from tightfit.data.records import Record, Text, kind_of, read_record
+from tightfit.data.lines import COMPRESSED, kind_suffix, opened
+from tightfit.data.record_files import JSON, JSON_LINES, TABLES, Layout, check_known, kind_in, layout_of, rows
+from tightfit.data.records import Record, Text, read_record
 from tightfit.data.store import Kind
 from tightfit.errors import DataError
 
@@ -22,8 +22,8 @@ Format = Literal["auto", "text", "conversations", "preferences"]
 # Packages that somebody installed lie inside the standard library's folder; they differ from machine to machine.
 _NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
-_JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-_LOOKED_AT = 100  # lines, for one that says what the file holds
+_RECORD_SUFFIXES = frozenset({*JSON_LINES, *TABLES, JSON})
+_MAY_HOLD_RECORDS = _RECORD_SUFFIXES | {".txt"}  # in a folder, where sources and notes may stand beside records
 
 
 class Corpus(Protocol):
@@ -31,6 +31,11 @@ class Corpus(Protocol):
 
     @property
     def kind(self) -> Kind: ...
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The files of a folder that are not read."""
+        ...
 
     def records(self, tally: Tally) -> Iterator[tuple[Record, str]]:
         """Each record and its place (file and line) in a fixed order; `tally` is told of bad lines.
@@ -76,9 +81,10 @@ def read_records(
 def read_documents(source: str, *, max_documents: int | None = None) -> Iterator[str]:
     """The documents of `source` in a fixed order, empty ones left out, at most `max_documents`.
 
-    `source` is `default` (the Python standard library's help topics and sources), a .jsonl or .ndjson file of
-    {"text": ...} lines, a folder of .txt, .md, .rst and .py files, or one text file; files may be compressed (.gz,
-    .zst). Raises `DataError`, with the line and column where a line is wrong, and where there is no document at all.
+    `source` is `default` (the Python standard library's help topics and sources), a file of records with a "text"
+    (JSON lines, a JSON list, a table), a folder of .txt, .md, .rst and .py files, or one text file; files may be
+    compressed (.gz, .zst). Raises `DataError`, with the line and column where a line is wrong, and where there is no
+    document at all.
     """
     for record, _ in read_records(open_corpus(source, "text"), source, Tally(), max_documents=max_documents):
         assert isinstance(record, Text)
@@ -112,35 +118,55 @@ def _open(source: str, data_format: Format) -> Corpus:
             f"{DEFAULT_SOURCE!r}, or {HUB}NAME for a dataset of the Hugging Face Hub"
         )
     if is_saved(path):
+        _alone(path)
         return SavedRows.open(path, None if data_format == "auto" else data_format)
     if path.is_dir():
         return _folder(path, data_format)
-    if kind_suffix(path) in _JSON_LINES_SUFFIXES:
-        return _JsonLines.open([path], data_format)
-    if kind_suffix(path) == ".json" and data_format not in ("auto", "text"):
-        raise DataError(f"{path}: JSON and not JSON lines: write one record a line, as `jq -c '.[]'` does, in a .jsonl")
-    return _TextFiles([path])
+    layout = layout_of(path)
+    return _TextFiles([path]) if layout == "text" else _Records.open([(path, layout)], data_format)
+
+
+def _alone(saved: Path) -> None:
+    """Raises `DataError` where a folder holds a dataset and other records, of which one would not be read."""
+    beside = [path for path in sorted(saved.rglob("*")) if kind_suffix(path) in {*JSON_LINES, *TABLES}]
+    if saved.is_dir() and beside:
+        raise DataError(
+            f"data.source {str(saved)!r} holds a dataset and records beside it ({beside[0].name}): name the folder "
+            "or the file of one of them"
+        )
 
 
 def _folder(folder: Path, data_format: Format) -> Corpus:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     texts = [path for path in found if kind_suffix(path) in _TEXT_SUFFIXES]
-    json_lines = [path for path in found if kind_suffix(path) in _JSON_LINES_SUFFIXES]
-    documents = [path for path in texts if kind_suffix(path) == ".txt"]
-    if json_lines and documents:
+    layouts: dict[Path, Layout] = {path: layout_of(path) for path in found if kind_suffix(path) in _MAY_HOLD_RECORDS}
+    documents = [path for path, layout in layouts.items() if layout == "text"]
+    records = [(path, layout) for path, layout in layouts.items() if layout != "text" and _holds(path, layout)]
+    if records and documents:
         raise DataError(
-            f"data.source {str(folder)!r} holds text files ({documents[0].name}) and JSON lines ({json_lines[0].name}):"
-            " name the folder or the file of one of them"
+            f"data.source {str(folder)!r} holds text files ({documents[0].name}) and records ({records[0][0].name}): "
+            "name the folder or the file of one of them"
         )
-    if json_lines:  # a README beside them is no document
-        return _JsonLines.open(json_lines, data_format)
-    if not texts:
-        suffixes = ", ".join(sorted(_TEXT_SUFFIXES | _JSON_LINES_SUFFIXES))
+    used = {path for path, _ in records} or {path for path in texts if layouts.get(path, "text") == "text"}
+    unused = tuple(str(path.relative_to(folder)) for path in found if path not in used and not _is_hidden(path, folder))
+    if records:  # a README beside them is no document
+        return _Records.open(records, data_format, unused)
+    if not used:
+        suffixes = ", ".join(sorted(_TEXT_SUFFIXES | _RECORD_SUFFIXES))
         raise DataError(
-            f"data.source {str(folder)!r} holds no text files: put {suffixes} or .parquet files in it, or compressed "
-            f"ones ({', '.join(COMPRESSED)})"
+            f"data.source {str(folder)!r} holds no text files and no records: put {suffixes} or .parquet files in it, "
+            f"or compressed ones ({', '.join(COMPRESSED)})"
         )
-    return _TextFiles(texts)
+    return _TextFiles([path for path in texts if path in used], unused)
+
+
+def _holds(path: Path, layout: Layout) -> bool:
+    """Whether a file of a folder is part of the corpus: what describes it (dataset_info.json) is not."""
+    return kind_suffix(path) != JSON or kind_in(path, layout) is not None
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 @dataclass(frozen=True)
@@ -148,6 +174,7 @@ class _TextFiles:
     """Each file is a document."""
 
     paths: list[Path]
+    unused: tuple[str, ...] = ()
     kind: Kind = "text"
 
     def records(self, tally: Tally) -> Iterator[tuple[Record, str]]:
@@ -166,6 +193,7 @@ class _StandardLibrary:
     """Help topics, then module sources by path; sources that are not UTF-8 (made for tests of codecs) are left out."""
 
     kind: Kind = "text"
+    unused = ()
 
     def records(self, tally: Tally) -> Iterator[tuple[Record, str]]:
         for name in sorted(pydoc_data.topics.topics):
@@ -192,48 +220,39 @@ def _is_utf8(content: bytes) -> bool:
 
 
 @dataclass(frozen=True)
-class _JsonLines:
-    """Files of one record a line; blank lines are skipped. Read as bytes, so that one bad line has a number."""
+class _Records:
+    """Files of records, each in its layout. `unused` are files beside them that are not read."""
 
-    paths: list[Path]
+    layouts: list[tuple[Path, Layout]]
     kind: Kind
+    unused: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, paths: list[Path], data_format: Format) -> "_JsonLines":
-        return cls(paths, _kind_in(paths[0]) if data_format == "auto" else data_format)
+    def open(cls, layouts: list[tuple[Path, Layout]], data_format: Format, unused: tuple[str, ...] = ()) -> "_Records":
+        if data_format != "auto":
+            return cls(layouts, data_format, unused)
+        first, layout = layouts[0]
+        kind = kind_in(first, layout)
+        if kind is None and (layout != "lines" or kind_suffix(first) == JSON):
+            check_known(first, layout)
+        return cls(layouts, kind or "text", unused)  # reading says which line is wrong
 
     def records(self, tally: Tally) -> Iterator[tuple[Record, str]]:
-        for path in self.paths:
-            for number, line in read_lines(path):
-                place = f"{path}, line {number}"
+        for path, layout in self.layouts:
+            for row in rows(path, layout):
                 tally.lines += 1
                 try:
-                    record = self._record(line, is_first=number == 1)
+                    if row.bad is not None:
+                        raise row.bad
+                    record = read_record(row.value, self.kind, row.text, tally.unused)
                 except BadLine as bad:
-                    tally.refuse(bad, place)
+                    tally.refuse(*row.place(path, bad))
                     continue
-                yield record, place
-
-    def _record(self, line: bytes | None, *, is_first: bool) -> Record:
-        if line is None:
-            raise BadLine(f"longer than {MOST_LINE_BYTES >> 20} MiB: write one record a line")
-        value, text = parse_line(line, is_first=is_first)
-        return read_record(value, self.kind, text)
+                if record is not None:
+                    yield record, f"{path}, line {row.line}"
 
     def files(self) -> list[Path]:
-        return self.paths
+        return [path for path, _ in self.layouts]
 
     def identity(self) -> None:
         return None
-
-
-def _kind_in(path: Path) -> Kind:
-    """What the first line that says so holds; text where none of the first lines does, which reading then refuses."""
-    for number, line in islice(read_lines(path), _LOOKED_AT):
-        try:
-            value, _ = parse_line(line or b"", is_first=number == 1)
-        except BadLine:
-            continue
-        if isinstance(value, dict) and (kind := kind_of(value)) is not None:
-            return kind
-    return "text"

@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tightfit.data.bad_lines import BadLine, Tally
-from tightfit.data.records import Record, kind_of, read_record
+from tightfit.data.records import TURN_LISTS, Record, kind_of, read_record, wanted
 from tightfit.data.store import Kind
 from tightfit.errors import DataError
 
 HUB = "hf:"
-PARQUET = ".parquet"
+PARQUET, _PARQUET_MARK = ".parquet", b"PAR1"
 _SAVED = ("dataset_dict.json", "state.json")  # of several splits, and of one
 _OPTIONS = {"name", "split", "revision", "streaming"}
 _INSTALL_HINT = "pip install 'tightfit[data]'"
@@ -26,7 +26,8 @@ _USUAL_SPLIT = "train"
 def is_saved(path: Path) -> bool:
     """Whether a path is a dataset on this disk: a folder of `save_to_disk`, or Parquet files."""
     if path.is_file():
-        return path.suffix.lower() == PARQUET
+        with path.open("rb") as file:
+            return path.suffix.lower() == PARQUET or file.read(len(_PARQUET_MARK)) == _PARQUET_MARK
     return any((path / name).is_file() for name in _SAVED) or next(path.rglob(f"*{PARQUET}"), None) is not None
 
 
@@ -37,17 +38,19 @@ class _Rows:
     source: str
     rows: Any
     kind: Kind
+    unused: tuple[str, ...] = ()
 
     def records(self, tally: Tally) -> Iterator[tuple[Record, str]]:
         for number, row in enumerate(_read(self.rows, self.source), start=1):
             place = f"{self.source}, row {number}"
             tally.lines += 1
             try:
-                record = read_record(_listed(row), self.kind)
+                record = read_record(_listed(row), self.kind, unused=tally.unused)
             except BadLine as bad:
                 tally.refuse(bad, place)
                 continue
-            yield record, place
+            if record is not None:
+                yield record, place
 
 
 class SavedRows(_Rows):
@@ -158,23 +161,30 @@ def _parquet_files(path: Path) -> list[Path]:
 
 
 def _kind(rows: Any, source: str) -> Kind:
-    names = list(rows.column_names or next(_read(rows, source), {}))
-    kind = kind_of(names)
+    row = _listed(next(_read(rows, source), {}))
+    names = list(rows.column_names or row)
+    kind = kind_of(names) or kind_of(row)  # what a name holds says more than the name
     if kind is None:
-        raise DataError(
-            f"data.source {source!r}: its columns are {', '.join(names)}: wanted text, conversations or messages, or "
-            "chosen and rejected"
-        )
+        raise DataError(f"data.source {source!r}: its columns are {', '.join(names)}: wanted {wanted()}")
     return kind
 
 
 def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row, with lists of turns where `datasets` has a turn's fields as lists of their own."""
-    return {name: _turns(value) if isinstance(value, dict) else value for name, value in row.items()}
+    """The row as a line of JSON has it: lists of turns where `datasets` has a turn's fields as lists of their own, and
+    without the nulls inside of a field, which Arrow adds where other rows have a member that this one has not.
+    """
+    return {name: without_nulls(_turns(value) if name in TURN_LISTS else value) for name, value in row.items()}
 
 
-def _turns(value: dict[str, Any]) -> Any:
-    columns = list(value.values())
+def without_nulls(value: Any) -> Any:
+    """The same without members of objects that are null, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _turns(value: Any) -> Any:
+    columns = list(value.values()) if isinstance(value, dict) else []
     if not columns or not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         return value
     return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]

@@ -26,8 +26,13 @@ def parse_line(line: bytes, *, is_first: bool = False) -> tuple[Any, str]:
         text = line.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text: {error.reason}: {what_to_do(line)}", error.start + 1) from None
+    return parse_text(text), text
+
+
+def parse_text(text: str) -> Any:
+    """The value that a text spells, as strictly: see `parse_line`."""
     try:
-        record = _DECODER.decode(text)
+        return _DECODER.decode(text)
     except _Twice as twice:
         raise BadLine(f"the key {twice.key!r} stands twice in one object: keep one of them", _second(text)) from None
     except _Constant as constant:
@@ -40,7 +45,6 @@ def parse_line(line: bytes, *, is_first: bool = False) -> tuple[Any, str]:
         raise BadLine("nested too deep to be read: remove the line", 1) from None
     except ValueError as error:  # a number of more digits than Python converts
         raise BadLine(f"not valid JSON: {str(error).split(';')[0]}", 1) from None
-    return record, text
 
 
 def column_of(text: str, path: Path) -> int:

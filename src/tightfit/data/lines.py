@@ -16,6 +16,16 @@ from tightfit.errors import DataError
 MOST_LINE_BYTES = 64 * 2**20
 GZIP, ZSTD = ".gz", ".zst"
 COMPRESSED = (GZIP, ZSTD)
+# What files of these kinds begin with, whatever their names are.
+_GZIP_MARK, _ZSTD_MARK, _MARK_BYTES = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", 8
+_OTHERS = (
+    (b"PK\x03\x04", "a zip archive or an Excel workbook"),
+    (b"\xfd7zXZ\0", "xz"),
+    (b"BZh91AY&", "bzip2"),
+    (b"SQLite f", "a database"),
+    (b"ARROW1", "an Arrow file"),
+    (b"%PDF-", "a PDF"),
+)
 _READ_BYTES = 1 << 14  # compressed bytes at a time: a frame of zeros is 20,000 times as long
 
 
@@ -63,9 +73,19 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 def _open(path: Path) -> IO[bytes]:
     suffix = path.suffix.lower()
-    if suffix == GZIP:
+    file = path.open("rb")
+    mark = file.read(_MARK_BYTES)
+    if suffix not in COMPRESSED and (other := next((name for begin, name in _OTHERS if mark.startswith(begin)), None)):
+        file.close()
+        raise DataError(f"{path}: {other}, which is not read: take out the files of text or records in it")
+    if suffix == GZIP or mark.startswith(_GZIP_MARK):
+        file.close()
         return gzip.open(path, "rb")  # pyright: ignore[reportReturnType] - a buffered reader in all but its type
-    return _open_zstd(path) if suffix == ZSTD else path.open("rb")
+    if suffix == ZSTD or mark.startswith(_ZSTD_MARK):
+        file.close()
+        return _open_zstd(path)
+    file.seek(0)
+    return file
 
 
 def _open_zstd(path: Path) -> IO[bytes]:

@@ -16,6 +16,7 @@ from tightfit.data.corpus import Corpus, open_corpus
 from tightfit.data.store import TokenStore
 from tightfit.data.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer, train_tokenizer
 from tightfit.data.tokenizing import Reading, SampleTexts, Tokenizing
+from tightfit.data.unused import unused_files
 from tightfit.devices.present import Notice
 from tightfit.errors import ConfigError
 
@@ -31,7 +32,8 @@ class Tokenized:
 def tokenized(config: DataConfig, model: ModelConfig, notice: Notice) -> Tokenized:
     """The source of the section `data` in tokens: from the cache, else tokenized now and kept there.
 
-    `notice` is told of skipped lines, and of a cache that cannot be used. Raises `DataError` and `ConfigError`.
+    `notice` is told of skipped lines, of fields that are not used, and of a cache that cannot be used. Raises
+    `DataError` and `ConfigError`.
     """
     corpus = open_corpus(config.source, config.format)
     reading = Reading(corpus, config.source, config.max_documents, config.bad_lines, config.max_bad_lines)
@@ -42,6 +44,8 @@ def tokenized(config: DataConfig, model: ModelConfig, notice: Notice) -> Tokeniz
         used = tokenizer or train_tokenizer(SampleTexts(reading), config.vocab_size, chat=corpus.kind != "text")
         entry = build(key, Tokenizing(reading, used), notice)
     _tell_of_skipped(entry, notice)
+    for note in (*([unused_files(corpus.unused)] if corpus.unused else []), *entry.notes):
+        notice(f"{config.source}: {note}")
     return Tokenized(tokenizer or read_tokenizer(entry.tokenizer, str(tokens_folder())), entry.store)
 
 

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 
 from tightfit.data.bad_lines import BadLine, Tally
+from tightfit.data.chats import ChatText
 from tightfit.data.corpus import Corpus, read_records
 from tightfit.data.records import Completion, Conversation, Preference, Record, Text
 from tightfit.data.store import Kind
@@ -68,6 +69,7 @@ class Tokenizing:
                 writer.add(ids, learnt)
         if writer.items == 0:
             raise DataError(f"{tally.first}. It is the first of {tally.skipped} bad lines, and there are no others")
+        tally.notes = tuple(tally.unused.lines(self._tokenizer.chat.template_text if tally.unused.given else None))
         return tally
 
     def _items(self, batch: list[tuple[Record, str]], tally: Tally) -> Iterator[Item]:
@@ -83,13 +85,21 @@ class Tokenizing:
             yield np.append(ids, ids.dtype.type(end)), None
 
     def _conversations(self, batch: list[tuple[Record, str]], tally: Tally) -> Iterator[Item]:
-        chat, texts = self._tokenizer.chat, []
+        texts: list[ChatText] = []
         for record, place in batch:
+            if isinstance(record, Completion):
+                yield from self._encoded(texts)
+                texts = []
+                yield self._answer(record)
+                continue
             try:
-                texts.extend(chat.texts(cast(Conversation, record)))
+                texts.extend(self._tokenizer.chat.texts(cast(Conversation, record)))
             except BadLine as bad:
                 tally.refuse(bad, place)
-        for encoded in chat.encode(texts):
+        yield from self._encoded(texts)
+
+    def _encoded(self, texts: list[ChatText]) -> Iterator[Item]:
+        for encoded in self._tokenizer.chat.encode(texts) if texts else ():
             yield encoded.ids, encoded.learnt
 
     def _preferences(self, batch: list[tuple[Record, str]], tally: Tally) -> Iterator[Item]:
@@ -134,13 +144,8 @@ def _said(record: Record) -> Iterator[str]:
     elif isinstance(record, Conversation):
         for message in record.messages:
             yield f"{message['role']}\n{message.get('content', '')}\n"
-    elif isinstance(record, Preference):
-        yield from _said_by(record.chosen)
-        yield from _said_by(record.rejected)
-
-
-def _said_by(answer: Conversation | Completion) -> Iterator[str]:
-    if isinstance(answer, Conversation):
-        yield from _said(answer)
+    elif isinstance(record, Completion):
+        yield f"{record.prompt}{record.answer}"
     else:
-        yield f"{answer.prompt}{answer.answer}"
+        yield from _said(record.chosen)
+        yield from _said(record.rejected)
