@@ -132,3 +132,12 @@ def test_training_on_a_card_that_is_not_here_is_refused_before_anything_is_read(
     outcome = tightfit("train", config, "training.device=rtx4090", f"output.folder={tmp_path / 'run'}")
     assert outcome.code == 2
     assert "'rtx4090' is not in this machine" in outcome.error
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_no_name_of_a_card_is_folded_however_narrow_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = tightfit("devices").out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert set(known_devices()) <= {line.split()[0] for line in lines if line}
+    assert ("Left out, as the terminal is narrow: tf32" in " ".join(lines)) is (width < 110)

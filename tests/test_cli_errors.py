@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from command_line import tightfit
+from tightfit.cli import sources
 
 DECODER = ("--model", "models_by_name:decoder", "--seq-len", 64)
 
@@ -34,6 +35,12 @@ def mistake(*args, code=2):
     assert outcome.code == code, outcome
     assert outcome.out == ""
     return outcome.error
+
+
+def test_a_plan_without_a_budget_is_refused_before_its_model_is_built(monkeypatch):
+    monkeypatch.setattr(sources, "build", None)
+    for command in ("plan", "verify"):
+        assert "a plan needs a budget: give --budget" in tightfit(command, "--model", "llama-3.1-8b").error
 
 
 def test_an_unknown_key_is_answered_with_the_nearest_name(config):
@@ -116,7 +123,7 @@ def test_a_function_that_gives_no_model(source, said):
 
 def test_a_batch_that_the_model_rejects_is_told_in_the_models_own_words():
     line = mistake("estimate", "--model", "models_by_name:Picky", "--batch-size", 3, "--seq-len", 8)
-    assert "models_by_name:Picky (Picky) rejects the batch (TokenBatch(3, 8, 64))" in line
+    assert "models_by_name:Picky (Picky) rejects the batch (3 x 8 tokens)" in line
     assert line.endswith("ValueError: at most two at a time, please")
 
 

@@ -74,13 +74,35 @@ def test_a_preset_is_asked_about_and_a_plan_with_its_curve_written(tmp_path):
 
 @pytest.mark.slow  # a search
 def test_the_answer_says_with_which_weights_and_levers_it_is_and_where_others_stand():
-    question = Question(model="mm26", device="rtx4090", levers="exact")
+    question = Question(model="mm26", device="rtx4090")
     found = SimpleNamespace(weights="fp32", optimizer="adamw")
-    settings, with_what, others = maximised_with(question, found)
+    settings, with_what, others = maximised_with(question, found, ["recompute", "tile"])
     assert settings.startswith("As settings")
-    assert with_what == "With fp32 weights, adamw, levers exact."
+    assert with_what == "With fp32 weights, adamw, levers recompute, tile."
     assert others.endswith("tightfit fit --model mm26 --device rtx4090")
-    assert len(maximised_with(Question(config="a.yaml"), found)) == 2
+    assert maximised_with(Question(config="a.yaml"), found, None)[1:] == ["With fp32 weights, adamw, levers exact."]
+
+
+@pytest.mark.slow  # two searches
+def test_the_levers_that_are_named_are_those_of_the_search():
+    asked = (
+        "plan",
+        "--model",
+        "models_by_name:decoder",
+        "--budget",
+        "2MB",
+        "--maximise",
+        "batch_size",
+        "--seq-len",
+        64,
+    )
+    default = tightfit(*asked)
+    assert "With fp32 weights, adamw, levers rounding." in default.out
+    assert "chunked loss   not among the levers" not in " ".join(default.out.split())
+    assert default.err == "", "it was quick, and a log has no line for each try"
+    exact = tightfit(*asked, "--levers", "exact")
+    assert "levers exact." in exact.out
+    assert int(settings(default.out)["training.batch_size"]) >= int(settings(exact.out)["training.batch_size"])
 
 
 def test_micro_batches_are_counted_by_the_plan(config):

@@ -109,6 +109,15 @@ def test_weights_in_four_bits_are_counted_and_named_as_weights(folder):
     assert kept["peak_bytes"] < narrow["peak_bytes"]
 
 
+def test_a_base_alone_is_below_default_adapters(folder, config):
+    asked = ("estimate", "--model", folder, "--seq-len", 32, "--json")
+    for base in (("--base", "nf4"), ("--base", "nf4", "--dtype", "bf16")):
+        assert tightfit(*asked, *base).out == tightfit(*asked, "--adapter", "default", *base).out
+    assert parameters(config(), "--base", "nf4") == parameters(config(), "--adapter", "default", "--base", "nf4")
+    own = parameters(config(), "model.adapter={r: 3}", "--base", "nf4")
+    assert own == parameters(config(), "--adapter", "r=3", "--base", "nf4")
+
+
 def test_a_generation_is_estimated_in_the_dtype_that_a_model_is_published_in():
     asked = ("estimate", "--model", "smollm2-135m", "--inference", "--seq-len", 16, "--new-tokens", 2, "--device", "l4")
     assert "bf16 weights" in tightfit(*asked).out
@@ -176,7 +185,6 @@ def test_a_model_of_images_or_of_speech_has_a_batch_of_its_own(tmp_path, shape, 
     ("options", "said"),
     [
         (("--dtype", "fp8"), "--dtype 'fp8' is not known: choose auto, fp32 or bf16"),
-        (("--base", "nf4"), "--adapter is not given: add --adapter default"),
         (("--adapter", "default", "--base", "int3"), "--base 'int3' is not known: choose fp32, bf16, int8 or nf4"),
         (("--adapter", "default", "--dtype", "bf16"), "--dtype bf16 and --adapter are both given: --base is the dtype"),
         (("--adapter", "r"), "'r' is no key=value: write default, or keys of model.adapter"),

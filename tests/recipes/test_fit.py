@@ -24,7 +24,7 @@ from tightfit.recipes import choices
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
-from tightfit.recipes.table import describe_recipes
+from tightfit.recipes.table import NEAREST, describe_recipes
 from tightfit.recipes.variants import optimizer_of
 from tightfit.recipes.written import Setting, next_steps, written
 from tightfit.step import StepSettings
@@ -77,7 +77,9 @@ def test_the_table_is_within_the_terminal_and_says_what_it_leaves_out(found):
         lines = describe_recipes(found, width).splitlines()
         assert max(map(len, lines)) <= width
         assert any("fp32 weights" in line for line in lines)
-    assert "Left out" in describe_recipes(found, 80)
+        assert sum(line.startswith("    changes ") for line in lines) == min(len(found), len(found.fitting) + NEAREST)
+    assert "Left out, as the terminal is narrow: step." in describe_recipes(found, 80)
+    assert "Left out" not in describe_recipes(found, 120)
     assert found.sentence in str(found).splitlines()[1]
 
 
@@ -85,14 +87,22 @@ def test_the_table_shows_what_fits_or_the_nearest_and_counts_the_rest():
     def of(fitting, others):
         rows = [outcome(Recipe(), 1.0)] * fitting
         rows += [Outcome(Recipe(), False, 10, 2**30 * (7 + n)) for n in range(others)]
-        return RecipesRecord(tuple(rows), "RTX 4090", 2**30, "batch (1, 1024)", "llama")
+        return RecipesRecord(tuple(rows), "RTX 4090", 2**30, "1 x 1,024 tokens", "llama")
 
-    text = describe_recipes(of(2, 20), 120)
-    assert text.startswith("llama, batch (1, 1024):\n2 of 22 recipes fit")
-    assert "17 more do not fit: from 10.00 GiB" in text
-    assert sum("needs" in line for line in text.splitlines()) == 3
-    assert "more do not fit: from 7.00 GiB" in describe_recipes(of(8, 20), 120)
-    assert "more do not fit" not in describe_recipes(of(3, 2), 120)
+    def rows(text):
+        return [int(line.split()[0]) for line in text.splitlines() if line[:1].isdigit() and "recipes" not in line]
+
+    text = describe_recipes(of(2, 20), 80)
+    assert text.startswith("llama, 1 x 1,024 tokens:\n2 of 22 recipes fit")
+    assert rows(text) == [1, 2, 3, 4, 5]
+    assert text.index("\n2 ") < text.index("The nearest that do not fit") < text.index("\n3 ")
+    assert "17 more do not fit: from 10.00 GiB. --all shows them." in text
+    assert rows(describe_recipes(of(8, 20), 80)) == list(range(1, 12))
+    assert rows(describe_recipes(of(8, 20), 80, whole=True)) == list(range(1, 29))
+    none = describe_recipes(of(0, 20), 80)
+    assert none.index("The nearest") < none.index("\n1 ")
+    assert rows(none) == [1, 2, 3]
+    assert "more do not fit" not in describe_recipes(of(3, 2), 80)
 
 
 def test_the_search_leaves_the_model_as_it_was():

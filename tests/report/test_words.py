@@ -1,4 +1,6 @@
 from tightfit.planner.records import BlockChoice
+from tightfit.report.plan_tables import block_table
+from tightfit.report.terminal import rendered
 from tightfit.report.words import alike, keeps, kept_bytes, kept_in_words, short
 
 
@@ -42,3 +44,17 @@ def test_blocks_that_do_the_same_in_turns_are_named_together():
     ]
     apart = [BlockChoice(f"layers.{i}", "recompute" if i == 3 else "keep") for i in range(6)]
     assert [name for name, _ in alike(apart)] == ["layers.0 … layers.2, layers.4 … layers.5", "layers.3"]
+
+
+def test_a_path_that_all_blocks_begin_with_stands_once_above_them():
+    def shown(*paths):
+        choices = [BlockChoice(path, "recompute", recompute_seconds=0.001 * n) for n, path in enumerate(paths)]
+        return rendered(block_table(choices), width=80)
+
+    deep = shown("base_model.model.model.layers.0", "base_model.model.model.layers.1")
+    assert deep.count("base_model.model.model") == 1
+    assert "\nlayers.0 " in deep.replace(" …", " ")
+    apart = shown("encoder.model.layers.0", "decoder.model.layers.0")
+    assert "blocks of" not in apart
+    assert "encoder.model.layers.0" in apart
+    assert "blocks of" not in shown("model.layers.0", "model.layers.1")

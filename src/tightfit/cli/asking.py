@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +12,8 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.inference import check_inference, inferred
 from tightfit.cli.light import answering
-from tightfit.cli.question import Question
-from tightfit.errors import InputError, OutputError, VerificationFailed
+from tightfit.cli.question import LEVERS, NO_BUDGET, Question
+from tightfit.errors import BudgetError, InputError, OutputError, VerificationFailed
 
 if TYPE_CHECKING:
     from tightfit import Plan
@@ -96,7 +96,7 @@ def plan(
 
     [dim]tightfit plan examples/quickstart.yaml memory.budget=0.4x[/]
 
-    [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 0.6x[/]
+    [dim]tightfit plan --model cpu26 --batch-size 4 --seq-len 256 --budget 0.65x[/]
 
     [dim]tightfit plan examples/quickstart.yaml --curve --html report.html[/]
 
@@ -110,13 +110,16 @@ def plan(
         raise InputError("--multiple-of is for --maximise, which is not given: give both, or neither")
     from tightfit.report.plan_tables import describe_plan
 
-    largest = None
+    if maximise is not None and question.config is None and question.levers is None:
+        question = replace(question, levers=LEVERS)
+    check_budget(question)
+    largest, levers = None, None
     with answering(question):
         from tightfit.cli.maximising import maximised
         from tightfit.cli.subject import subject_of
 
         if maximise is not None:
-            question, largest = maximised(question, maximise, multiple_of)
+            question, largest, levers = maximised(question, maximise, multiple_of)
         if largest is None or curve or html is not None:
             draws = curve or (html is not None and question.world_size is None)  # a plan of ranks has no curve
             found = planned(subject_of(question, dry=True), curve=draws)
@@ -128,15 +131,14 @@ def plan(
     if as_json:
         show(found.to_dict() if largest is None else replace(largest, plan=found).to_dict())
     else:
-        head = [] if largest is None else [largest.sentence, *maximised_with(question, found), ""]
+        head = [] if largest is None else [largest.sentence, *maximised_with(question, found, levers), ""]
         show("\n".join([*head, describe_plan(found, columns())]))
 
 
-def maximised_with(question: Question, found: "Plan") -> list[str]:
+def maximised_with(question: Question, found: "Plan", levers: str | Sequence[str] | None) -> list[str]:
     """How the largest one was found, since other weights and levers have other ones; and where those stand."""
-    levers = question.allowed or "rounding"
-    allowed = levers if isinstance(levers, str) else ", ".join(levers)
-    lines = [question.as_settings(), f"With {found.weights} weights, {found.optimizer}, levers {allowed}."]
+    names = "exact" if levers is None else levers if isinstance(levers, str) else ", ".join(levers)
+    lines = [question.as_settings(), f"With {found.weights} weights, {found.optimizer}, levers {names}."]
     if question.model is not None:
         device = "" if question.device is None else f" --device {question.device}"
         lines.append(f"Other weights, adapters and optimizers: tightfit fit --model {question.model}{device}")
@@ -171,12 +173,20 @@ def verify(
 
     if plan_file is not None and question.budget is not None:
         raise InputError("--plan and --budget are both given: keep one of them")
+    if plan_file is None:
+        check_budget(question)
     given = None if plan_file is None else Plan.from_json(plan_file)
     subject = subject_of(question, dry=False)
     report = subject.verify(given or planned(subject))
     if not report.ok:
         raise VerificationFailed(str(report))
     show(str(report))
+
+
+def check_budget(question: Question) -> None:
+    """Raise `BudgetError` for a --model without a budget, before it is built. A CONFIG may hold one."""
+    if question.model is not None and question.budget is None:
+        raise BudgetError(NO_BUDGET)
 
 
 def planned(subject: "Subject", *, curve: bool = False) -> "Plan":

@@ -8,11 +8,14 @@ from rich.table import Table
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.figures import Figures, product_rates
 from tightfit.devices.spec import AttentionPoint, DeviceSpec
-from tightfit.report.terminal import rendered, table_of
+from tightfit.report.terminal import narrowed, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
 DTYPES = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 LAYOUTS = {"nn": "a @ b", "nt": "a @ b.T", "tn": "a.T @ b", "tt": "a.T @ b.T"}
+COLUMNS = ("memory", *DTYPES.values(), "GB/s", "link")
+FIRST_LEFT_OUT = ("tf32", "fp16", "link", "fp32")  # where the terminal is narrow
+NOTE = 18  # columns in which a card's full name can be read folded
 NOTHING = "–"
 
 
@@ -26,31 +29,38 @@ class Row(NamedTuple):
 
 def describe_devices(rows: Sequence[Row], width: int) -> str:
     """The table of `tightfit devices`."""
-    table = table_of("device", "memory", *DTYPES.values(), "GB/s", "link", "", texts=("device", ""))
-    for row in rows:
-        table.add_row(row.key, *_cells(row.figures), row.note)
-    return rendered(
-        table,
-        "",
+
+    def made(names: Sequence[str]) -> Table:
+        table = table_of("device", *names, "", texts=("device", ""))
+        table.columns[0].no_wrap = True  # a name that is folded cannot be typed
+        for row in rows:
+            cells = dict.fromkeys(COLUMNS, NOTHING) if row.figures is None else _cells(row.figures)
+            table.add_row(row.key, *(cells[name] for name in names), row.note)
+        return table
+
+    table, left_out = narrowed(made, COLUMNS, FIRST_LEFT_OUT, width, NOTE)
+    about = (
         "fp32 to fp16: TFLOP/s of matrix products; GB/s: of the device's memory; link: GB/s between host and device. "
         "Measured rates are those reached; published ones are peaks, of which predictions take the shares in "
-        "devices/known.toml.",
-        width=width,
+        "devices/known.toml."
     )
+    lines = [f"Left out, as the terminal is narrow: {', '.join(left_out)}. --json writes all."] if left_out else []
+    return rendered(table, "", about, *lines, width=width)
 
 
-def _cells(figures: Figures | None) -> list[str]:
-    if figures is None:
-        return [NOTHING] * (len(DTYPES) + 3)
-    rates = [figures.flops_per_second.get(dtype) for dtype in DTYPES]
-    return [
-        format_bytes(figures.memory_bytes),
-        *(NOTHING if rate is None else f"{rate / 1e12:.3g}" for rate in rates),
-        *(
-            NOTHING if rate is None else f"{rate / 1e9:.0f}"
-            for rate in (figures.memory_bytes_per_second, figures.link_bytes_per_second)
-        ),
-    ]
+def _cells(figures: Figures) -> dict[str, str]:
+    """The cells of the columns, by their names."""
+    rates = {name: figures.flops_per_second.get(dtype) for dtype, name in DTYPES.items()}
+    speeds = {"GB/s": figures.memory_bytes_per_second, "link": figures.link_bytes_per_second}
+    return {
+        "memory": format_bytes(figures.memory_bytes),
+        **{name: NOTHING if rate is None else _tera(rate) for name, rate in rates.items()},
+        **{name: NOTHING if rate is None else f"{rate / 1e9:.0f}" for name, rate in speeds.items()},
+    }
+
+
+def _tera(rate: float) -> str:
+    return f"{rate / 1e12:,.0f}" if rate >= 100e12 else f"{rate / 1e12:.3g}"
 
 
 def describe_calibration(spec: DeviceSpec, path: str, width: int) -> str:

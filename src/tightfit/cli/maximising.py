@@ -1,16 +1,16 @@
 """`plan --maximise`: the largest batch, sequence or model for a budget, and the question with it put in."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import typer
 from torch import nn
 
 from tightfit.cli import sources
 from tightfit.cli.question import Question
 from tightfit.cli.subject import Subject, budget_of, built, subject_of
+from tightfit.cli.waiting import Waiting
 from tightfit.config import load_config
 from tightfit.errors import InputError, TightfitError
 from tightfit.models.decoder_config import DecoderConfig
@@ -20,6 +20,7 @@ from tightfit.step import Batch
 
 TOKENS = 64  # a sequence length that matrix units like
 WIDTH = 64  # and a width
+Levers = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,11 @@ class Dimension:
     at_most: int | None = None
 
 
-def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Question, Largest]:
-    """The largest value of `what`, and the question with it put in. Raises `InputError`, `BudgetError`, `CannotFit`."""
+def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Question, Largest, Levers]:
+    """The question with the largest value of `what` put in, what was found, and the levers that were allowed.
+
+    Raises `InputError`, `BudgetError`, `CannotFit`.
+    """
     first = subject_of(question, dry=True)
     dimension = _dimension(question, what, first)
     latest = [first]
@@ -42,22 +46,23 @@ def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Q
         return latest[0].model, latest[0].batch
 
     try:
-        found = maximise(
-            case,
-            budget_of(first),
-            what=what,
-            multiple_of=multiple_of or dimension.multiple_of,
-            at_most=dimension.at_most,
-            notice=lambda line: typer.echo(line, err=True),
-            **first.asked.how,
-        )
+        with Waiting() as waiting:
+            found = maximise(
+                case,
+                budget_of(first),
+                what=what,
+                multiple_of=multiple_of or dimension.multiple_of,
+                at_most=dimension.at_most,
+                notice=waiting,
+                **first.asked.how,
+            )
     except TightfitError:
         raise
     except Exception:
         with latest[0].rejections():
             raise
     found = replace(found, plan=replace(found.plan, optimizer=first.optimizer))
-    return dimension.put(found.value), found
+    return dimension.put(found.value), found, first.asked.levers
 
 
 def _dimension(question: Question, what: str, subject: Subject) -> Dimension:

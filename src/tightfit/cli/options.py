@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tightfit.cli.adapter import BASES
-from tightfit.cli.question import ATTENTIONS, OF_THE_DECODER, Question
+from tightfit.cli.question import ATTENTIONS, LEVERS, OF_THE_DECODER, Question
 from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
@@ -96,7 +96,7 @@ Base = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"With --adapter, how the frozen weights are held: {', '.join(BASES)} (else fp32).",
+        help=f"How the frozen weights below adapters are held: {', '.join(BASES)} (else fp32).",
         rich_help_panel=THE_MODEL,
     ),
 ]
@@ -164,7 +164,8 @@ Levers = Annotated[
     typer.Option(
         metavar="NAMES",
         help="What a plan may use, with commas between: exact (bit-equal), rounding (also equal to rounding), "
-        f"{', '.join(kind.name for kind in lever_types())} (else CONFIG's, or exact with --model).",
+        f"{', '.join(kind.name for kind in lever_types())} (else CONFIG's; with --model "
+        f"{LEVERS} for fit and --maximise, and exact otherwise).",
         rich_help_panel=THE_BUDGET,
     ),
 ]

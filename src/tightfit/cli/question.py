@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
-from tightfit.cli.adapter import BASES, adapter_setting, base_of
+from tightfit.cli.adapter import BASES, DEFAULT, adapter_setting, base_of
 from tightfit.errors import InputError
 from tightfit.ranks.world import world_of
 
 SIZE, LENGTH = 1, 1024  # of a batch, where a question about a --model gives none
+LEVERS = "rounding"  # which `fit` and `plan --maximise` take for a --model: those of a training
+NO_BUDGET = "a plan needs a budget: give --budget, for example 22GiB, 80% or 0.5x, or memory.budget in CONFIG"
 DTYPES = ("auto", "fp32", "bf16")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2")
 OF_THE_DECODER = "chunked"  # an attention that the reference decoder has beside sdpa
@@ -60,6 +62,8 @@ class Question:
     def of(cls, params: Mapping[str, Any]) -> Self:
         """From a command's parameters, those that it has. Raises `InputError` unless CONFIG or `--model` is given."""
         known = {field.name: params[field.name] for field in fields(cls) if params.get(field.name) is not None}
+        if "base" in known and "config" not in known:
+            known.setdefault("adapter", DEFAULT)  # frozen weights are those below adapters
         question = cls(**{**known, "overrides": tuple(known.get("overrides", ()))})
         if question.config is None and question.model is None:
             raise InputError("nothing to ask about: give a CONFIG, or --model with a folder, a config.json or a preset")
@@ -76,11 +80,6 @@ class Question:
             value = getattr(self, option)
             if value is not None and value not in known:
                 raise InputError(f"--{option} {value!r} is not known: choose {', '.join(known[:-1])} or {known[-1]}")
-        if self.base is not None and self.adapter is None:
-            raise InputError(
-                f"--base {self.base} is how the weights below adapters are held, and --adapter is not given: add "
-                "--adapter default, or take --dtype"
-            )
         if self.adapter is None:
             return
         base = base_of(adapter_setting(self.adapter, self.base))
@@ -98,6 +97,8 @@ class Question:
             given[KEYS["levers"]] = f"[{', '.join(self.allowed)}]"
         if self.adapter is not None:
             given["model.adapter"] = adapter_setting(self.adapter, self.base)
+        else:
+            given["model.adapter.base"] = self.base
         if self.step_in_backward:
             given["training.step_in_backward"] = "true"
         shape = (f"model.{key}={value}" for key, value in self.shape.items())

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from tightfit.cli.adapter import adapter_of
-from tightfit.cli.question import LENGTH, SIZE, Question
+from tightfit.cli.question import LENGTH, LEVERS, SIZE, Question
 from tightfit.cli.subject import budget_of, built, subject_of
 from tightfit.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.devices.present import lookup
@@ -104,14 +104,14 @@ def _of_model(question: Question) -> RecipeSubject:
     assert source is not None, "the question has a --model"
     wanted = _wanted(question, None if question.adapter is None else adapter_of(question.adapter, question.base))
     question = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
-    asked = _measured(replace(built(question, dry=True).asked, levers=question.allowed or "rounding"))
+    asked = _measured(replace(built(question, dry=True).asked, levers=question.allowed or LEVERS))
 
     def setting() -> Setting:
         return Setting(
             model={**_section_of(source), **({} if attention is None else {"attention": attention})},
             device=question.device,
             budget=_budget(question.budget, asked),
-            levers=question.allowed or "rounding",
+            levers=question.allowed or LEVERS,
             batch_size=question.batch_size or SIZE,
             sequence_length=question.seq_len or LENGTH,
             grad_clip=question.grad_clip,

@@ -2,7 +2,7 @@
 
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from tightfit.cli import options
 from tightfit.cli.asking import columns, show, write
 from tightfit.cli.light import SELDOM
 from tightfit.cli.question import LENGTH, SIZE, Question
+from tightfit.cli.waiting import Waiting
 from tightfit.errors import CannotFit, InputError
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ def fit(
             rich_help_panel=THE_RECIPES,
         ),
     ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option("--all", help="Show every recipe that does not fit too.", rich_help_panel=options.THE_ANSWER),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Find how a model can be trained on a device, best first.
@@ -87,8 +92,9 @@ def fit(
     question = _with_tokens(question, tokens_per_step)
     with _seldom_collecting(), read_once():
         subject = recipe_subject(question)
-        found, chosen = _answered(subject, pick, output, as_)
-    show(found.to_dict() if as_json else describe_recipes(found, columns()))
+        with Waiting() as waiting:
+            found, chosen = _answered(subject, pick, output, as_, waiting)
+    show(found.to_dict() if as_json else describe_recipes(found, columns(), whole=whole))
     if output is None and found.fitting and not as_json:
         show("\nNext: the same command with --pick N --output run.yaml writes row N to plan and train.")
     if chosen is not None and output is not None and not as_json:
@@ -107,9 +113,9 @@ def check_kind(as_: str | None) -> None:
 
 
 def _answered(
-    subject: "RecipeSubject", pick: int | None, output: Path | None, as_: str | None
+    subject: "RecipeSubject", pick: int | None, output: Path | None, as_: str | None, notice: Callable[[str], None]
 ) -> "tuple[Recipes, Outcome | None]":
-    found = subject.recipes(lambda line: typer.echo(line, err=True))
+    found = subject.recipes(notice)
     if output is None or not found.fitting:
         return found, None
     number = pick or 1
@@ -118,11 +124,11 @@ def _answered(
     picked = found[number - 1]
     if as_ in (None, "yaml"):
         _write_text(subject.written(picked), output)
-        typer.echo(f"{output}: planned in full", err=True)
+        notice(f"{output}: planned in full")
         chosen = subject.planned_as(picked, output)
     else:
         subject.written(picked, as_)  # raises before the plan is made
-        typer.echo(f"{output}: planned in full", err=True)
+        notice(f"{output}: planned in full")
         with tempfile.TemporaryDirectory() as folder:
             _write_text(subject.written(picked), config := Path(folder) / "run.yaml")
             chosen = subject.planned_as(picked, config)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tightfit
 from tightfit.cli import sources
 from tightfit.cli.adapter import adapter_of
-from tightfit.cli.question import LENGTH, SIZE, Question
+from tightfit.cli.question import LENGTH, NO_BUDGET, SIZE, Question
 from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
 from tightfit.data.prepare import prepare_data
 from tightfit.data.samples import two_documents
@@ -103,7 +103,7 @@ class Subject:
 def budget_of(subject: Subject) -> int | str:
     """The budget that the subject is to be planned for. Raises `BudgetError` where it has none."""
     if subject.budget is None:
-        raise BudgetError("a plan needs a budget: give --budget, for example 22GiB or 0.5x, or memory.budget in CONFIG")
+        raise BudgetError(NO_BUDGET)
     return subject.budget
 
 

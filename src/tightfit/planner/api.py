@@ -29,7 +29,7 @@ from tightfit.ranks.peaks import shards_of
 from tightfit.ranks.world import Sharding
 from tightfit.runtime.activity import aside
 from tightfit.runtime.internals import process_group_exists
-from tightfit.step import Batch, Loss, Precision
+from tightfit.step import Batch, Loss, Precision, TokenBatch
 from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
@@ -430,9 +430,9 @@ def offload_of(request: Request, trace: StepTrace) -> Offload:
 
 
 def describe_batch(batch: Batch) -> str:
-    """Names and shapes of a batch's tensors."""
-    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
-        return f"{type(batch).__name__}{tuple(batch)}"
+    """Names and shapes of a batch's tensors; of tokens that are not made, how many there are."""
+    if isinstance(batch, TokenBatch):
+        return f"{batch.size:,} x {batch.length:,} tokens"
     named = batch.items() if isinstance(batch, dict) else enumerate(batch)
     shapes = [f"{name} {tuple(value.shape)}" for name, value in named if isinstance(value, torch.Tensor)]
     return ", ".join(shapes)

@@ -131,6 +131,9 @@ class Shares:
 
     def __init__(self, search: RecipeSearch, recipes: Sequence[Recipe], processes: int):
         self.search, self.parts = search, search.parts(recipes)
+        self.told, self.counted, self.total = search.notice, 0, len(recipes)
+        self.is_searching = False
+        search.notice = self._notice
         sharing = min(processes, processes_for(len(self.parts)))
         # Recipes of one part still have sizes to share.
         self.crew = Crew(_Share(search, processes, sharing == 1).do, sharing, search.notice)
@@ -141,12 +144,21 @@ class Shares:
     def __exit__(self, *error: object) -> None:
         self.crew.__exit__(*error)
 
+    def _notice(self, line: str) -> None:
+        """Pass a line on, and while recipes are searched, how many are done."""
+        if self.is_searching:
+            self.counted += 1
+            line = f"{self.counted} of {self.total} recipes; {line}"
+        self.told(line)
+
     def rows(self) -> list[Row]:
         """What becomes of each recipe."""
+        self.is_searching = True
         found: list[Row] = []
         for process, answer in self.crew.share([("searched", part) for part in self.parts]):
             found += [Row(outcome, process, small) for outcome, small in answer.rows]
             self._leave_out(answer.left_out)
+        self.is_searching = False
         return found
 
     def confirmed(self, rows: Iterable[Row]) -> dict[Recipe, Row]:

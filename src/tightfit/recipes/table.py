@@ -1,75 +1,82 @@
 """The table of recipes for a terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
 from tightfit.recipes.records import Outcome, RecipesRecord
-from tightfit.report.terminal import WIDTH, rendered, table_of, width_of
+from tightfit.report.terminal import WIDTH, narrowed, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
 ABSENT = "-"
-NEAREST = 5  # rows that a table has where fewer fit
-FIRST_LEFT_OUT = ("largest batch", "step", "levers", "changes", "longest")  # where the terminal is narrow
-NAMES = {"chunked_loss": "chunked", "micro_batch": "micro-batch"}  # of levers, in a narrow column
+NEAREST = 3  # rows of recipes that do not fit, those that need least
+FIRST_LEFT_OUT = ("step", "largest batch")  # where the terminal is narrower still
+NAMES = {"chunked_loss": "chunked loss", "micro_batch": "micro-batches"}  # of levers
+TEXT = 26  # columns in which a recipe's name can be read folded
+INDENT = "    "
 ERROR = "Seconds of a card that is not here follow its published rates: docs/accuracy.md has the error."
 
 
-def describe_recipes(found: RecipesRecord, width: int = WIDTH) -> str:
-    """The recipes that fit as a table, best first; where few do, the nearest of the others too. Behind it is how many
-    more there are.
+def describe_recipes(found: RecipesRecord, width: int = WIDTH, *, whole: bool = False) -> str:
+    """The recipes that fit as a table, best first, and the nearest of those that do not (with `whole`, all of them).
+    Behind it is how many more there are.
     """
-    shown = shown_of(found)
+    shown = found if whole else shown_of(found)
     table, left_out = recipe_table(shown, width)
     lines = [""]
     if rest := len(found) - len(shown):
         least = min(outcome.needed_bytes for outcome in found[len(shown) :])
-        lines.append(f"{rest} more do not fit: from {format_bytes(least)}. With --json all are written.")
+        lines.append(f"{rest} more do not fit: from {format_bytes(least)}. --all shows them.")
     lines += found.notes
     if any(o.fits for o in found):
         lines.append("~ is read off a line through a few dry runs; figures without it were run dry.")
         lines.append(ERROR)
     if left_out:
-        lines.append(f"Left out, as the terminal is narrow: {', '.join(left_out)}. With --json all are written.")
+        lines.append(f"Left out, as the terminal is narrow: {', '.join(left_out)}. --json writes all.")
     about = ", ".join(part for part in (found.model, found.batch) if part)
-    return rendered(*([f"{about}:"] if about else []), found.sentence, "", table, *lines, width=width)
+    head = [*([f"{about}:"] if about else []), found.sentence, ""]
+    return rendered(*head, *_with_words(shown, table, width), *lines, width=width)
 
 
 def shown_of(found: RecipesRecord) -> Sequence[Outcome]:
-    """The recipes that a table shows: those that fit, which come first, and at least `NEAREST` in all."""
-    return found[: max(len(found.fitting), NEAREST)]
+    """The recipes that a table shows: those that fit, which come first, and the nearest of the others."""
+    return found[: len(found.fitting) + NEAREST]
 
 
 def recipe_table(found: Sequence[Outcome], width: int) -> tuple[Table, list[str]]:
-    """One row a recipe, and the names of the figures for which `width` columns have no room."""
+    """One row of figures a recipe, and the names of those for which `width` columns have no room."""
     figures: dict[str, Callable[[Outcome], str]] = {
-        "peak": lambda o: format_bytes(o.peak_bytes) if o.fits else f"needs {format_bytes(o.needed_bytes)}",
+        "peak": lambda o: format_bytes(o.peak_bytes if o.fits else o.needed_bytes),
         "longest": lambda o: ABSENT if o.longest_sequence is None else str(o.longest_sequence),
         "largest batch": lambda o: ABSENT if o.largest_batch is None else str(o.largest_batch),
         "step": lambda o: ABSENT if o.step_seconds is None else format_seconds(o.step_seconds),
         "tokens/s": lambda o: ABSENT if o.tokens_per_second is None else f"{o.tokens_per_second:,.0f}",
-        "changes": lambda o: o.changes,
-        "levers": lambda o: ", ".join(NAMES.get(name, name) for name in o.levers) or ABSENT,
     }
-    left_out: list[str] = []
-    waiting = list(FIRST_LEFT_OUT)
-    while True:
-        table = table_of("", "recipe", *figures, texts=("recipe", "changes", "levers"))
+
+    def made(names: Sequence[str]) -> Table:
+        table = table_of("", "recipe", *(name.replace(" ", "\n") for name in names), texts=("recipe",))
         table.columns[0].no_wrap = True
         for number, outcome in enumerate(found, start=1):
-            table.add_row(str(number), outcome.name, *(figure(outcome) for figure in figures.values()))
-        if _least_width(table, figures) <= width or not waiting:
-            return table, left_out
-        dropped = waiting.pop(0)
-        del figures[dropped]
-        left_out.append(dropped)
+            table.add_row(str(number), outcome.name, *(figures[name](outcome) for name in names))
+        return table
+
+    return narrowed(made, list(figures), FIRST_LEFT_OUT, width, TEXT)
 
 
-TEXT = 22  # columns in which words can be read folded
+def _with_words(found: Sequence[Outcome], table: Table, width: int) -> Iterator[str]:
+    """The table's lines, and below each recipe what it changes and its levers: the figures need all columns."""
+    behind = ""
+    for line in rendered(table, width=width).splitlines():
+        number = line.partition(" ")[0]
+        if number.isdecimal():
+            yield from filter(None, [behind])
+            outcome = found[int(number) - 1]
+            if not outcome.fits and (number == "1" or found[int(number) - 2].fits):
+                yield from ("", "The nearest that do not fit, with what they need:")
+            behind = f"{INDENT}changes {outcome.changes}{_levers(outcome)}"
+        yield line
+    yield from filter(None, [behind])
 
 
-def _least_width(table: Table, figures: dict[str, Callable[[Outcome], str]]) -> int:
-    """The columns of a table whose words are folded, and whose figures are not."""
-    words = [column for column in table.columns if column.header in ("recipe", "changes", "levers")]
-    longest = [max((len(str(cell)) for cell in column.cells), default=0) for column in words]
-    return width_of(table) - sum(max(0, length - TEXT) for length in longest)
+def _levers(outcome: Outcome) -> str:
+    return f"; levers {', '.join(NAMES.get(name, name) for name in outcome.levers)}" if outcome.levers else ""

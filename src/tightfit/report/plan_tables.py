@@ -191,11 +191,19 @@ def comparison(plan: PlanRecord) -> Table:
 
 
 def block_table(choices: Sequence[BlockChoice]) -> Table:
-    """The choices of blocks. Neighbouring blocks with the same choice share a line."""
-    table = table_of("blocks", "keep for backward", "kept", "recompute", texts=("keep for backward",))
+    """The choices of blocks. Neighbouring blocks with the same choice share a line. A long path that all blocks begin
+    with stands above them once.
+    """
+    places = [choice.path.split(".")[:-2] for choice in choices]
+    shared = [names[0] for names in zip(*places, strict=False) if len(set(names)) == 1]
+    within = f"{'.'.join(shared)}." if len(shared) > 1 and all(each[: len(shared)] == shared for each in places) else ""
+    head = f"blocks of\n{within.removesuffix('.')}" if within else "blocks"
+    table = table_of(head, "keep for backward", "kept", "recompute", texts=("keep for backward",))
     for name, same in alike(choices):
         seconds = sum(choice.recompute_seconds for choice in same)
-        table.add_row(name, keeps(same[0]), kept_bytes(same), format_seconds(seconds) if seconds else "")
+        table.add_row(
+            name.replace(within, ""), keeps(same[0]), kept_bytes(same), format_seconds(seconds) if seconds else ""
+        )
     return table
 
 

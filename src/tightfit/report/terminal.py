@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,7 +16,8 @@ def rendered(*items: Table | str, width: int = WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
     for item in items:
         if isinstance(item, str):  # a path is not broken, however long it is, so that it can be copied
-            lines = textwrap.wrap(item, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            indent = item[: len(item) - len(item.lstrip())] + "  "
+            lines = textwrap.wrap(item, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
             console.print("\n".join(lines), soft_wrap=True)
         else:
             console.print(item)
@@ -24,9 +25,33 @@ def rendered(*items: Table | str, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def width_of(table: Table) -> int:
-    """The columns that a table takes where none of its words are folded."""
-    return Console(width=10_000).measure(table).maximum
+def width_of(table: Table, folded: int | None = None) -> int:
+    """The columns that a table takes. Columns of words count with at most `folded` characters, where that is given."""
+    taken = Console(width=10_000).measure(table).maximum
+    if folded is None:
+        return taken
+    words = [column for column in table.columns if not column.no_wrap]
+    longest = [max((len(str(cell)) for cell in column.cells), default=0) for column in words]
+    return taken - sum(max(0, length - folded) for length in longest)
+
+
+def narrowed(
+    made: Callable[[Sequence[str]], Table],
+    columns: Sequence[str],
+    first_left_out: Sequence[str],
+    width: int,
+    folded: int,
+) -> tuple[Table, list[str]]:
+    """The table that `made` makes of as many of the columns as `width` has room for, and those that it leaves out.
+
+    Words are folded to `folded` characters, and figures and names never are: `first_left_out` go instead.
+    """
+    for count in range(len(first_left_out) + 1):
+        left_out = list(first_left_out[:count])
+        table = made([each for each in columns if each not in left_out])
+        if width_of(table, folded) <= width:
+            break
+    return table, left_out
 
 
 def table_of(*columns: str, texts: Sequence[str] = ()) -> Table:
