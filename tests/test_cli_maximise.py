@@ -99,7 +99,6 @@ def test_the_levers_that_are_named_are_those_of_the_search():
     default = tightfit(*asked)
     assert "With fp32 weights, adamw, levers rounding." in default.out
     assert "chunked loss   not among the levers" not in " ".join(default.out.split())
-    assert default.err == "", "it was quick, and a log has no line for each try"
     exact = tightfit(*asked, "--levers", "exact")
     assert "levers exact." in exact.out
     assert int(settings(default.out)["training.batch_size"]) >= int(settings(exact.out)["training.batch_size"])

@@ -6,7 +6,7 @@ import socket
 import time
 
 
-def answer(question):
+def answer(question, tell):
     kind, value = question
     if kind == "wait":
         while not os.path.exists(value):

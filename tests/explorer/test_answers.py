@@ -11,13 +11,15 @@ import pytest
 import tightfit
 from tightfit.explorer import drawings
 from tightfit.explorer.answers import answered, build
-from tightfit.explorer.messages import Failure, Refusal
-from tightfit.explorer.page import Answer, _fields, answers, places
+from tightfit.explorer.messages import Failure, Progress, Refusal, Waited
+from tightfit.explorer.page import Answer, _fields, answers, places, shown_so_far
 from tightfit.explorer.question import PageQuestion
 from tightfit.explorer.serving import settings
 from tightfit.explorer.uploads import Reading, Upload
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
+from tightfit.planner.records import StepFigures
 from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
+from tightfit.report.plan_tables import device_footprint, does_not_fit
 
 TINY = "model: {hidden_size: 32, num_layers: 2, num_heads: 2, vocab_size: 64}"
 LLAMA = {
@@ -150,8 +152,102 @@ def test_recipes_are_a_table_best_first():
     )
     table = drawings.recipes(RecipesRecord(outcomes, "RTX 4090", 2**34))
     assert table.index("bf16 weights, 8-bit AdamW") < table.index("fp32 weights, AdamW")
-    for text in ("1 of 2 recipes fit 16.00 GiB on RTX 4090", "~4,096", ">7<", "needs 64.00 GiB", "500.0 ms"):
+    assert table.index("500.0 ms") < table.index("The nearest that do not fit") < table.index("64.00 GiB")
+    for text in ("1 of 2 recipes fit 16.00 GiB on RTX 4090", "~4,096", ">7<", "500.0 ms"):
         assert text in table
+
+
+def test_recipes_that_fit_come_first_then_the_nearest_three_and_the_rest_is_folded():
+    def table(fitting, others):
+        rows = [Outcome(Recipe("bf16"), True, 2**30, 2**30, levers=("chunked_loss",))] * fitting
+        rows += [Outcome(Recipe("fp32"), False, 2**30, (7 + n) * 2**30) for n in range(others)]
+        return drawings.recipes(RecipesRecord(tuple(rows), "RTX 4090", 2**34))
+
+    def rows(text):
+        return text.count("<tr") - text.count("<thead>")
+
+    fitting, nearest, rest = re.split("<h3>|<details>", table(2, 9))
+    assert [rows(each) for each in (fitting, nearest, rest)] == [2, 3, 6]
+    assert "changes" not in nearest.partition("<thead>")[0]
+    assert "levers chunked loss" in fitting
+    assert "<summary>6 more, from 10.00 GiB</summary>" in rest
+    assert "<details>" not in table(2, 3)
+    assert "<h3>" not in table(2, 0)
+    assert rows(table(0, 3)) == 3
+
+
+def figures(peak, reserved):
+    return StepFigures(peak, 1.0, {"activations": peak}, {}, {}, "forward", "", "", {}, (), reserved_bytes=reserved)
+
+
+def of_card(*, fits, peak=20 * 2**30, reserved=24 * 2**30):
+    """A step on a card of 23 GiB."""
+    more = {"context_bytes": 2**29, "fits": fits}
+    return EstimateRecord(figures(peak, reserved), 1, "bf16", "adamw", "RTX 4090", 23 * 2**30, (), **more)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_verdict_and_the_bar_say_the_same(fits):
+    """The allocator gives back what it must, so a step may fit that reserves more where there is more."""
+    estimate = of_card(fits=fits)
+    head, *_ = places(PageQuestion(), Answer(estimate=estimate, is_complete=True))
+    assert ("Does not fit" in head) is not fits
+    assert ("more than the card has" in head) is not fits
+    assert ("23.00 GiB in all, 0 B left" in head) is fits
+    assert (": does not fit, 24.50 GiB of 23.00 GiB" in does_not_fit(estimate)) is not fits
+    (line,) = device_footprint(estimate)
+    assert line.endswith(f"that is {'23.00' if fits else '24.50'} GiB of 23.00 GiB.")
+
+
+def test_while_it_plans_the_page_says_what_it_does_and_for_how_long():
+    answer = Answer()
+    assert "Starting" in places(PageQuestion(), answer)[0]
+    answer.take(Progress("Step 1 of 4: running the plain step dry"))
+    answer.take(Waited(7))
+    assert "Step 1 of 4: running the plain step dry (7 s)" in places(PageQuestion(), answer)[0]
+    answer.take(of_card(fits=True))
+    answer.take(Progress("Step 4 of 4: 3 of 42 recipes; bf16 weights"))
+    head, _, recipes, _ = shown = places(PageQuestion(), answer)
+    assert "3 of 42 recipes" in head
+    assert "3 of 42 recipes" in recipes
+    assert "Fits" not in head, "no verdict before the plan"
+    answer.is_complete = True
+    assert not any("Step 4" in each for each in places(PageQuestion(), answer))
+    assert len(shown) == 4
+
+
+def test_there_is_nothing_to_run_where_nothing_fits_and_nothing_before_a_plan():
+    question = tiny()
+    described = question.described
+    answer = Answer(estimate=of_card(fits=False))
+    assert shown_so_far(question, described, answer)[4:] == ("", "")
+    answer.take(Refusal("it cannot fit", 2**40))
+    for text in shown_so_far(question, described, answer)[4:]:
+        assert text.startswith("# Nothing to run: this step does not fit rtx4090 within 100%")
+        assert all(line.startswith("#") for line in text.splitlines())
+
+
+@pytest.mark.slow  # a plan with its curve for a card
+def test_a_budget_that_is_a_share_of_the_plain_peak_is_that_of_the_recipes_in_bytes(monkeypatch):
+    asked = []
+
+    def fit(*args, **how):
+        asked.append(how)
+        how["notice"]("1 of 2 recipes; a recipe")
+        return RecipesRecord((Outcome(Recipe(), True, 1, 1),), "RTX 4090", 2**30)
+
+    monkeypatch.setitem(vars(tightfit), "fit", fit)
+    said = []
+    found = list(answered(tiny(budget="0.9x"), said.append))
+    assert isinstance(found[-1], RecipesRecord)
+    assert asked[0]["budget"] == found[1].budget_bytes
+    assert [each.line[:11] for each in said] == [
+        "Step 1 of 4",
+        "Step 2 of 4",
+        "Step 3 of 4",
+        "Step 4 of 4",
+        "Step 4 of 4",
+    ]
 
 
 @pytest.mark.parametrize("number", [0, -5, 1.5, 10**9, None])

@@ -97,6 +97,43 @@ def test_the_page_answers_in_a_browser(server, tab, tmp_path):
     assert tab.troubles == []
 
 
+def test_the_verdict_is_on_the_first_screen_and_goes_when_a_field_is_changed(server, tab):
+    tab.goto(server[1])
+    tab.wait_for_selector("#answer >> text=/Fits|Does not fit/")
+    assert tab.locator("#answer .verdict").first.bounding_box()["y"] < 900
+    shot(tab, "first")
+    card = tab.locator("#field-device input")
+    card.click()
+    card.press("Control+a")
+    card.press_sequentially("rtx3060")
+    cards = tab.locator("#field-device ul li").all_inner_texts()
+    shot(tab, "card")
+    assert cards
+    assert all("rtx3060" in each for each in cards)
+    card.press("Enter")
+    tab.wait_for_selector("#answer >> text=Changed: press Predict")
+    assert "Fits" not in tab.locator("#answer").inner_text()
+    for number in ("0", "-5", "1.5", "100000"):
+        tab.locator("#field-batch_size input").fill(number)
+        tab.wait_for_selector("#answer >> text=Changed: press Predict")
+        tab.locator("#ask").click()
+        tab.wait_for_selector("#answer [role=alert]")
+        assert "Fits" not in tab.locator("#answer").inner_text()
+    shot(tab, "number")
+    assert tab.troubles == []
+
+
+def test_what_does_not_fit_has_nothing_to_run(server, tab):
+    tab.goto(server[1])
+    tab.locator("#field-budget textarea, #field-budget input").first.fill("1GiB")
+    tab.locator("#ask").click()
+    tab.wait_for_selector("#answer >> text=Does not fit")
+    shot(tab, "refused")
+    choose(tab, "Run it")
+    tab.wait_for_selector("#yaml >> text=Nothing to run")
+    shot(tab, "nothing-to-run")
+
+
 def test_a_mistake_is_one_line_on_the_page(server, tab, tmp_path):
     tab.goto(server[1])
     tab.wait_for_selector("#answer .bars")

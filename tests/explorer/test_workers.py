@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tightfit.explorer.messages import Waited
 from tightfit.explorer.workers import Readers, WorkerError, Workers
 
 
@@ -98,3 +99,15 @@ def test_ctrl_c_leaves_a_worker_that_starts_alone_and_closing_ends_it(capfd):
     assert not worker.process.is_alive()
     with pytest.raises(WorkerError, match="closing"):
         ask(closing, "say", "another thing")
+
+
+def test_a_slow_answer_says_how_long_it_takes_and_is_remembered_without_that(workers, tmp_path):
+    gate = tmp_path / "gate"
+    parts = []
+    for part in workers.ask(("wait", str(gate))):
+        parts.append(part)
+        if part == Waited(1):
+            gate.touch()
+    assert parts[0] == Waited(1)
+    assert parts[-1] == str(gate)
+    assert list(workers.ask(("wait", str(gate)))) == [str(gate)]

@@ -1,6 +1,7 @@
 """Recipes for a device: found, ordered, written, and trained for real in the bytes that were predicted."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,7 +91,7 @@ def test_the_table_shows_what_fits_or_the_nearest_and_counts_the_rest():
         return RecipesRecord(tuple(rows), "RTX 4090", 2**30, "1 x 1,024 tokens", "llama")
 
     def rows(text):
-        return [int(line.split()[0]) for line in text.splitlines() if line[:1].isdigit() and "recipes" not in line]
+        return [int(line.split()[0]) for line in text.splitlines() if re.match(r"\d+ .* weights", line)]
 
     text = describe_recipes(of(2, 20), 80)
     assert text.startswith("llama, 1 x 1,024 tokens:\n2 of 22 recipes fit")

@@ -1,13 +1,13 @@
 """A recipe as a script for another library."""
 
 import json
-import subprocess
-import sys
+import shlex
 
 import pytest
 import torch
 
 from command_line import tightfit as run
+from plain_environment import plain_environment, runs
 from tightfit.config.schema import AdapterConfig
 from tightfit.errors import InputError
 from tightfit.names.optimizers import OPTIMIZERS
@@ -132,17 +132,44 @@ def folder(tmp_path_factory):
 
 
 RECIPES = {
-    "adapters": Recipe("fp32", ADAPTER.model_copy(update={"base": "bf16"}), precision="bf16"),
+    "adapters": Recipe("bf16", ADAPTER.model_copy(update={"base": "bf16"}), "adamw_fused", precision="bf16"),
+    "nf4": Recipe("bf16", ADAPTER, "adamw_fused", precision="bf16"),
     "bf16": Recipe("bf16", None, "adamw_bf16", True),
     "8bit": Recipe("fp32", None, "adamw8bit"),
     "clipped": Recipe("fp32", None, "adamw_fused", precision="bf16"),  # lightning clips none beside a fused optimizer
 }
 
 
+def installed_by(script):
+    """The requirements of the line that a script says to install it with."""
+    line = next(line for line in script.splitlines() if "pip install" in line)
+    return shlex.split(line)[2:]
+
+
+@each_library
+def test_a_script_names_what_has_to_be_installed(library):
+    def extras(recipe):
+        return installed_by(as_code(library, job(recipe)))
+
+    own = {"transformers": [], "trl": ["trl"], "lightning": []}[library]
+    also = ",lightning" if library == "lightning" else ""
+    assert extras(RECIPES["clipped"]) == [f"tightfit[hf{also}]", *own]
+    for name in ("nf4", "8bit"):
+        assert extras(RECIPES[name]) == [f"tightfit[hf{also}{',lowbit'}]", *own]
+
+
+def test_a_plain_environment_has_what_a_line_names_and_nothing_else(tmp_path):
+    environment = plain_environment(tmp_path / "site", "tightfit[hf]")
+    names = ("tightfit", "transformers", "peft", "torch", "bitsandbytes", "torchao", "trl", "pytest", "matplotlib")
+    text = f"from importlib.util import find_spec; print(*(name for name in {names} if find_spec(name)))"
+    done = runs(environment, "-c", text, cwd=tmp_path)
+    assert done.stdout.split() == ["tightfit", "transformers", "peft", "torch"], done.stderr
+
+
 @pytest.mark.slow  # each script runs in a process of its own: ten seconds of imports, and a training
 @pytest.mark.parametrize("name", RECIPES)
 @each_library
-def test_a_script_trains_two_steps_within_its_budget(library, name, folder, tmp_path):
+def test_a_script_trains_two_steps_within_its_budget_with_what_it_says_to_install(library, name, folder, tmp_path):
     recipe = RECIPES[name]
     parts = 1 if recipe.step_in_backward else 2
     # trl's loss takes room for 32768 words a token, whatever the model has.
@@ -150,8 +177,9 @@ def test_a_script_trains_two_steps_within_its_budget(library, name, folder, tmp_
     wanted = Job(recipe, str(folder), budget, 4, 48, "exact", parts, 1.0 if name == "clipped" else None)
     script = tmp_path / "train.py"
     script.write_text(as_code(library, wanted))
-    arguments = [str(script), str(folder / "texts.jsonl"), "--steps", "2", "--output", str(tmp_path / "trained")]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    environment = plain_environment(tmp_path / "site", *installed_by(script.read_text()))
+    arguments = [script, folder / "texts.jsonl", "--steps", "2", "--output", tmp_path / "trained"]
+    done = runs(environment, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Peak " in done.stdout or "peak" in done.stdout, done.stdout
     saved = {path.name for path in (tmp_path / "trained").iterdir()}

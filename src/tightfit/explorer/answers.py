@@ -4,7 +4,7 @@ Runs in a worker process. What it yields is plain data, so the process of the pa
 """
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 import tightfit
 from tightfit.errors import CannotFit, InputError, ModelError, TightfitError
-from tightfit.explorer.messages import Failure, Refusal
+from tightfit.explorer.messages import Failure, Progress, Refusal
 from tightfit.explorer.question import PageQuestion
 from tightfit.explorer.uploads import Described, Upload, read_upload
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
@@ -30,20 +30,24 @@ from tightfit.runtime.activity import aside
 from tightfit.step import TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors
+from tightfit.units import is_share_of
 
 SEED = 0  # of new weights, which have no memory
 PACKAGE = Path(tightfit.__file__).parent
 
 
+STEPS = 4  # estimate, plan, curve and recipes
+Tell = Callable[[Progress], None]
 Part = EstimateRecord | PlanRecord | CurveRecord | RecipesRecord | Refusal
 
 
-def parts_of(question: PageQuestion) -> Iterator[Part]:
-    """The parts of an answer, as each is known. Raises `TightfitError`."""
+def parts_of(question: PageQuestion, tell: Tell) -> Iterator[Part]:
+    """The parts of an answer, as each is known. `tell` is called with what is being done. Raises `TightfitError`."""
     described = question.described
+    tell(Progress(f"Step 1 of {STEPS}: running the plain step dry"))
     model = build(described)
     try:
-        yield from _parts(question, model)
+        yield from _parts(question, model, tell)
     except TightfitError:
         raise
     except Exception as error:
@@ -62,18 +66,23 @@ def build(described: Described) -> nn.Module:
     return build_dry(lambda: build_described(described.name, fields_of_it).train())
 
 
-def _parts(question: PageQuestion, model: nn.Module) -> Iterator[Part]:
+def _parts(question: PageQuestion, model: nn.Module, tell: Tell) -> Iterator[Part]:
     asked = asked_of(question, model)
     with aside(), real_tensors():
         request = asked.request()
         yield plain_data(EstimateRecord, make_estimate(request))
+        tell(Progress(f"Step 2 of {STEPS}: looking for the fastest plan that fits"))
         search = Search(request, question.budget)
         try:
             yield plain_data(PlanRecord, as_plan(search, search.run()))
         except CannotFit as error:
             yield Refusal(str(error), error.least_bytes, ways_out(error))
+        tell(Progress(f"Step 3 of {STEPS}: planning for other budgets"))
         yield plain_data(CurveRecord, Tradeoff(search).curve())
-    yield from recipes(question, model)  # last: they take the longest
+    budget: int | str = question.budget
+    if is_share_of(budget, "x"):  # of this step's plain peak, which is not that of another recipe
+        budget = search.budget_bytes
+    yield from recipes(question, model, budget, tell)  # last: they take the longest
 
 
 def asked_of(question: PageQuestion, model: nn.Module) -> Asked:
@@ -102,7 +111,7 @@ def ways_out(error: CannotFit) -> tuple[str, ...]:
     return tuple(str(way) for way in getattr(error, "ways_out", ()))
 
 
-def recipes(question: PageQuestion, model: nn.Module) -> Iterator[RecipesRecord]:
+def recipes(question: PageQuestion, model: nn.Module, budget: int | str, tell: Tell) -> Iterator[RecipesRecord]:
     """What fits the card, best first; nothing where this version has no `tightfit.fit`."""
     search = getattr(tightfit, "fit", None)
     if search is None:
@@ -110,7 +119,15 @@ def recipes(question: PageQuestion, model: nn.Module) -> Iterator[RecipesRecord]
     vocabulary = vocabulary_size(model)
     assert vocabulary is not None, "the plan has asked"
     batch = TokenBatch(question.batch_size, question.sequence_length, vocabulary)
-    found = search(model, batch, device=question.device, budget=question.budget, levers=question.allowed)
+    tell(Progress(f"Step 4 of {STEPS}: trying recipes"))
+    found = search(
+        model,
+        batch,
+        device=question.device,
+        budget=budget,
+        levers=question.allowed,
+        notice=lambda line: tell(Progress(f"Step 4 of {STEPS}: {line}")),
+    )
     outcomes = tuple(replace(outcome, plan=None) for outcome in found.outcomes)  # plans are read with torch
     yield replace(plain_data(RecipesRecord, found), outcomes=outcomes)
 
@@ -120,13 +137,16 @@ def plain_data(kind: type[Any], found: Any) -> Any:
     return kind(**{each.name: getattr(found, each.name) for each in fields(kind)})
 
 
-def answered(request: PageQuestion | Upload) -> Iterator[Any]:
-    """The parts of an answer, or of a reading of an upload; at the end a `Failure` if there is no (further) one."""
+def answered(request: PageQuestion | Upload, tell: Tell = lambda said: None) -> Iterator[Any]:
+    """The parts of an answer, or of a reading of an upload; at the end a `Failure` if there is no (further) one.
+
+    `tell` is called with a `Progress` when something else is being done.
+    """
     try:
         if isinstance(request, Upload):
             yield read_upload(request)
         else:
-            yield from parts_of(request)
+            yield from parts_of(request, tell)
     except TightfitError as error:
         yield Failure(line_of(error))
     except MemoryError:

@@ -9,6 +9,7 @@ from html import escape
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import CurvePoint, StepFigures
 from tightfit.recipes.records import Outcome, RecipesRecord
+from tightfit.recipes.table import shown_of
 from tightfit.report import tables
 from tightfit.report.picture import BUDGET_COLOUR, COLOURS, CURVE_COLOUR
 from tightfit.report.plan_tables import device_room, used_levers
@@ -24,32 +25,31 @@ LEAST_NAMED = 8  # per cent of a timeline's width that a phase needs for its nam
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of the memory bar. `reserved_bytes` and `context_bytes` stand outside of the tensors."""
+    """One line of the memory bar. `taken_bytes` is all that the step takes of the card, by the same rule that decides
+    whether it fits: `context_bytes` and what the allocator keeps stand beside the tensors.
+    """
 
     name: str
     remark: str
     step: StepFigures
+    taken_bytes: int
     context_bytes: int
 
     @property
     def slack_bytes(self) -> int:
         """What the allocator reserves beyond the tensors."""
-        return max((self.step.reserved_bytes or self.step.peak_bytes) - self.step.peak_bytes, 0)
-
-    @property
-    def taken_bytes(self) -> int:
-        return self.step.peak_bytes + self.slack_bytes + self.context_bytes
+        return max(self.taken_bytes - self.context_bytes - self.step.peak_bytes, 0)
 
 
 # The head: verdict, bar, legend
 
 
-def headline(estimate: EstimateRecord, plan: PlanRecord | None, refusal: str | None, *, is_complete: bool) -> str:
-    """The verdict in a line, and what it is about."""
+def headline(estimate: EstimateRecord, plan: PlanRecord | None, refusal: str | None, doing: str) -> str:
+    """The verdict in a line, and what it is about. `doing` is what is still being done, empty at the end."""
     if refusal is not None:
         kind, verdict = "no", f"Does not fit {estimate.device}"
-    elif plan is None and not is_complete:
-        kind, verdict = "wait", "Planning ..."
+    elif plan is None and doing:
+        kind, verdict = "wait", doing
     elif plan is None:
         kind, verdict = (
             ("yes", f"Fits {estimate.device}") if estimate.fits else ("no", f"Does not fit {estimate.device}")
@@ -61,7 +61,8 @@ def headline(estimate: EstimateRecord, plan: PlanRecord | None, refusal: str | N
         kind, verdict = "yes", f"Fits {plan.device} as it is"
     about = f"{format_count(estimate.parameters)} parameters"
     setting = f"{about}, {arithmetic(estimate.weights, estimate.precision)}, {estimate.optimizer}"
-    return f'<div class="verdict {kind}"><h2>{escape(verdict)}</h2><p class="faint">{escape(setting)}</p></div>'
+    more = f'<p class="faint">{escape(doing)}</p>' if doing and doing != verdict else ""
+    return f'<div class="verdict {kind}"><h2>{escape(verdict)}</h2><p class="faint">{escape(setting)}</p>{more}</div>'
 
 
 def sentences(plan: PlanRecord | None, refusal: str | None) -> str:
@@ -74,9 +75,11 @@ def sentences(plan: PlanRecord | None, refusal: str | None) -> str:
 
 def bars(estimate: EstimateRecord, plan: PlanRecord | None, budget: str) -> str:
     """The memory of a step against the card: the plain step, and the planned one if it differs."""
-    shown = [Bar("Plain step", _seconds(estimate.step_figures), estimate.step_figures, estimate.context_bytes)]
+    context, plain = estimate.context_bytes, estimate.step_figures
+    shown = [Bar("Plain step", _seconds(plain), plain, estimate.taken_bytes, context)]
     if plan is not None and plan.planned != plan.plain:
-        shown.append(Bar("Planned step", _seconds(plan.planned), plan.planned, estimate.context_bytes))
+        taken = plan.peak_bytes if plan.room is None else plan.room.taken_bytes
+        shown.append(Bar("Planned step", _seconds(plan.planned), plan.planned, taken, context))
     device_bytes = estimate.device_bytes
     budget_bytes = parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=estimate.peak_bytes)
     scale = ROOM * max(device_bytes, budget_bytes, *(bar.taken_bytes for bar in shown))
@@ -281,32 +284,40 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def recipes(record: RecipesRecord) -> str:
-    """The recipes as a table, best first."""
-    columns = ("recipe", "fits", "levers", "changes", "peak", "step", "tokens/s", "longest sequence", "largest batch")
-    rows = [_recipe(outcome) for outcome in record.outcomes]
-    chosen = 0 if record.best is not None else None
-    return f"<p>{escape(record.sentence)}</p>{_marked(tables.table(columns, rows, texts=4, chosen=chosen))}"
+    """The recipes that fit, best first; the nearest of the others; the rest folded."""
+    shown = len(shown_of(record))
+    fitting, nearest, rest = record.fitting, record[len(record.fitting) : shown], record[shown:]
+    text = f"<p>{escape(record.sentence)}</p>"
+    if fitting:
+        text += _recipes(fitting, ("peak", "longest sequence", "largest batch", "step", "tokens/s"), chosen=0)
+    if nearest:
+        text += f"<h3>The nearest that do not fit</h3>{_recipes(nearest, ('needs',))}"
+    if rest:
+        least = format_bytes(min(outcome.needed_bytes for outcome in rest))
+        text += f"<details><summary>{len(rest)} more, from {least}</summary>{_recipes(rest, ('needs',))}</details>"
+    return f'<div class="recipes">{text}{"".join(f"<p>{escape(note)}</p>" for note in record.notes)}</div>'
 
 
-def _recipe(outcome: Outcome) -> tuple[str, ...]:
+def _recipes(outcomes: Sequence[Outcome], figures: Sequence[str], chosen: int | None = None) -> str:
+    columns = ("recipe", "changes", *figures)
+    rows = [_recipe(outcome, figures) for outcome in outcomes]
+    return tables.table(columns, rows, texts=2, chosen=chosen)
+
+
+def _recipe(outcome: Outcome, figures: Sequence[str]) -> tuple[str, ...]:
     def figure(value: object) -> str:
         return "" if value is None else str(value)
 
-    return (
-        outcome.name,
-        "yes" if outcome.fits else f"needs {format_bytes(outcome.needed_bytes)}",
-        ", ".join(outcome.levers) or "none",
-        outcome.changes,
-        format_bytes(outcome.peak_bytes) if outcome.fits else "",
-        "" if outcome.step_seconds is None else format_seconds(outcome.step_seconds),
-        "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
-        figure(outcome.longest_sequence),
-        figure(outcome.largest_batch),
-    )
-
-
-def _marked(table: str) -> str:
-    return f'<div class="recipes">{table}</div>'
+    levers = f"; levers {', '.join(outcome.levers).replace('_', ' ')}" if outcome.levers else ""
+    cells = {
+        "peak": format_bytes(outcome.peak_bytes),
+        "needs": format_bytes(outcome.needed_bytes),
+        "step": "" if outcome.step_seconds is None else format_seconds(outcome.step_seconds),
+        "tokens/s": "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
+        "longest sequence": figure(outcome.longest_sequence),
+        "largest batch": figure(outcome.largest_batch),
+    }
+    return outcome.name, f"{outcome.changes}{levers}", *(cells[name] for name in figures)
 
 
 # Lines

@@ -17,3 +17,17 @@ class Failure:
     """That a question has no answer, or none from here on, in one line."""
 
     line: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is being done for an answer, in one line: "2 of 4: looking for the fastest plan"."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Waited:
+    """That the answer is still being computed, after so many whole seconds."""
+
+    seconds: int

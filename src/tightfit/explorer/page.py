@@ -1,4 +1,4 @@
-"""The page: fields on the left, the memory bar on top, and the parts of an answer in tabs."""
+"""The page: fields on the left; beside them the verdict, the memory bar, and the parts of an answer in tabs."""
 
 import importlib.resources
 import os
@@ -12,7 +12,7 @@ import tightfit
 from tightfit.errors import InputError, TightfitError
 from tightfit.explorer import drawings, writing
 from tightfit.explorer.limits import UPLOAD_BYTES
-from tightfit.explorer.messages import Failure, Refusal
+from tightfit.explorer.messages import Failure, Progress, Refusal, Waited
 from tightfit.explorer.question import (
     ALLOWED,
     BASES,
@@ -23,7 +23,7 @@ from tightfit.explorer.question import (
     choosable_models,
     choosable_optimizers,
 )
-from tightfit.explorer.uploads import Reading, Upload
+from tightfit.explorer.uploads import Described, Reading, Upload
 from tightfit.explorer.workers import Readers, Workers
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.recipes.records import RecipesRecord
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 INSTALL_HINT = "pip install 'tightfit[explore]'"
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")  # of the reader's machine
 MONO_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace")
+CHANGED = "Changed: press Predict for the answer"
 WAITING = 64  # questions that may wait for a worker, over all readers
 FIELDS = (
     "model", "device", "sequence_length", "batch_size", "precision", "dtype", "optimizer", "step_in_backward", "rank",
@@ -52,6 +53,8 @@ class Answer:
     curve: CurveRecord | None = None
     recipes: RecipesRecord | None = None
     failure: Failure | None = None
+    progress: Progress | None = None
+    waited: Waited | None = None
     is_complete: bool = False
 
     def take(self, part: Any) -> None:
@@ -62,9 +65,19 @@ class Answer:
             ("curve", CurveRecord),
             ("recipes", RecipesRecord),
             ("failure", Failure),
+            ("progress", Progress),
+            ("waited", Waited),
         ):
             if isinstance(part, kind):
                 setattr(self, name, part)
+
+    @property
+    def doing(self) -> str:
+        """What is being done and for how long the reader has waited; empty at the end."""
+        if self.is_complete:
+            return ""
+        line = "Starting" if self.progress is None else self.progress.line
+        return line if self.waited is None else f"{line} ({self.waited.seconds} s)"
 
 
 def gradio_package() -> Any:
@@ -103,14 +116,14 @@ def build_page(workers: Workers) -> "gradio.Blocks":
             "step. No weights are loaded, nothing leaves this machine.</p>",
             elem_id="head",
         )
-        head = gr.HTML(drawings.waiting("Starting ..."), elem_classes="tf", elem_id="answer")
         uploaded = gr.State(None)
         with gr.Row():
-            with gr.Column(scale=1, min_width=290):
+            with gr.Column(scale=1, min_width=330):
                 fields = _fields(gr, default)
-                with gr.Row():
-                    ask = gr.Button("Predict", variant="primary", elem_id="ask")
+                ask = gr.Button("Predict", variant="primary", elem_id="ask")
             with gr.Column(scale=3, min_width=330):
+                # Beside the fields, and on a narrow screen below the button that was pressed.
+                head = gr.HTML(drawings.waiting("Starting ..."), elem_classes="tf", elem_id="answer")
                 with gr.Tab("Timeline"):
                     timeline = gr.HTML("", elem_classes="tf", elem_id="timeline")
                 with gr.Tab("Recipes", visible=has_recipes()):
@@ -138,18 +151,32 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         # One question a reader at a time, the newest, and as many readers at once as there are workers.
         how: dict[str, Any] = {"concurrency_limit": workers.count, "concurrency_id": "questions"}
         private = {"api_visibility": "private", "show_progress": "hidden"}
-        asked = ask.click(on_ask, inputs, shown, **how, **private, trigger_mode="always_last")
-        page.load(on_ask, inputs, shown, **how, **private)
-        fields["file"].upload(
-            on_upload,
-            [fields["file"], *(fields[name] for name in FIELDS)],
-            [uploaded, fields["notes"], fields["file"], *(fields[name] for name in FIELDS)],
-            **how,
-            **private,
-        ).then(on_ask, inputs, shown, **how, **private)
-        fields["model"].input(
-            lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, cancels=[asked], **private
+        asked = [
+            ask.click(on_ask, inputs, shown, **how, **private, trigger_mode="always_last"),
+            page.load(on_ask, inputs, shown, **how, **private),
+        ]
+        uploading = (
+            fields["file"]
+            .upload(
+                on_upload,
+                [fields["file"], *(fields[name] for name in FIELDS)],
+                [uploaded, fields["notes"], fields["file"], *(fields[name] for name in FIELDS)],
+                **how,
+                **private,
+            )
+            .then(on_ask, inputs, shown, **how, **private)
         )
+        fields["model"].input(lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, **private)
+
+        def on_change(changing: Any) -> tuple[str, ...]:
+            readers.asks(str(changing.session_hash))  # whoever still answers the question before stops
+            return (drawings.waiting(CHANGED), *[""] * (len(shown) - 1))
+
+        on_change.__annotations__["changing"] = gr.Request
+        for name in FIELDS:
+            fields[name].input(on_change, None, shown, queue=False, cancels=[*asked, uploading], **private)
+            if hasattr(fields[name], "submit"):
+                fields[name].submit(on_ask, inputs, shown, **how, **private)
 
         def on_leave(leaving: Any) -> None:
             readers.leaves(str(leaving.session_hash))
@@ -184,12 +211,18 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
     with gr.Row():
         number("sequence_length", "Sequence, tokens")
         number("batch_size", "Batch, sequences")
-    choice("dtype", "Weights", DTYPES, min_width=120)
-    choice("precision", "Arithmetic", PRECISIONS, min_width=120)
-    choice("optimizer", "Optimizer", choosable_optimizers(), allow_custom_value=True)  # offloaded_adamw:0.5
-    fields["step_in_backward"] = gr.Checkbox(
-        default.step_in_backward, label="Update each weight in backward", elem_id="field-step_in_backward"
-    )
+    fields["budget"] = gr.Textbox(
+        default.budget, label="Budget", info="22GiB, 80% of the card, or 0.5x of the plain peak",
+        elem_id="field-budget", max_length=40,
+    )  # fmt: skip
+    with gr.Accordion("How it is trained", open=False):
+        choice("dtype", "Weights", DTYPES, min_width=120)
+        choice("precision", "Arithmetic", PRECISIONS, min_width=120)
+        choice("optimizer", "Optimizer", choosable_optimizers(), allow_custom_value=True)  # offloaded_adamw:0.5
+        fields["step_in_backward"] = gr.Checkbox(
+            default.step_in_backward, label="Update each weight in backward", elem_id="field-step_in_backward"
+        )
+        choice("levers", "A plan may use", ALLOWED)
     with gr.Accordion("Adapters (LoRA, QLoRA)", open=False):
         number("rank", "Rank; 0 trains all weights")
         choice("base", "Frozen weights", BASES)
@@ -197,11 +230,6 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
             default.targets, label="Layers", placeholder="q_proj+v_proj, or all-linear; empty: peft's choice",
             elem_id="field-targets", max_length=200,
         )  # fmt: skip
-    fields["budget"] = gr.Textbox(
-        default.budget, label="Budget", info="22GiB, 80% of the card, or 0.5x of the plain peak",
-        elem_id="field-budget", max_length=40,
-    )  # fmt: skip
-    choice("levers", "A plan may use", ALLOWED)
     return fields
 
 
@@ -218,37 +246,47 @@ def answers(
     except TightfitError as error:
         yield (drawings.failure(str(error)), "", "", "", "", "")
         return
-    texts = writing.yaml_text(question, described), writing.python_text(question, described)
     answer = Answer()
-    yield (drawings.waiting("Running the step dry ..."), "", "", "", *texts)
+    yield shown_so_far(question, described, answer)
     try:
         for part in workers.ask(question, has_left):
             answer.take(part)
-            if answer.estimate is not None:
-                yield (*places(question, answer), *texts)
+            yield shown_so_far(question, described, answer)
     except TightfitError as error:
         if has_left():  # a newer question of this reader writes to the same places
             return
         answer.failure = Failure(str(error))
     answer.is_complete = True
-    yield (*places(question, answer), *texts)
+    yield shown_so_far(question, described, answer)
+
+
+def shown_so_far(question: PageQuestion, described: Described, answer: Answer) -> tuple[str, ...]:
+    """The six places of an answer, as far as it is known. What does not fit is nothing to run."""
+    texts = "", ""
+    if answer.plan is not None:
+        texts = writing.yaml_text(question, described), writing.python_text(question, described)
+    elif answer.refusal is not None:
+        texts = (writing.nothing_to_run(question),) * 2
+    return (*places(question, answer), *texts)
 
 
 def places(question: PageQuestion, answer: Answer) -> tuple[str, str, str, str]:
     """Head, timeline, recipes and curve, as far as they are known."""
-    estimate, plan = answer.estimate, answer.plan
+    estimate, plan, doing = answer.estimate, answer.plan, answer.doing
+    if estimate is None and doing:
+        return drawings.waiting(doing), "", "", ""
     if estimate is None:
         line = answer.failure.line if answer.failure is not None else "the answer has no parts: ask again"
         return drawings.failure(line), "", "", ""
     refusal = answer.refusal
-    head = drawings.headline(estimate, plan, None if refusal is None else refusal.line, is_complete=answer.is_complete)
+    head = drawings.headline(estimate, plan, None if refusal is None else refusal.line, doing)
     head += drawings.bars(estimate, plan, question.budget)
     head += drawings.sentences(plan, None if refusal is None else refusal.line)
     if refusal is not None and refusal.ways_out:
         head += f"<h3>Ways out</h3>{drawings.paragraphs(refusal.ways_out)}"
     if answer.failure is not None:
         head += drawings.failure(answer.failure.line)
-    working = "" if answer.is_complete else drawings.waiting("Running dry ...")
+    working = drawings.waiting(doing) if doing else ""
     recipes = drawings.recipes(answer.recipes) if answer.recipes is not None else working
     drawn = working
     if answer.curve is not None:

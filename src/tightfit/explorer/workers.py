@@ -20,6 +20,7 @@ from typing import Any
 
 from tightfit.errors import TightfitError
 from tightfit.explorer.limits import SECONDS
+from tightfit.explorer.messages import Progress, Waited
 from tightfit.runtime.idle_lines import leave_out_idle_lines
 
 MEMORY_BYTES = 8 * 2**30  # of data that a worker may allocate; dry runs of the largest models need 1 GiB
@@ -64,23 +65,33 @@ class Worker:
         """The parts of an answer, as they come. Raises `WorkerError`, also where `is_over` says that nobody waits."""
         try:
             while not self.is_ready:  # the imports are not the question's
-                self.is_ready = self._next(is_over, math.inf, seconds) == READY
-            deadline = time.monotonic() + seconds
+                for part in self._next(is_over, time.monotonic(), math.inf):
+                    self.is_ready = part == READY
+            began = time.monotonic()
             self.pipe.send(question)
-            while (part := self._next(is_over, deadline, seconds)) != END:
-                yield part
+            while True:
+                for part in self._next(is_over, began, seconds):
+                    if part == END:
+                        return
+                    yield part
         except (EOFError, OSError) as error:
             raise WorkerError("the process that computed this answer ended: ask for less, or ask again") from error
 
-    def _next(self, is_over: Callable[[], bool], deadline: float, seconds: float) -> Any:
+    def _next(self, is_over: Callable[[], bool], began: float, seconds: float) -> Iterator[Any]:
+        """What the process sends next, and before it a `Waited` for each second that this takes."""
+        told = 0
         while not self.pipe.poll(LOOK_SECONDS):
             if is_over():
                 raise WorkerError(OVER)
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > seconds:
                 raise WorkerError(
                     f"no answer within {seconds:.0f} seconds: ask for a smaller model or batch, or use the command line"
                 )
-        return self.pipe.recv()
+            if waited >= 1 and int(waited) > told:
+                told = int(waited)
+                yield Waited(told)
+        yield self.pipe.recv()
 
     def end(self) -> None:
         """End the process, whatever it does."""
@@ -139,7 +150,8 @@ class Workers:
         is_whole = False
         try:
             for part in worker.ask(question, is_over, self.seconds):
-                parts.append(part)
+                if not isinstance(part, Progress | Waited):  # of this answer, and not of one from memory
+                    parts.append(part)
                 yield part
             is_whole = True
         finally:
@@ -188,7 +200,10 @@ class Workers:
 
 
 def serve(pipe: Connection, answer: str) -> None:
-    """A worker's life: read a question, send the parts of its answer, until the page is gone."""
+    """A worker's life: read a question, send the parts of its answer, until the page is gone.
+
+    The function that `answer` names gets the question, and a function that sends something before the next part.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of the terminal; the page ends us
     leave_out_idle_lines()
     os.environ.update(OFFLINE)
@@ -202,7 +217,7 @@ def serve(pipe: Connection, answer: str) -> None:
         except (EOFError, OSError):
             return
         try:
-            for part in answers(question):
+            for part in answers(question, pipe.send):
                 pipe.send(part)
             pipe.send(END)
         except (BrokenPipeError, ConnectionResetError):
@@ -225,7 +240,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
-def _loaded(answer: str) -> Callable[[Any], Iterator[Any]]:
+def _loaded(answer: str) -> Callable[[Any, Callable[[Any], None]], Iterator[Any]]:
     """The function that `module:function` names, once the process is set up."""
     module, _, name = answer.partition(":")
     return getattr(importlib.import_module(module), name)

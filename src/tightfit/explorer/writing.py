@@ -11,6 +11,14 @@ FOLDER = "./model"  # stands for the place of a model that was uploaded as a con
 DTYPES_OF_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 
 
+def nothing_to_run(question: PageQuestion) -> str:
+    """What stands in the place of something to run where no plan fits."""
+    return (
+        f"# Nothing to run: this step does not fit {question.device} within {question.budget}.\n"
+        "# The tab Recipes has those that fit, and the ways out stand above.\n"
+    )
+
+
 def yaml_text(question: PageQuestion, described: Described) -> str:
     """A configuration that `tightfit train` and `tightfit plan` read."""
     training: dict[str, Any] = {

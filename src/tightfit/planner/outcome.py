@@ -62,6 +62,14 @@ class EstimateRecord:
         return self.step_figures.reserved_bytes
 
     @property
+    def taken_bytes(self) -> int:
+        """What the step takes of the device: tensors, and on CUDA the allocator's segments and the context. Where it
+        fits, at most the device: near its limit the allocator returns free segments.
+        """
+        whole = (self.reserved_bytes or self.peak_bytes) + self.context_bytes
+        return min(whole, self.device_bytes) if self.fits else whole
+
+    @property
     def step_seconds(self) -> float:
         return self.step_figures.step_seconds
 

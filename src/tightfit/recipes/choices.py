@@ -70,12 +70,17 @@ def not_installed(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips:
     )
 
 
-def missing_packages(recipe: Recipe) -> tuple[str, ...]:
-    """The packages that a recipe needs and that are not installed."""
+def needed_packages(recipe: Recipe) -> tuple[str, ...]:
+    """The packages that a recipe needs beside those that tightfit always brings."""
     base = None if recipe.adapter is None else recipe.adapter.base
     kind = parse_optimizer(recipe.optimizer).kind
     needed = [*([] if base is None else ["peft", PACKAGES.get(base)]), PACKAGES.get(kind)]
-    return tuple(package for package in dict.fromkeys(needed) if package is not None and find_spec(package) is None)
+    return tuple(package for package in dict.fromkeys(needed) if package is not None)
+
+
+def missing_packages(recipe: Recipe) -> tuple[str, ...]:
+    """Those of them that are not installed."""
+    return tuple(package for package in needed_packages(recipe) if find_spec(package) is None)
 
 
 def installed(recipes: Iterable[Recipe]) -> list[Recipe]:

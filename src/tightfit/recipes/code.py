@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tightfit.errors import InputError
 from tightfit.names.optimizers import parse_optimizer
 from tightfit.planner.levers import MicroBatches, allowed_levers
+from tightfit.recipes.choices import EXTRAS, install_line, needed_packages
 from tightfit.recipes.lines import in_short
 from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
 
@@ -91,6 +92,7 @@ def as_code(library: str, job: Job) -> str:
 def _transformers(job: Job) -> str:
     return _script(
         job,
+        "transformers",
         imports=[
             "from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments",
             "",
@@ -121,6 +123,7 @@ tokenizer.save_pretrained(options.output)
 def _trl(job: Job) -> str:
     return _script(
         job,
+        "trl",
         imports=[
             "from datasets import Dataset",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -173,6 +176,7 @@ def _lightning(job: Job) -> str:
     mixed = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[job.recipe.precision]
     return _script(
         job,
+        "lightning",
         imports=[
             "from pytorch_lightning import LightningModule, Trainer",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -238,7 +242,9 @@ if len(rows) < BATCH:
 """
 
 
-def _script(job: Job, *, imports: list[str], data: str, training: str, classes: str = "", moved: bool = False) -> str:
+def _script(
+    job: Job, library: str, *, imports: list[str], data: str, training: str, classes: str = "", moved: bool = False
+) -> str:
     """The parts that all scripts share, around the library's own."""
     recipe = job.recipe
     third, ours = imports[: imports.index("")], imports[imports.index("") + 1 :]
@@ -262,6 +268,7 @@ def _script(job: Job, *, imports: list[str], data: str, training: str, classes: 
     return f'''\
 """Trains {_in_docstring(job.model)}: {recipe.name}. Written by tightfit.
 
+    {_install_line(job.recipe, library)}
     python THIS_FILE [MODEL] DATA
 
 MODEL is a folder or a name. DATA has a JSON object with a "text" on each line. A step stays within {job.budget}.
@@ -290,6 +297,14 @@ options = parser.parse_args()
 {_optimizer(recipe, name, settings)}
 {data}
 {training}'''
+
+
+def _install_line(recipe: Recipe, library: str) -> str:
+    """The command that installs what the script imports."""
+    extras = {"hf", *(EXTRAS[package] for package in needed_packages(recipe))}
+    if library == "lightning":
+        extras.add(library)
+    return install_line(sorted(extras)) + (f" {library}" if library == "trl" else "")
 
 
 def _in_docstring(text: str) -> str:

@@ -42,18 +42,18 @@ def does_not_fit(estimate: EstimateRecord) -> str:
     """A clause that the step without levers is too large for the device; empty if it fits."""
     if estimate.fits:
         return ""
-    whole = (estimate.reserved_bytes or estimate.peak_bytes) + estimate.context_bytes
-    return f": does not fit, {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}"
+    return f": does not fit, {format_bytes(estimate.taken_bytes)} of {format_bytes(estimate.device_bytes)}"
 
 
 def device_footprint(estimate: EstimateRecord) -> list[str]:
     """A sentence about a CUDA device's memory besides the tensors."""
     if estimate.reserved_bytes is None:
         return []
-    whole = estimate.reserved_bytes + estimate.context_bytes
+    reserved = estimate.taken_bytes - estimate.context_bytes
     return [
-        f"The allocator reserves {format_bytes(estimate.reserved_bytes)}; with {format_bytes(estimate.context_bytes)} "
-        f"assumed for the context that is {format_bytes(whole)} of {format_bytes(estimate.device_bytes)}."
+        f"The allocator reserves {format_bytes(reserved)}; with {format_bytes(estimate.context_bytes)} "
+        f"assumed for the context that is {format_bytes(estimate.taken_bytes)} of "
+        f"{format_bytes(estimate.device_bytes)}."
     ]
 
 
@@ -179,7 +179,9 @@ def comparison(plan: PlanRecord) -> Table:
 
     row("peak", plain.peak_bytes, planned.peak_bytes, format_bytes)
     if plain.reserved_bytes is not None and planned.reserved_bytes is not None:
-        row("reserved", plain.reserved_bytes, planned.reserved_bytes, format_bytes)
+        # What the planned step takes is said above: near the device's limit the allocator returns free segments.
+        held = planned.reserved_bytes if plan.room is None else plan.room.taken_bytes - plan.room.context_bytes
+        row("reserved", plain.reserved_bytes if plan.levers else held, held, format_bytes)
     row("step", plain.step_seconds, planned.step_seconds, format_seconds)
     table.add_section()
     table.add_row("at the peak")

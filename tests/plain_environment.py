@@ -1,0 +1,62 @@
+"""An environment that has what a `pip install` line names and what that requires, and nothing else that is installed
+here. It is made of links into this one, so it takes no time and no registry.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+SOURCES = Path(__file__).resolve().parent.parent / "src"
+
+
+def required_by(lines):
+    """The distributions that requirements need, by name. Those that are not installed here are left out."""
+    found, waiting = {}, [Requirement(line) for line in lines]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        extras = wanted.extras | found.get(name, (None, set()))[1]
+        if name in found and extras == found[name][1]:
+            continue
+        try:
+            there = distribution(name)
+        except ModuleNotFoundError:
+            continue
+        found[name] = there, extras
+        for line in there.requires or ():
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+                waiting.append(needed)
+    return {name: there for name, (there, _) in found.items()}
+
+
+def plain_environment(folder: Path, *lines: str) -> dict[str, str]:
+    """The variables of a process in such an environment, made in `folder`. Start Python with `-S`: the packages of this
+    one are not on its path.
+    """
+    folder.mkdir()
+    for name, there in required_by(lines).items():
+        if name != "tightfit":
+            _link(there, folder)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
+    return {**kept, "PYTHONPATH": f"{folder}:{SOURCES}", "HF_HUB_OFFLINE": "1"}
+
+
+def _link(there: Distribution, folder: Path) -> None:
+    tops = {file.parts[0] for file in there.files or () if file.parts[0] not in ("..", "__pycache__")}
+    for top in tops:
+        place, link = Path(str(there.locate_file(top))), folder / top
+        if place.exists() and not link.exists():
+            link.symlink_to(place)
+
+
+def runs(environment: dict[str, str], *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
+    """Python with these arguments in that environment."""
+    return subprocess.run(
+        [sys.executable, "-S", *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True
+    )
