@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 
 import pytest
 import yaml
@@ -217,3 +218,20 @@ def test_errors_about_a_model_name_the_option_that_was_written_and_not_all_archi
     error = tightfit("estimate", "--model", path).error
     assert "model_type" in error
     assert len(error) < 600
+
+
+def test_an_unknown_model_type_and_heads_that_do_not_divide_are_said_in_our_words(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "lamma", "hidden_size": 8}')
+    error = tightfit("estimate", "--model", path).error
+    assert re.search(r"transformers \d[\d.]+ knows no model_type 'lamma': did you mean llama\? Else update it", error)
+    shape = {"hidden_size": 100, "num_attention_heads": 3, "num_hidden_layers": 1, "vocab_size": 64}
+    path.write_text(json.dumps({"model_type": "llama", **shape}))
+    error = tightfit("estimate", "--model", path).error
+    assert "its config holds what cannot be: The hidden size (100) is not a multiple of" in error
+
+
+def test_a_budget_that_is_none_is_refused_before_a_model_is_built(monkeypatch):
+    monkeypatch.setattr(sources, "build", None)
+    for command in ("plan", "verify", "fit"):
+        assert "'banana' is not an amount of memory" in tightfit(command, "--model", "cpu8", "--budget", "banana").error

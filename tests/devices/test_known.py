@@ -104,6 +104,7 @@ def test_an_unknown_card_is_answered_with_the_nearest():
         lookup("rtx4091")
     assert nearest("a100")[:2] == ["a100-80", "a100-40"]
     assert nearest("v100")[:2] == ["v100-32", "v100-16"]
+    assert nearest("rtx309")[:2] == ["rtx3090", "rtx3090ti"]
 
 
 def test_a_card_that_is_not_here_runs_nothing():

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from tightfit.cli.adapter import BASES, DEFAULT, adapter_setting, base_of
 from tightfit.errors import InputError
 from tightfit.ranks.world import world_of
+from tightfit.units import check_budget
 
 SIZE, LENGTH = 1, 1024  # of a batch, where a question about a --model gives none
 LEVERS = "rounding"  # which `fit` and `plan --maximise` take for a --model: those of a training
@@ -70,6 +71,8 @@ class Question:
         if question.config is not None and question.model is not None:
             raise InputError(f"{question.config!r} and --model are both given: ask about one of them")
         question.check_weights()
+        if question.budget is not None:
+            check_budget(question.budget)
         world_of(question.world_size, question.nodes, question.parallel)
         return question
 

@@ -78,10 +78,6 @@ def fit(
 
     [dim]tightfit fit examples/quickstart.yaml --device rtx3060 --pick 1 --output run.yaml[/]
     """
-    from tightfit.cli.recipe_subject import recipe_subject
-    from tightfit.cli.transformers_index import read_once
-    from tightfit.recipes.table import describe_recipes
-
     if pick is not None and output is None:
         raise InputError("--pick says which recipe --output writes, which is not given: give a file")
     if as_ is not None and output is None:
@@ -90,6 +86,10 @@ def fit(
     if output is not None and question.world_size is not None:
         raise InputError("--output writes a recipe of one process, and --world-size is given: leave one out")
     question = _with_tokens(question, tokens_per_step)
+    from tightfit.cli.recipe_subject import recipe_subject
+    from tightfit.cli.transformers_index import read_once
+    from tightfit.recipes.table import describe_recipes
+
     with _seldom_collecting(), read_once():
         subject = recipe_subject(question)
         with Waiting() as waiting:

@@ -89,6 +89,7 @@ def nearest(name: str, others: tuple[str, ...] = ()) -> list[str]:
     # A common beginning counts more than common letters: "a100" means one of the A100s.
     begins = [key for short, key in keys.items() if wanted and (short.startswith(wanted) or wanted.startswith(short))]
     alike = [keys[short] for short in difflib.get_close_matches(wanted or name.lower(), keys, n=3)]
+    begins.sort(key=lambda key: (not plain(key).startswith(wanted), len(key)))  # rtx3090 before rtx3090ti
     return list(dict.fromkeys((*begins, *alike)))
 
 

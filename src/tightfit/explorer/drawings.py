@@ -323,9 +323,9 @@ def _recipe(outcome: Outcome, figures: Sequence[str]) -> tuple[str, ...]:
 # Lines
 
 
-def failure(line: str) -> str:
+def failure(line: str, head: str = "No answer") -> str:
     """An error, in one line."""
-    return f'<div class="verdict no" role="alert"><h2>No answer</h2><p>{escape(line)}</p></div>'
+    return f'<div class="verdict no" role="alert"><h2>{escape(head)}</h2><p>{escape(line)}</p></div>'
 
 
 def waiting(line: str) -> str:

@@ -285,7 +285,7 @@ def places(question: PageQuestion, answer: Answer) -> tuple[str, str, str, str]:
     if refusal is not None and refusal.ways_out:
         head += f"<h3>Ways out</h3>{drawings.paragraphs(refusal.ways_out)}"
     if answer.failure is not None:
-        head += drawings.failure(answer.failure.line)
+        head += drawings.failure(answer.failure.line, "The rest has no answer")
     working = drawings.waiting(doing) if doing else ""
     recipes = drawings.recipes(answer.recipes) if answer.recipes is not None else working
     drawn = working

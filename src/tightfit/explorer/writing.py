@@ -15,7 +15,7 @@ def nothing_to_run(question: PageQuestion) -> str:
     """What stands in the place of something to run where no plan fits."""
     return (
         f"# Nothing to run: this step does not fit {question.device} within {question.budget}.\n"
-        "# The tab Recipes has those that fit, and the ways out stand above.\n"
+        "# The tab Recipes has what fits, or comes nearest.\n"
     )
 
 

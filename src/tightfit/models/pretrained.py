@@ -1,6 +1,7 @@
 """Models from `transformers`: a local folder, a config.json, a published model by its name, or one on the hub."""
 
 import difflib
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -219,6 +220,22 @@ def transformers_package() -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The error's text on one line, without the names of all architectures that transformers knows."""
+    """The error's text on one line, without the names of all architectures that transformers knows, nor those of its
+    own exceptions.
+    """
     text = " ".join(str(error).split())
+    if (unknown := re.search(r"has model type `(.+?)` but Transformers does not recognize", text)) is not None:
+        return _unknown_type(unknown[1])
+    text = re.sub(r"^Class validation error for validator '\w+': (\w+Error: )?", "", text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def _unknown_type(name: str) -> str:
+    """What to do about a `model_type` that the installed transformers does not know."""
+    transformers = transformers_package()
+    near = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), n=1)
+    hint = f"did you mean {near[0]}? Else " if near else ""
+    return (
+        f"transformers {transformers.__version__} knows no model_type {name!r}: {hint}update it (pip install --upgrade "
+        "transformers)"
+    )
