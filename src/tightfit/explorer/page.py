@@ -113,7 +113,7 @@ def build_page(workers: Workers) -> "gradio.Blocks":
     with gr.Blocks(title="tightfit: what fits this card?", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(
             "<h1>What fits this card?</h1><p>Peak memory and time of one training step, from a dry run of the real "
-            "step. No weights are loaded, nothing leaves this machine.</p>",
+            "step.<span> No weights are loaded, nothing leaves this machine.</span></p>",
             elem_id="head",
         )
         uploaded = gr.State(None)
@@ -209,10 +209,10 @@ def _fields(gr: Any, default: PageQuestion) -> dict[str, Any]:
     fields["notes"] = gr.HTML("", elem_classes="tf", elem_id="notes")
     choice("device", "Card", choosable_devices())
     with gr.Row():
-        number("sequence_length", "Sequence, tokens")
-        number("batch_size", "Batch, sequences")
+        number("sequence_length", "Tokens")
+        number("batch_size", "Sequences")
     fields["budget"] = gr.Textbox(
-        default.budget, label="Budget", info="22GiB, 80% of the card, or 0.5x of the plain peak",
+        default.budget, label="Budget", info="22GiB, 80% (of the card), 0.5x (of plain)",
         elem_id="field-budget", max_length=40,
     )  # fmt: skip
     with gr.Accordion("How it is trained", open=False):
