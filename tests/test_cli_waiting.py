@@ -4,6 +4,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -13,6 +14,7 @@ import time
 
 import pytest
 
+from command_line import tightfit
 from tightfit.cli.waiting import CLEAR, Waiting
 
 
@@ -87,3 +89,22 @@ def test_signals_are_as_they_were_behind_it_and_a_thread_that_has_none_writes_at
     thread.start()
     thread.join()
     assert log.getvalue() == "0 s: a step\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--budget", "0.9x"),
+        ("estimate",),
+        pytest.param(("plan", "--budget", "1KiB"), marks=pytest.mark.slow),  # ways out and recipes: many dry runs
+        pytest.param(("fit", "--device", "cpu"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_that_runs_steps_dry_says_what_it_does_where_that_takes_long(arguments, monkeypatch):
+    monkeypatch.setattr(Waiting.__init__, "__defaults__", (None, 0.0))
+    outcome = tightfit(*arguments, "--model", "models_by_name:decoder", "--seq-len", 16)
+    lines = [line for line in outcome.err.splitlines() if re.match(r"\d+ s: ", line)]
+    assert lines
+    assert all(line.partition(": ")[2] for line in lines)
+    if arguments[-1] == "1KiB":
+        assert any("looking for ways out" in line for line in lines)

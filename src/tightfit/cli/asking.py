@@ -13,6 +13,7 @@ from tightfit.cli import options
 from tightfit.cli.inference import check_inference, inferred
 from tightfit.cli.light import answering
 from tightfit.cli.question import LEVERS, NO_BUDGET, Question
+from tightfit.cli.waiting import Waiting
 from tightfit.errors import BudgetError, InputError, OutputError, VerificationFailed
 
 if TYPE_CHECKING:
@@ -54,9 +55,10 @@ def estimate(
         return
     from tightfit.report.plan_tables import describe_estimate
 
-    with answering(question):
+    with answering(question), Waiting() as waiting:
         from tightfit.cli.subject import subject_of
 
+        waiting("running the step dry")
         found = subject_of(question, dry=True).estimate()
         write("page", found.to_html, html)
         write("picture", found.to_png, png)
@@ -65,10 +67,11 @@ def estimate(
 
 def show_inference(question: Question, new_tokens: int | None, as_json: bool, png: Path | None) -> None:
     """Answer `estimate --inference`."""
-    with answering(question):
+    with answering(question), Waiting() as waiting:
         from tightfit.any_code.describe import describe_generation
         from tightfit.report.picture import memory_picture
 
+        waiting("running prompt and generation dry")
         found = inferred(question, new_tokens)
         write("picture", lambda path: path.write_bytes(memory_picture(found.figures, None)), png)
     show(dict(found.to_dict()) if as_json else describe_generation(found, columns()))
@@ -114,12 +117,13 @@ def plan(
         question = replace(question, levers=LEVERS)
     check_budget(question)
     largest, levers = None, None
-    with answering(question):
+    with answering(question), Waiting() as waiting:
         from tightfit.cli.maximising import maximised
         from tightfit.cli.subject import subject_of
 
+        waiting("looking for the fastest plan")
         if maximise is not None:
-            question, largest, levers = maximised(question, maximise, multiple_of)
+            question, largest, levers = maximised(question, maximise, multiple_of, waiting)
         if largest is None or curve or html is not None:
             draws = curve or (html is not None and question.world_size is None)  # a plan of ranks has no curve
             found = planned(subject_of(question, dry=True), curve=draws)

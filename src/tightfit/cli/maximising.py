@@ -10,7 +10,6 @@ from torch import nn
 from tightfit.cli import sources
 from tightfit.cli.question import Question
 from tightfit.cli.subject import Subject, budget_of, built, subject_of
-from tightfit.cli.waiting import Waiting
 from tightfit.config import load_config
 from tightfit.errors import InputError, TightfitError
 from tightfit.models.decoder_config import DecoderConfig
@@ -32,7 +31,9 @@ class Dimension:
     at_most: int | None = None
 
 
-def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Question, Largest, Levers]:
+def maximised(
+    question: Question, what: str, multiple_of: int | None, notice: Callable[[str], None]
+) -> tuple[Question, Largest, Levers]:
     """The question with the largest value of `what` put in, what was found, and the levers that were allowed.
 
     Raises `InputError`, `BudgetError`, `CannotFit`.
@@ -46,16 +47,15 @@ def maximised(question: Question, what: str, multiple_of: int | None) -> tuple[Q
         return latest[0].model, latest[0].batch
 
     try:
-        with Waiting() as waiting:
-            found = maximise(
-                case,
-                budget_of(first),
-                what=what,
-                multiple_of=multiple_of or dimension.multiple_of,
-                at_most=dimension.at_most,
-                notice=waiting,
-                **first.asked.how,
-            )
+        found = maximise(
+            case,
+            budget_of(first),
+            what=what,
+            multiple_of=multiple_of or dimension.multiple_of,
+            at_most=dimension.at_most,
+            notice=notice,
+            **first.asked.how,
+        )
     except TightfitError:
         raise
     except Exception:

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, LEVERS, SIZE, Question
 from tightfit.cli.subject import budget_of, built, subject_of
+from tightfit.cli.waiting import say
 from tightfit.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
@@ -174,7 +173,7 @@ def _dumped(config: Config) -> dict[str, Any]:
 
 def _measured(asked: Asked) -> Asked:
     """The arguments with the device's figures, which are measured now, if ever."""
-    return replace(asked, device=lookup(asked.device, notice=lambda line: typer.echo(line, err=True)))
+    return replace(asked, device=lookup(asked.device, notice=say))
 
 
 def _budget(budget: int | str | None, asked: Asked) -> int | str:

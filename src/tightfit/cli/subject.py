@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import typer
 from torch import Tensor, nn
 
 import tightfit
 from tightfit.cli import sources
 from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, NO_BUDGET, SIZE, Question
+from tightfit.cli.waiting import say
 from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
 from tightfit.data.prepare import prepare_data
 from tightfit.data.samples import two_documents
@@ -121,7 +121,7 @@ def subject_of(question: Question, *, dry: bool, inference: bool = False) -> Sub
     `InputError` and its like for what is wrong.
     """
     subject = built(question, dry=dry, inference=inference)
-    device = lookup(subject.asked.device, notice=lambda line: typer.echo(line, err=True))  # measured now, if ever
+    device = lookup(subject.asked.device, notice=say)  # measured now, if ever
     if subject.attention == FLASH:
         _demand_flash(device)
     return subject

@@ -12,9 +12,16 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+import typer
+
 TICK = 1.0  # seconds between two looks of a terminal's line
 QUIET = 20.0  # seconds without a line that a reader of a log has to bear
 CLEAR = "\r\033[K"
+
+
+def say(line: str) -> None:
+    """A line on stderr that stays, in the place of what a terminal shows meanwhile."""
+    typer.echo(f"{CLEAR if sys.stderr.isatty() else ''}{line}", err=True)
 
 
 class Waiting:

@@ -5,6 +5,7 @@ from typing import Any
 import typer
 
 from tightfit.cli.asking import columns
+from tightfit.cli.waiting import Waiting
 from tightfit.errors import CannotFit
 
 
@@ -15,6 +16,8 @@ def show_ways_out(error: CannotFit) -> None:
     typer.echo("Looking for ways out, each run dry ...", err=True)
     from tightfit.recipes.describe_ways import describe_ways_out
 
-    found: Any = error.ways_out  # `errors` stands above the room that finds them, and cannot name their type
+    with Waiting() as waiting:
+        waiting("looking for ways out")
+        found: Any = error.ways_out  # `errors` stands above the room that finds them, and cannot name their type
     if text := describe_ways_out(found, columns(), in_config=error.refusal.in_config):
         typer.echo(f"\n{text}", err=True)
