@@ -4,7 +4,8 @@ here. It is made of links into this one, so it takes no time and no registry.
 
 import os
 import subprocess
-import sys
+import sysconfig
+import venv
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -35,16 +36,15 @@ def required_by(lines):
     return {name: there for name, (there, _) in found.items()}
 
 
-def plain_environment(folder: Path, *lines: str) -> dict[str, str]:
-    """The variables of a process in such an environment, made in `folder`. Start Python with `-S`: the packages of this
-    one are not on its path.
-    """
-    folder.mkdir()
+def plain_environment(folder: Path, *lines: str) -> Path:
+    """The Python of such an environment, made in `folder`."""
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     for name, there in required_by(lines).items():
         if name != "tightfit":
-            _link(there, folder)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
-    return {**kept, "PYTHONPATH": f"{folder}:{SOURCES}", "HF_HUB_OFFLINE": "1"}
+            _link(there, packages)
+    (packages / "tightfit.pth").write_text(f"{SOURCES}\n")
+    return folder / "bin" / "python"
 
 
 def _link(there: Distribution, folder: Path) -> None:
@@ -55,8 +55,8 @@ def _link(there: Distribution, folder: Path) -> None:
             link.symlink_to(place)
 
 
-def runs(environment: dict[str, str], *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """Python with these arguments in that environment."""
-    return subprocess.run(
-        [sys.executable, "-S", *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True
-    )
+def runs(python: Path, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
+    """That Python with these arguments, and nothing that variables of this process would add."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV"))}
+    kept["HF_HUB_OFFLINE"] = "1"
+    return subprocess.run([python, *map(str, arguments)], env=kept, cwd=cwd, capture_output=True, text=True)

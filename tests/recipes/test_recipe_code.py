@@ -159,10 +159,10 @@ def test_a_script_names_what_has_to_be_installed(library):
 
 
 def test_a_plain_environment_has_what_a_line_names_and_nothing_else(tmp_path):
-    environment = plain_environment(tmp_path / "site", "tightfit[hf]")
+    python = plain_environment(tmp_path / "site", "tightfit[hf]")
     names = ("tightfit", "transformers", "peft", "torch", "bitsandbytes", "torchao", "trl", "pytest", "matplotlib")
     text = f"from importlib.util import find_spec; print(*(name for name in {names} if find_spec(name)))"
-    done = runs(environment, "-c", text, cwd=tmp_path)
+    done = runs(python, "-c", text, cwd=tmp_path)
     assert done.stdout.split() == ["tightfit", "transformers", "peft", "torch"], done.stderr
 
 
@@ -177,9 +177,9 @@ def test_a_script_trains_two_steps_within_its_budget_with_what_it_says_to_instal
     wanted = Job(recipe, str(folder), budget, 4, 48, "exact", parts, 1.0 if name == "clipped" else None)
     script = tmp_path / "train.py"
     script.write_text(as_code(library, wanted))
-    environment = plain_environment(tmp_path / "site", *installed_by(script.read_text()))
+    python = plain_environment(tmp_path / "site", *installed_by(script.read_text()))
     arguments = [script, folder / "texts.jsonl", "--steps", "2", "--output", tmp_path / "trained"]
-    done = runs(environment, *arguments, cwd=tmp_path)
+    done = runs(python, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Peak " in done.stdout or "peak" in done.stdout, done.stdout
     saved = {path.name for path in (tmp_path / "trained").iterdir()}
