@@ -6,6 +6,7 @@ import torch
 from tiny_trainings import StepPeak, llama, padded, samples
 
 from tightfit.errors import CannotFit, LeverError
+from tightfit.integrations import planning
 from tightfit.integrations.accelerate import apply_budget
 
 
@@ -61,6 +62,23 @@ def test_a_budget_below_the_least_is_one_line():
     refused(
         llama(), CannotFit, r"the least is .*; the plain step takes [0-9.]+ MiB, and 1MiB was asked for", budget="1MiB"
     )
+
+
+@pytest.mark.slow  # a plan of a model of transformers
+def test_a_device_that_is_measured_at_the_first_plan_is_said_so(monkeypatch, caplog):
+    known = planning.lookup(None)
+
+    def lookup(device, notice=None):
+        if notice is not None:
+            notice("measuring this CPU, once, in some seconds")
+        return known
+
+    monkeypatch.setattr(planning, "lookup", lookup)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    apply_budget(accelerator, model, optimizer, padded(samples(8)), "2x").undo()
+    assert caplog.messages.count("measuring this CPU, once, in some seconds") == 1
 
 
 def test_a_model_without_repeated_blocks_is_told_so():
