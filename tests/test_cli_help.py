@@ -1,7 +1,11 @@
+import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 import tightfit as package
 from command_line import tightfit
@@ -9,6 +13,11 @@ from tightfit import cli
 from tightfit.names.optimizers import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 300,
+}  # fmt: skip
 COMMANDS = (
     "train",
     "plan",
@@ -64,3 +73,34 @@ def test_the_help_names_every_lever_and_every_optimizer():
 
 def test_without_a_command_the_help_is_shown():
     assert "Commands" in tightfit().out + tightfit().err
+
+
+QUESTIONS = ("estimate", "plan", "verify", "devices", "fit")
+
+
+def examples(command):
+    """The commands that a help text shows."""
+    out = tightfit(command, "--help").out
+    return [shlex.split(line) for line in re.findall(r"^ tightfit (.+?) *$", out, re.MULTILINE)]
+
+
+@pytest.fixture
+def a_readers_folder(tmp_path, monkeypatch):
+    """The files that the examples name, small ones."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "llama-8b.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(tmp_path / "SmolLM2-135M")
+    monkeypatch.chdir(tmp_path)
+    asked = ("--model", "./SmolLM2-135M", "--seq-len", 256)
+    assert tightfit("plan", *asked, "--budget", "2x", "--output", "plan.json").code == 0
+
+
+@pytest.mark.slow  # plans of the quickstart with their curve, an 8B with all its recipes: some minutes
+@pytest.mark.parametrize("command", QUESTIONS)
+def test_the_examples_of_a_help_text_run_as_they_stand(command, a_readers_folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    shown = examples(command)
+    assert shown
+    for example in shown:
+        done = tightfit(*example)
+        assert done.code == 0, (example, done.err)
