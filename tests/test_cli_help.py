@@ -56,6 +56,14 @@ def test_the_help_of_a_command_shows_an_example_of_it(command, monkeypatch):
     assert "[/]" not in out
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "runs show", "runs compare", "distil", "export", "quantise"])
+def test_no_word_of_the_help_is_cut_at_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tightfit(*command.split(), "--help").out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_no_word_of_the_help_is_lost_to_markup():
     """Square brackets are markup to rich, and what stands in them vanishes."""
     for command in COMMANDS:

@@ -87,8 +87,8 @@ Adapter = Annotated[
     str | None,
     typer.Option(
         metavar="KEY=VALUE,...",
-        help="Train low-rank adapters (LoRA) alone: keys of model.adapter, such as "
-        "r=16,alpha=32,target_modules=q_proj+v_proj, or default.",
+        help="Train low-rank adapters (LoRA) alone: keys of model.adapter with commas "
+        "between, such as r=16,alpha=32 or target_modules=q_proj+v_proj; or default.",
         rich_help_panel=THE_MODEL,
     ),
 ]
