@@ -28,14 +28,26 @@ def fit_shards(
     """As `fit` does for so many ranks. Raises as `fit` does.
 
     A rank is played on a process group of its own, and there is a real one here: so it is played in a fork, and what
-    PyTorch remembers of it (meshes that compare equal to real ones) ends with the fork.
+    PyTorch remembers of it (meshes that compare equal to real ones) ends with the fork. A process with a card cannot be
+    forked, neither CUDA nor autograd's threads: there, what PyTorch remembers of a played rank is cleared.
     """
+
+    def planned() -> Fit:
+        return fit(model, batch, loss, config, device, (), ranks, apart)
 
     def in_fork() -> bytes:
         forget_process_groups()
-        return fit_as_json(fit(model, batch, loss, config, device, (), ranks, apart), is_stored=False)
+        return fit_as_json(planned(), is_stored=False)
 
-    return fit_from_json(in_a_fork(in_fork), config)[0]
+    if not torch.accelerator.is_available():
+        return fit_from_json(in_a_fork(in_fork), config)[0]
+    forget_placements()
+    try:
+        with process_groups_aside():
+            return planned()
+    finally:
+        forget_placements()
+        gc.collect()  # FSDP2's played modules and hooks hold each other
 
 
 def planner_of_shards(
@@ -55,16 +67,6 @@ def planner_of_shards(
 
     def within(budget_bytes: int) -> Fit:
         bounded = config.model_copy(update={"memory": config.memory.model_copy(update={"budget": budget_bytes})})
-        if device.kind == "cpu" and not torch.accelerator.is_available():
-            return fit_shards(model, batch, loss, bounded, device, ranks, apart)
-        # Where there is a card, autograd has threads by now, and runs in no fork. So what PyTorch remembers of a played
-        # rank is cleared.
-        forget_placements()
-        try:
-            with process_groups_aside():
-                return fit(model, batch, loss, bounded, device, (), ranks, apart)
-        finally:
-            forget_placements()
-            gc.collect()  # FSDP2's played modules and hooks hold each other
+        return fit_shards(model, batch, loss, bounded, device, ranks, apart)
 
     return within
