@@ -259,6 +259,7 @@ class Asks(nn.Module):
             "capability": torch.cuda.get_device_capability(device),
             "processors": torch.cuda.get_device_properties(device).multi_processor_count,
             "autocast": (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+            "switch": isinstance(torch.cuda.device(0), torch.cuda.device),  # PyTorch's own code looks for the class
             "moved": (x.to(device) is x, x.cuda() is x, made.to(device=device).is_cuda),
         }
         self.answers.update(answers)
@@ -269,7 +270,7 @@ def test_questions_about_cuda_get_the_answers_of_the_device_and_only_in_a_dry_ru
     model, answers = Asks(), {}
     model.answers = _Kept(answers)
     before = {name: torch.Tensor.__dict__.get(name) for name in ("device", "is_cuda", "get_device", "cuda")}
-    functions = dict(vars(torch.cuda)), torch.is_autocast_enabled, torch.autocast.__init__
+    functions = dict(vars(torch.cuda)), torch.is_autocast_enabled, torch.autocast.__init__, torch.cuda.device.__init__
     traced(model, precision="bf16")
     assert answers == {
         "is_cuda": True,
@@ -280,10 +281,13 @@ def test_questions_about_cuda_get_the_answers_of_the_device_and_only_in_a_dry_ru
         "capability": (8, 0),
         "processors": 108,
         "autocast": (True, torch.bfloat16),
+        "switch": True,
         "moved": (True, True, True),
     }
     assert {name: torch.Tensor.__dict__.get(name) for name in before} == before
-    assert (dict(vars(torch.cuda)), torch.is_autocast_enabled, torch.autocast.__init__) == functions
+    assert functions == (
+        dict(vars(torch.cuda)), torch.is_autocast_enabled, torch.autocast.__init__, torch.cuda.device.__init__
+    )  # fmt: skip
 
 
 class _Kept(dict):

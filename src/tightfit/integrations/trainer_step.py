@@ -83,7 +83,9 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any],
     """The next step of the trainer, with its accumulation, precision, optimizer, clipping and ranks."""
     args = trainer.args
     accumulated = args.gradient_accumulation_steps
-    _, items = trainer.get_batch_samples(iter([dict(batch)] * accumulated), accumulated, torch.device("cpu"))
+    # Ranks add their counts up, which NCCL does on cards only.
+    _, items = trainer.get_batch_samples(iter([dict(batch)] * accumulated), accumulated, args.device)
+    items = items.cpu() if isinstance(items, torch.Tensor) else items
     optimizer: Any = trainer.optimizer
     mixed: Any = trainer.accelerator.mixed_precision
     return GuestStep(

@@ -10,8 +10,7 @@ an answer for the whole process.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -171,11 +170,6 @@ def _replace_in_tensors(tensor: Any, replacements: Replacements) -> None:
 # Questions about the device
 
 
-@contextmanager
-def _no_switch(*args: Any) -> Iterator[None]:
-    yield
-
-
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "is_available": lambda card: True,
     "is_initialized": lambda card: True,
@@ -185,7 +179,6 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_device_properties": lambda card, device=None: properties_of(card),
     "get_device_name": lambda card, device=None: card.name,
     "is_bf16_supported": lambda card, including_emulation=True: including_emulation or card.capability >= (8, 0),
-    "device": _no_switch,
     "set_device": lambda card, device: None,
     "synchronize": lambda card, device=None: None,
 }
@@ -204,6 +197,22 @@ def _constant_to_dynamo(*functions: Any) -> None:
     """Let a compiled block call functions while it is traced, as it does with the originals: no graph break."""
     for function in functions:
         function._dynamo_marked_constant = True  # what `torch._dynamo.assume_constant_result` sets
+
+
+def _replace_switch(switch: Any, replacements: Replacements) -> None:
+    """Let `with torch.cuda.device(...)` switch to no device. It stays the class that PyTorch looks for (`isinstance`)."""
+    begin: Any = switch.__init__
+    enter, leave = switch.__enter__, switch.__exit__
+
+    def played_begin(self: Any, device: Any) -> None:
+        if _asks_in_play() is None:
+            begin(self, device)
+        else:
+            self.idx, self.prev_idx = -1, -1  # none
+
+    replacements.replace(switch, "__init__", played_begin)
+    replacements.replace(switch, "__enter__", lambda self: None if self.idx < 0 else enter(self))
+    replacements.replace(switch, "__exit__", lambda self, *error: False if self.idx < 0 else leave(self, *error))
 
 
 # Autocast for CUDA. The step's autocast region is that of the CPU, with CUDA's lists (`autocast.py`).
@@ -275,4 +284,5 @@ def replace_in_torch(module: ModuleType, replacements: Replacements) -> None:
     _replace_in_tensors(torch.Tensor, replacements)
     for name, answer in _ANSWERS.items():
         replacements.replace(module, name, _answering(getattr(module, name), answer))
+    _replace_switch(module.device, replacements)
     _replace_in_autocast(replacements)
