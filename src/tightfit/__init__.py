@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.levers.tile import tile
     from tightfit.memory.settings import set_allocator
     from tightfit.models.scoring import TextScore, score
+    from tightfit.monitoring.cards.command import CardRun, card, run
     from tightfit.monitoring.watch import monitor
     from tightfit.multiple_choice.scoring import ChoiceScores, score_choices
     from tightfit.planner.api import curve, estimate, plan
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
 __version__ = VERSION
 
 _HOMES: dict[str, str] = {
+    "CardRun": "tightfit.monitoring.cards.command",
     "ChoiceScores": "tightfit.multiple_choice.scoring",
     "CompressionReport": "tightfit.compress.report",
     "Curve": "tightfit.planner.curves",
@@ -57,6 +59,7 @@ _HOMES: dict[str, str] = {
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.tracing.build",
     "capture": "tightfit.levers.captured",
+    "card": "tightfit.monitoring.cards.command",
     "compile_blocks": "tightfit.levers.compiled",
     "curve": "tightfit.planner.api",
     "diagnose": "tightfit.doctor.diagnosing",
@@ -70,6 +73,7 @@ _HOMES: dict[str, str] = {
     "prune": "tightfit.compress.pruning.pipeline",
     "quantise": "tightfit.compress.quantising",
     "recompute": "tightfit.levers.recompute",
+    "run": "tightfit.monitoring.cards.command",
     "score": "tightfit.models.scoring",
     "score_choices": "tightfit.multiple_choice.scoring",
     "set_allocator": "tightfit.memory.settings",
@@ -81,6 +85,7 @@ _HOMES: dict[str, str] = {
 }
 
 __all__ = [
+    "CardRun",
     "ChoiceScores",
     "CompressionReport",
     "Curve",
@@ -98,6 +103,7 @@ __all__ = [
     "__version__",
     "build_dry",
     "capture",
+    "card",
     "compile_blocks",
     "curve",
     "diagnose",
@@ -111,6 +117,7 @@ __all__ = [
     "prune",
     "quantise",
     "recompute",
+    "run",
     "score",
     "score_choices",
     "set_allocator",

@@ -1,9 +1,10 @@
-"""Trainings of several ranks on cards. Between null cards nothing is sent: their bytes are what counts."""
+"""Trainings of several ranks on cards, ours and others', over NCCL."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,16 +35,52 @@ def test_a_rank_of_fsdp2_is_planned_where_a_card_is_in_use():
     assert two.planned.peak_bytes < one.planned.peak_bytes
 
 
+HERE = Path(__file__).parent
+MIB = 1 << 20
+
+
+def run_ranks(ranks, *command, folder, **setting):
+    """What a command prints under torchrun, on so many null cards of its own."""
+    outside = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "TIGHTFIT_NULLCARD")}
+    paths = [HERE.parents[1] / "src", HERE.parent, HERE.parent / "integrations", HERE]
+    outside |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", **setting}
+    words = [sys.executable, "-m", "tightfit.nullcard", "rtx4090", "--count", str(ranks), "--", sys.executable]
+    words += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command]
+    ran = subprocess.run(words, cwd=folder, env=outside, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"')]
+
+
+def test_ranks_find_what_the_others_sent(tmp_path):
+    rows = run_ranks(3, str(HERE / "collectives.py"), folder=tmp_path)
+    assert sorted(row["rank"] for row in rows) == [0, 1, 2]
+    assert all(row["wrong"] == [] and row["tried"] > 40 and row["unmodelled"] == 0 for row in rows), rows
+
+
+def test_a_rank_that_ended_is_an_error_of_the_others(tmp_path):
+    (row,) = run_ranks(2, str(HERE / "collectives.py"), "ends", folder=tmp_path)
+    assert "another rank ended" in row["error"]
+
+
+@pytest.mark.slow  # two processes that import a trainer and compute, some 20 seconds each
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("guest", ["accelerate", "trainer", "lightning"])
+def test_ranks_of_a_guest_have_the_predicted_peak_and_the_same_weights(tmp_path, guest, parallel):
+    rows = run_ranks(2, str(HERE / "guest_ranks.py"), guest, parallel, folder=tmp_path)
+    assert [row["ranks"] for row in rows] == [[2, parallel]] * 2
+    for row in rows:
+        assert row["equal"], "weights differ between ranks"
+        assert "recompute" in row["levers"]
+        # DDP's buckets are made anew over the remainders of what lay there: up to 1 MiB each in PyTorch's allocator.
+        assert row["measured"] - row["predicted"] <= (MIB if parallel == "ddp" else 8192), row
+
+
 @pytest.mark.slow  # two and four processes, some 15 seconds each
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_ranks_have_the_predicted_peak(tmp_path, parallel, ranks):
     (tmp_path / "training.yaml").write_text(SETTINGS.format(parallel=parallel, folder=tmp_path / "run"))
-    outside = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "TIGHTFIT_NULLCARD")}
-    command = [sys.executable, "-m", "tightfit.nullcard", "rtx4090", "--count", str(ranks), "--", sys.executable]
-    command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "tightfit", "train"]
-    ran = subprocess.run([*command, "training.yaml"], cwd=tmp_path, env=outside, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    run_ranks(ranks, "-m", "tightfit", "train", "training.yaml", folder=tmp_path)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["measured_peak_bytes"] <= result["budget_bytes"]
     assert abs(result["measured_peak_bytes"] - result["predicted_peak_bytes"]) <= 1024

@@ -28,7 +28,7 @@ from tightfit.errors import CannotFit, InputError, OutputError, RankError, Tight
 from tightfit.memory.disk import NO_ROOM
 from tightfit.runtime.idle_lines import leave_out_idle_lines
 
-PROFILE, MINIMIND = "profile", "minimind"  # the commands whose arguments belong to somebody else's script
+PROFILE, MINIMIND, RUN = "profile", "minimind", "run"  # the commands whose arguments belong to somebody else's script
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # Typer has a click of its own, or uses the package
 
@@ -38,7 +38,7 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept `--debug` behind the command too, but not among the arguments of a script."""
-        end = next((i for i, argument in enumerate(args) if argument in (PROFILE, MINIMIND)), len(args))
+        end = next((i for i, argument in enumerate(args) if argument in (PROFILE, MINIMIND, RUN)), len(args))
         if "--debug" in args[:end]:
             args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
         return super().parse_args(ctx, args)
@@ -128,5 +128,6 @@ app.add_typer(runs.app, name="runs")
 app.command()(measuring.devices)
 app.command()(measuring.calibrate)
 app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.profile)
+app.command(RUN, context_settings={"allow_interspersed_args": False})(observing.run)
 app.command()(observing.doctor)
 app.command(MINIMIND, context_settings=minimind.AMONG_THE_SCRIPTS)(minimind.minimind)

@@ -1,5 +1,6 @@
 """`profile` and `doctor`: any training script under the monitor, and what its memory suffers from."""
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from tightfit.cli import options
 from tightfit.cli.asking import columns, show
 from tightfit.cli.ending import INTERRUPTED
 from tightfit.cli.question import Question
-from tightfit.errors import InputError, OutputError
+from tightfit.errors import CannotFit, InputError, OutputError
 
 if TYPE_CHECKING:
     from tightfit.monitoring.watch import Monitor
@@ -86,6 +87,86 @@ def leave(error: BaseException | None, script: Path) -> None:
     error = from_script_on(error, script)
     sys.excepthook(type(error), error, error.__traceback__)
     raise typer.Exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+
+
+def run(
+    ctx: typer.Context,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND...", help="What is to be run, as it is.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="A card's name or figures; tightfit devices lists them.")
+    ] = "",
+    memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="All of its memory, such as 8GiB, instead of its own.")
+    ] = None,
+    count: Annotated[int, typer.Option(metavar="N", help="The number of cards.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="End the command after N optimizer steps (0: never; else 3).")
+    ] = None,
+    values: Annotated[bool, typer.Option("--values", help="True numbers, computed by the CPU: slow.")] = False,
+    load: Annotated[bool, typer.Option("--load", help="Make large copies too, as for weights from a disk.")] = False,
+    snapshot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PyTorch's own memory snapshot, for its memory viewer.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the command after this time.")] = None,
+    html: options.Html = None,
+    as_json: options.Json = False,
+) -> None:
+    """Run any script on a card that you do not have: does it fit, and why?
+
+    The command runs unchanged, with PyTorch's own CUDA build on a CUDA
+    runtime that computes nothing: what it takes of the card is measured, by
+    PyTorch's own allocator. Exit code 3 if it does not fit.
+
+    [dim]tightfit run --device rtx3060 -- python train.py --batch-size 8[/]
+
+    [dim]tightfit run --device a100 --count 2 -- torchrun --nproc-per-node 2 train.py[/]
+    """
+    from tightfit.monitoring.cards.command import STEPS
+    from tightfit.monitoring.cards.command import run as run_on_cards
+    from tightfit.monitoring.cards.describe import describe_run, write_page
+
+    if not device:
+        raise InputError("--device is missing: name a card, such as --device rtx4090 (tightfit devices lists them)")
+    if not command:
+        raise InputError("no command: write -- and what is to be run, such as -- python train.py")
+    for target in (html,) if html is not None else ():
+        check_writable(target)
+    found = run_on_cards(
+        command,
+        device=device,
+        memory=memory,
+        count=count,
+        steps=STEPS if steps is None else steps,
+        values=values,
+        load=load,
+        snapshot=snapshot,
+        timeout=timeout,
+    )
+    if html is not None:
+        write_page(found, html)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+    else:
+        typer.echo(f"\n{describe_run(found, columns())}", err=True)
+        if found.out_of_memory is not None and found.out_of_memory.message:
+            typer.echo(f"\n{_remedies(found.out_of_memory.message)}", err=True)
+    if found.fits is False:
+        raise typer.Exit(CannotFit.exit_code)
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+def _remedies(message: str) -> str:
+    """What the doctor says of an error of which the text alone is known. Where the memory was is said already."""
+    from tightfit.doctor.describe import describe_diagnosis
+    from tightfit.doctor.diagnosing import diagnose
+    from tightfit.doctor.reading import read_text
+
+    found = diagnose(read_text(message, "the command"))
+    return describe_diagnosis(replace(found, advice=()), columns())
 
 
 @options.asking(options.OF_A_STEP)

@@ -74,6 +74,11 @@ def is_loading(innermost_first: Sequence[Frame]) -> bool:
     return phase_in_log(innermost_first) is None and any(_LOADS.match(frame.name) for frame in innermost_first)
 
 
+def is_torchs(frame: Frame) -> bool:
+    """Whether a call is in PyTorch's own code, or Python's."""
+    return bool(_TORCH.search(frame.filename)) or not frame.filename.endswith(".py")
+
+
 def users_frame(innermost_first: Sequence[Frame]) -> Frame | None:
     """The innermost call in the user's own code, else in a library other than PyTorch; None if there is neither."""
     python = [frame for frame in innermost_first if frame.filename.endswith(".py")]

@@ -95,6 +95,7 @@ class Values:
 
     def register(self) -> None:
         """Give every operator of CUDA's its kernel."""
+        self.runtime.library.card_set_values(1)
         names = set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
         taken = set(torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect"))
         for name in sorted((names | _ANSWERED | {_COPY}) - taken - _NOT_COMPUTED):
@@ -106,6 +107,7 @@ class Values:
     def close(self) -> None:
         """Take all kernels away. Raises the error of work that ran late."""
         self.runtime.library.card_wait_device()
+        self.runtime.library.card_set_values(0)
         for library in self._libraries.values():
             library._destroy()
         self.raise_late()

@@ -114,6 +114,10 @@ EXPORT long card_unmodelled_calls(int at, char *name, size_t room) {
     return unmodelled[at].calls;
 }
 
+static int values;
+EXPORT void card_set_values(int computed) { values = computed; } /* for Python, through ctypes */
+EXPORT int card_has_values(void) { return values; }
+
 /* ---- memory ---- */
 
 static __thread int current;
@@ -197,6 +201,23 @@ EXPORT void card_memory(int device, size_t *available, size_t *total) {
     size_t taken = used[device] + c->context;
     if (total) *total = c->memory;
     if (available) *available = taken < c->memory ? c->memory - taken : 0;
+}
+/* For Python: bytes of the host's memory that a card's own memory takes: the pages that were written. */
+EXPORT size_t card_resident(void) {
+    static unsigned char pages[1 << 16];
+    size_t sum = 0;
+    pthread_mutex_lock(&lock);
+    for (size_t i = 0; i < range_count; i++) {
+        if (ranges[i].kind != DEVICE) continue;
+        for (size_t at = 0, left; at < ranges[i].mapped; at += sizeof pages * 4096) {
+            left = (ranges[i].mapped - at + 4095) / 4096;
+            if (left > sizeof pages) left = sizeof pages;
+            if (mincore(ranges[i].base + at, left * 4096, pages)) continue;
+            for (size_t page = 0; page < left; page++) sum += (pages[page] & 1) * 4096;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return sum;
 }
 /* For Python: the most memory that a device had given away at once. */
 EXPORT size_t card_most(int device) { return most[device]; }
@@ -412,8 +433,14 @@ EXPORT void card_stream_end(Stream *stream) { card_wait_stream(stream); } /* a f
 EXPORT int card_stream_priority(Stream *stream) { return (uintptr_t)stream > 2 ? stream->priority : 0; }
 EXPORT int card_stream_flags(Stream *stream) { return (uintptr_t)stream > 2 ? stream->flags : 0; }
 
+enum { NUMBERS = 4096 }; /* bytes: a program reads numbers in small copies, and large ones move tensors */
+typedef void (*Reader)(size_t bytes);
+static Reader reader;
+EXPORT void card_on_read(Reader called) { reader = called; } /* for Python, through ctypes: where a program reads numbers */
+
 EXPORT int card_copy(void *target, const void *source, size_t bytes, Stream *stream, int waits) {
     int to = card_find(target, 0, 0, 0), from = card_find(source, 0, 0, 0);
+    if (reader && from == DEVICE && to != DEVICE && bytes <= NUMBERS) reader(bytes);
     Work work = {.kind = COPY, .target = target, .source = (void *)source, .bytes = bytes};
     if (from == UNKNOWN && card()->late && bytes) { /* pageable memory is read before the call returns */
         work.staged = malloc(bytes);

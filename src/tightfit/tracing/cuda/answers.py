@@ -200,7 +200,7 @@ def _constant_to_dynamo(*functions: Any) -> None:
 
 
 def _replace_switch(switch: Any, replacements: Replacements) -> None:
-    """Let `with torch.cuda.device(...)` switch to no device. It stays the class that PyTorch looks for (`isinstance`)."""
+    """Let `with torch.cuda.device(...)` switch to no device. It stays the class that PyTorch asks for by isinstance."""
     begin: Any = switch.__init__
     enter, leave = switch.__enter__, switch.__exit__
 

@@ -1,0 +1,173 @@
+"""`tightfit run`: scripts, unchanged, on cards that are not there."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tightfit
+from tightfit.errors import InputError, TightfitError
+
+TRAINING = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(5):
+    loss = model(torch.randn(ROWS, 256).cuda()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("loss", loss.item())
+    print("peak", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), flush=True)
+"""
+TRIES_AGAIN = """
+for rows in (3 * 2**20, 2**10):
+    try:
+        train(rows)
+        break
+    except torch.OutOfMemoryError:
+        pass
+"""
+
+
+def script(folder, rows=4096, text=TRAINING):
+    path = folder / "train.py"
+    path.write_text(text.replace("ROWS", str(rows)))
+    return [sys.executable, str(path)]
+
+
+def printed(captured, name):
+    return [line.split()[1:] for line in captured.splitlines() if line.startswith(name)]
+
+
+def test_the_peak_is_the_allocators_own_and_the_script_reads_it_too(tmp_path, capfd):
+    run = tightfit.run(script(tmp_path), device="rtx4090", steps=3)
+    said = printed(capfd.readouterr().out, "peak")
+    assert len(said) == len(run.steps) == 3, "ended after three steps"
+    assert [run.peak_bytes, run.reserved_bytes] == [int(figure) for figure in said[-1]]
+    assert run.fits
+    assert run.exit_code == 0
+    (rank,) = run.ranks
+    for shares in (rank.by_category, rank.by_module, rank.by_line):
+        assert sum(shares.values()) == run.peak_bytes
+    weights = sum(p.nbytes for p in torch.nn.Linear(256, 1024).parameters())
+    weights += sum(p.nbytes for p in torch.nn.Linear(1024, 256).parameters())
+    assert run.by_category["parameters"] == weights
+    assert run.by_category["optimizer states"] == 2 * weights  # the counts of steps are on the host
+    assert 0 < run.by_category["gradients"] <= weights  # the peak is in backward
+    assert run.by_category["inputs"] == 4096 * 256 * 4
+    assert {"0", "2"} <= set(rank.by_module)
+    assert any(line.startswith("train.py:8 ") for line in rank.by_line)
+    assert run.steps[0].phase_peaks.keys() == {"forward", "backward", "optimizer"}
+    (read,) = (value for value in run.read_values if "loss.item()" in value.line)
+    assert read.at.startswith("train.py:12 ")
+    assert read.count == 3
+
+
+def test_what_the_card_has_no_room_for_does_not_fit(tmp_path, capfd):
+    run = tightfit.run(script(tmp_path, rows=2**20), device="rtx4090", memory="4GiB")
+    assert run.fits is False
+    assert run.out_of_memory.asked_bytes == 2**20 * 1024 * 4
+    assert (run.out_of_memory.step, run.out_of_memory.phase) == (1, "forward")
+    assert run.out_of_memory.at.startswith("train.py:8 ")
+    assert "CUDA out of memory" in run.out_of_memory.message
+    assert run.exit_code == 1
+    text = str(run)
+    assert "Does not fit: in step 1, forward, at train.py:8" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_script_that_tries_again_with_less_fits(tmp_path):
+    lines = TRAINING.splitlines()
+    function = "\n".join([*lines[:6], "def train(rows):", *(f"    {line}" for line in lines[6:])])
+    run = tightfit.run(script(tmp_path, "rows", function + TRIES_AGAIN), device="rtx4090", memory="4GiB", quiet=True)
+    assert run.fits is True
+    assert run.out_of_memory is None
+
+
+def test_true_values_are_those_of_the_cpu(tmp_path, capfd):
+    text = "import torch\nx = torch.arange(5.0).cuda()\nprint('sum', (x * x).sum().item())\n"
+    run = tightfit.run(script(tmp_path, text=text), device="rtx4090", values=True)
+    assert printed(capfd.readouterr().out, "sum") == [["30.0"]]
+    assert not run.read_values
+    assert run.fits
+    assert not run.steps
+
+
+def test_the_command_line_speaks_by_its_exit_code_and_a_last_line(tmp_path):
+    def ended(*words, text=TRAINING, rows=64):
+        command = [sys.executable, "-m", "tightfit", "run", "--device", "rtx4090", *words, "--"]
+        return subprocess.run([*command, *script(tmp_path, rows, text)], capture_output=True, text=True)
+
+    fits = ended("--json", "--html", str(tmp_path / "page.html"), "--snapshot", str(tmp_path / "memory.pickle"))
+    assert fits.returncode == 0, fits.stderr
+    found = json.loads(fits.stdout.splitlines()[-1])
+    wanted = {"fits", "device", "peak_bytes", "reserved_bytes", "host_peak_bytes", "by_category", "steps", "ranks"}
+    assert wanted | {"out_of_memory", "read_values"} <= found.keys()
+    assert {"peak_bytes", "reserved_bytes", "phase", "at"} <= found["steps"][0].keys()
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert tightfit.diagnose(_snapshot(tmp_path / "memory.pickle")).peak_bytes
+    small = ended("--memory", "2GiB", rows=2**19)
+    assert small.returncode == 3
+    assert "2.00 GiB more were asked for" in small.stderr
+    assert "requested" in small.stderr, "what the doctor says"
+    assert ended(text="import torch; torch.ones(3).cuda(); raise SystemExit(7)").returncode == 7
+
+
+def _snapshot(path):
+    from tightfit.memory.snapshot import read_snapshot
+
+    return read_snapshot(path)
+
+
+def test_a_command_that_hangs_is_ended_and_one_without_cuda_is_said(tmp_path):
+    hangs = tightfit.run(script(tmp_path, text="import time\ntime.sleep(60)"), device="t4", timeout=1)
+    assert (hangs.fits, hangs.exit_code) == (None, 124)
+    assert "ended after 1 seconds" in hangs.notes[0]
+    assert "took no memory of a card" in hangs.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "said"),
+    [
+        (["python"], {"device": "nocard"}, "no card of the list"),
+        (["python"], {"device": "rtx4090", "memory": "300MiB"}, "CUDA itself takes 512.00 MiB"),
+        (["python"], {"device": "rtx4090", "count": 0}, "count is 0"),
+        (["python"], {"device": "rtx4090", "steps": -1}, "steps is -1"),
+        (["python"], {"device": "rtx4090", "timeout": 0}, "timeout is 0"),
+        (["python"], {"device": "rtx4090", "snapshot": "/nowhere/at/all"}, "cannot be written"),
+        (["no-such-program"], {"device": "rtx4090"}, "there is no such program"),
+        ([], {"device": "rtx4090"}, "no command"),
+    ],
+)
+def test_misuse_is_one_line(words, settings, said):
+    with pytest.raises(TightfitError, match=said):
+        tightfit.run(words, **settings)
+
+
+def test_a_card_comes_into_a_process_before_torch_and_not_after():
+    with pytest.raises(InputError, match="this process has PyTorch already"), tightfit.card("rtx4090"):
+        pass
+    code = "import tightfit\nwith tightfit.card('t4'):\n    import torch\n    print(torch.cuda.get_device_name())"
+    outside = {"PATH": "/usr/bin:/bin"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=outside)
+    assert ran.stdout == "NVIDIA T4\n", ran.stderr
+
+
+@pytest.mark.slow  # three processes that import torch, some 15 seconds
+def test_each_rank_of_torchrun_has_its_row(tmp_path):
+    text = TRAINING.replace("import torch\n", "import torch, torch.distributed as dist\n", 1)
+    text = text.replace(
+        "model = ", "dist.init_process_group('nccl')\nr = dist.get_rank()\ntorch.cuda.set_device(r)\nmodel = ", 1
+    )
+    text = text.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = ", 1)
+    text = text.replace("ROWS", "4096 * (r + 1)")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script(tmp_path, text=text)[1]]
+    run = tightfit.run(words, device="rtx4090", count=2, quiet=True)
+    assert run.fits
+    assert [(rank.rank, rank.card, len(rank.steps)) for rank in run.ranks] == [(0, 0, 3), (1, 1, 3)]
+    assert run.ranks[0].peak_bytes < run.ranks[1].peak_bytes == run.peak_bytes
