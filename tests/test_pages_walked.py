@@ -129,6 +129,37 @@ def in_its_place(line):
     return line
 
 
+def shell_in(clone, environment, cache):
+    """Runs a line in the clone, as somebody who has activated that environment."""
+    kept = {n: value for n, value in os.environ.items() if not n.startswith(("PYTEST", "VIRTUAL_ENV", "PYTHON"))}
+    kept |= {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    kept["XDG_CACHE_HOME"] = str(cache)  # the reader's first calibration is a part of the walk
+
+    def run(line):
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line], cwd=clone, env=kept, capture_output=True, text=True
+        )
+
+    return run
+
+
+def walked(page, run):
+    """Type each command of the page, then run its Python. Returns what failed, with what was shown."""
+    troubles = []
+    for line in commands_of(page):
+        if line in LEFT_OUT:
+            continue
+        done = run(in_its_place(line))
+        print(f"$ {line}  -> {done.returncode}", flush=True)
+        if (done.returncode != 0 and line.partition("  #")[0].strip() not in FAILS) or "Traceback" in done.stderr:
+            troubles.append(f"$ {line}\n{textwrap.indent((done.stdout + done.stderr)[-1500:], '    ')}")
+    if page == "README.md":
+        done = run(f"python - <<'END'\n{BEFORE}{python_of(page)}END")
+        if done.returncode:
+            troubles.append(f"the Python of {page}\n{done.stderr[-1500:]}")
+    return troubles
+
+
 @pytest.mark.slow  # it makes an environment from the registry and trains: a quarter of an hour a page
 @pytest.mark.parametrize("page", PAGES)
 def test_each_command_of_the_page_runs_from_an_empty_environment(page, tmp_path):
@@ -140,37 +171,14 @@ def test_each_command_of_the_page_runs_from_an_empty_environment(page, tmp_path)
     clone.mkdir()
     cloned(clone)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "VIRTUAL_ENV", "PYTHON"))
-    }
-    environment |= {"PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")  # the reader's first calibration is a part of the walk
-
-    def run(line):
-        return subprocess.run(
-            ["bash", "-o", "pipefail", "-c", line], cwd=clone, env=environment, capture_output=True, text=True
-        )
-
+    run = shell_in(clone, tmp_path / "venv", tmp_path / "cache")
     extras = ",".join(extras_of(page))
     done = run(f"pip install --quiet '.[{extras}]'" if extras else "pip install --quiet .")
     assert done.returncode == 0, done.stderr
     with_what_is_taken_for_granted(clone, run)
     for name, block in files_of(page):
         (clone / name).write_text(block)
-    troubles = []
-    for line in commands_of(page):
-        if line in LEFT_OUT or line.startswith("make test"):
-            continue
-        done = run(in_its_place(line))
-        print(f"$ {line}  -> {done.returncode}")
-        if (done.returncode != 0 and line.partition("  #")[0].strip() not in FAILS) or "Traceback" in done.stderr:
-            troubles.append(f"$ {line}\n{textwrap.indent((done.stdout + done.stderr)[-1500:], '    ')}")
-    if page == "README.md":
-        (clone / "read_me.py").write_text(BEFORE + python_of(page))
-        done = run("python read_me.py")
-        if done.returncode:
-            troubles.append(f"the Python of {page}\n{done.stderr[-1500:]}")
-    assert not troubles, "\n\n".join(troubles)
+    assert not (troubles := walked(page, run)), "\n\n".join(troubles)
 
 
 @pytest.mark.parametrize("page", PAGES)

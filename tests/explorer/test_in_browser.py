@@ -107,8 +107,7 @@ def test_the_verdict_is_on_the_first_screen_and_goes_when_a_field_is_changed(ser
     card.press("Control+a")
     card.press_sequentially("rtx3060")
     tab.wait_for_function(
-        "() => { const all = [...document.querySelectorAll('ul li')]"
-        ".map(each => each.innerText).filter(text => / GiB /.test(text));"
+        "() => { const all = [...document.querySelectorAll('#field-device ul li')].map(each => each.innerText);"
         " return all.length > 1 && all.every(text => text.includes('rtx3060')) }"
     )
     shot(tab, "card")

@@ -44,21 +44,24 @@ class Bar:
 # The head: verdict, bar, legend
 
 
-def headline(estimate: EstimateRecord, plan: PlanRecord | None, refusal: str | None, doing: str) -> str:
+def headline(
+    estimate: EstimateRecord, plan: PlanRecord | None, refusal: str | None, doing: str, budget: str = "100%"
+) -> str:
     """The verdict in a line, and what it is about. `doing` is what is still being done, empty at the end."""
+    room = estimate.device
+    if budget != "100%":
+        room = f"{format_bytes(_budget_bytes(estimate, budget))} on {room}"
     if refusal is not None:
-        kind, verdict = "no", f"Does not fit {estimate.device}"
+        kind, verdict = "no", f"Does not fit {room}"
     elif plan is None and doing:
         kind, verdict = "wait", doing
     elif plan is None:
-        kind, verdict = (
-            ("yes", f"Fits {estimate.device}") if estimate.fits else ("no", f"Does not fit {estimate.device}")
-        )
+        kind, verdict = ("yes", f"Fits {room}") if estimate.fits else ("no", f"Does not fit {room}")
     elif plan.levers:
         ratio = plan.step_seconds / plan.plain.step_seconds if plan.plain.step_seconds else 1.0
-        kind, verdict = "yes", f"Fits {plan.device} with {ratio:.2f}x the time of the plain step"
+        kind, verdict = "yes", f"Fits {room} with {ratio:.2f}x the time of the plain step"
     else:
-        kind, verdict = "yes", f"Fits {plan.device} as it is"
+        kind, verdict = "yes", f"Fits {room} as it is"
     about = f"{format_count(estimate.parameters)} parameters"
     setting = f"{about}, {arithmetic(estimate.weights, estimate.precision)}, {estimate.optimizer}"
     more = f'<p class="faint">{escape(doing)}</p>' if doing and doing != verdict else ""
@@ -81,13 +84,17 @@ def bars(estimate: EstimateRecord, plan: PlanRecord | None, budget: str) -> str:
         taken = plan.peak_bytes if plan.room is None else plan.room.taken_bytes
         shown.append(Bar("Planned step", _seconds(plan.planned), plan.planned, taken, context))
     device_bytes = estimate.device_bytes
-    budget_bytes = parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=estimate.peak_bytes)
+    budget_bytes = _budget_bytes(estimate, budget)
     scale = ROOM * max(device_bytes, budget_bytes, *(bar.taken_bytes for bar in shown))
     lines = "".join(_bar(bar, scale, device_bytes) for bar in shown)
     marks = _mark("card", f"{estimate.device}: {format_bytes(device_bytes)}", device_bytes / scale)
     if abs(budget_bytes - device_bytes) > 0.005 * scale:
         marks += _mark("budget", f"budget {format_bytes(budget_bytes)}", budget_bytes / scale)
     return f'<div class="bars"><div class="marks">{marks}</div>{lines}</div>{_legend(shown)}'
+
+
+def _budget_bytes(estimate: EstimateRecord, budget: str) -> int:
+    return parse_budget(budget, device_bytes=estimate.device_bytes, plain_peak_bytes=estimate.peak_bytes)
 
 
 def _seconds(step: StepFigures) -> str:

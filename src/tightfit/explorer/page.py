@@ -1,6 +1,7 @@
 """The page: fields on the left; beside them the verdict, the memory bar, and the parts of an answer in tabs."""
 
 import importlib.resources
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -168,13 +169,10 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         )
         fields["model"].input(lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, **private)
 
-        def on_change(changing: Any) -> tuple[str, ...]:
-            readers.asks(str(changing.session_hash))  # whoever still answers the question before stops
-            return (drawings.waiting(CHANGED), *[""] * (len(shown) - 1))
-
-        on_change.__annotations__["changing"] = gr.Request
+        # In the browser, so that it is there before anything else is pressed, and no later answer is overwritten.
+        emptied = json.dumps([drawings.waiting(CHANGED), *[""] * (len(shown) - 1)])
         for name in FIELDS:
-            fields[name].input(on_change, None, shown, queue=False, cancels=[*asked, uploading], **private)
+            fields[name].input(None, None, shown, js=f"() => {emptied}", cancels=[*asked, uploading], **private)
             if hasattr(fields[name], "submit"):
                 fields[name].submit(on_ask, inputs, shown, **how, **private)
 
@@ -279,7 +277,7 @@ def places(question: PageQuestion, answer: Answer) -> tuple[str, str, str, str]:
         line = answer.failure.line if answer.failure is not None else "the answer has no parts: ask again"
         return drawings.failure(line), "", "", ""
     refusal = answer.refusal
-    head = drawings.headline(estimate, plan, None if refusal is None else refusal.line, doing)
+    head = drawings.headline(estimate, plan, None if refusal is None else refusal.line, doing, question.budget)
     head += drawings.bars(estimate, plan, question.budget)
     head += drawings.sentences(plan, None if refusal is None else refusal.line)
     if refusal is not None and refusal.ways_out:
