@@ -12,7 +12,7 @@ CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
 ON_CARD := $(CARD_BIN)/python -m tightfit.nullcard rtx4090
 
-.PHONY: demo test test-card test-all check published benchmarks environment clean
+.PHONY: demo test test-beside-card test-card test-all check published benchmarks environment clean
 
 environment: $(READY)
 
@@ -37,6 +37,11 @@ demo: $(READY)
 # CALIBRATION=slow-products, slow-memory or busy-hour: other made-up figures of the CPU (tests/made_up_devices.py)
 test: $(READY)
 	$(BIN)/python -m pytest --durations=25 $(if $(CALIBRATION),--calibration $(CALIBRATION))
+
+# A part of the suite where a card is visible, with PyTorch's CUDA build: the suite's subject is the CPU all the same.
+test-beside-card: $(CARD_READY)
+	$(ON_CARD) -- $(CARD_BIN)/python -m pytest tests/test_calibration_of_the_suite.py tests/levers/test_tile.py \
+	  tests/planner/test_step_figures.py tests/planner/test_least.py tests/test_cli_devices.py
 
 # On CUDA's path, without a card: no card, driver or toolkit is needed; Linux and a C compiler are. Tests with true values
 # leave numbers in memory, which operators without them would read as counts: they run in processes of their own.

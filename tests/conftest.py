@@ -29,8 +29,10 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 # Tables and lines fit the terminal: what the suite reads must not depend on the one in which it runs.
 os.environ["COLUMNS"] = "100"
 
-# Tests of CUDA's path run on a null card only: `make test-card`.
-collect_ignore = [] if "TIGHTFIT_NULLCARD" in os.environ else ["card"]
+# Tests of CUDA's path run on a null card only, by themselves: `make test-card`.
+_ON_CARD = Path(__file__).parent / "card"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+collect_ignore: list[str] = []
 
 _YEAR = 365 * 24 * 3600
 _MANY_MODULES = 100
@@ -43,6 +45,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--calibration", default="even", metavar="NAME",
         help="what the suite takes for this machine's CPU: even, slow-products, slow-memory or busy-hour",
     )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the machine's cards from all tests but those of CUDA's path: without a device the present one is taken, and
+    the CPU is the subject of the others. The processes that share the work inherit what is hidden.
+    """
+    if not hasattr(config, "workerinput"):
+        paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+        if "TIGHTFIT_NULLCARD" not in os.environ or not all(path.is_relative_to(_ON_CARD) for path in paths):
+            os.environ[_VISIBLE] = ""
+    if os.environ.get(_VISIBLE) == "":
+        collect_ignore.append(str(_ON_CARD))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

@@ -39,3 +39,8 @@ def test_each_calibration_has_all_the_figures_of_a_cpu(name):
     assert DeviceSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert {*spec.products, *spec.attention, *spec.streams} == {*even.products, *even.attention, *even.streams}
     assert name == "even" or replace(spec, disturbed_by="") != even
+
+
+def test_no_card_is_present_whatever_the_machine_has():
+    assert torch.cuda.device_count() == 0
+    assert lookup(None).kind == "cpu"

@@ -67,7 +67,6 @@ def loss_with(check):
     return lambda model, batch: check(model(batch["x"])).square().mean()
 
 
-@pytest.mark.slow  # passes alone; after other tests in one process it does not (docs/lab-notes.md, "The null card")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_check_passes_and_the_step_has_its_measured_peak(check):
     batch, loss = {"x": torch.randn(512, 64)}, loss_with(check)

@@ -58,7 +58,6 @@ def test_no_two_of_them_share_an_address():
         (lambda model: model.weight.sum().backward(), "aten.sum"),
     ],
 )
-@pytest.mark.slow  # passes alone; after other tests in one process it does not (docs/lab-notes.md, "The null card")
 def test_computing_with_one_raises_a_line_with_the_operator(use, told):
     model = build_dry(lambda: nn.Linear(512, 512))
     for _ in range(2):  # the memory that the kernel got is gone again
@@ -68,7 +67,6 @@ def test_computing_with_one_raises_a_line_with_the_operator(use, told):
             use(model)
 
 
-@pytest.mark.slow  # passes alone; after other tests in one process it does not (docs/lab-notes.md, "The null card")
 def test_a_kernel_that_writes_far_more_than_there_is_raises_and_takes_little():
     model = build_dry(lambda: nn.Linear(2**16, 2**16))  # 16 GiB
     before = highest_rss()

@@ -141,7 +141,9 @@ def _folder(folder: Path, data_format: Format) -> Corpus:
     texts = [path for path in found if kind_suffix(path) in _TEXT_SUFFIXES]
     layouts: dict[Path, Layout] = {path: layout_of(path) for path in found if kind_suffix(path) in _MAY_HOLD_RECORDS}
     documents = [path for path, layout in layouts.items() if layout == "text"]
-    records = [(path, layout) for path, layout in layouts.items() if layout != "text" and _holds(path, layout)]
+    records: list[tuple[Path, Layout]] = [
+        (path, layout) for path, layout in layouts.items() if layout != "text" and _holds(path, layout)
+    ]
     if records and documents:
         raise DataError(
             f"data.source {str(folder)!r} holds text files ({documents[0].name}) and records ({records[0][0].name}): "

@@ -11,7 +11,10 @@ from tightfit.runtime.internals import has_kernel
 aten = torch.ops.aten
 
 # The results share their input's storage, although the schema does not say so.
-_SILENT_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default})
+_SILENT_VIEWS = frozenset(
+    {aten._unsafe_view.default, aten.lift_fresh.default, aten.unsafe_split.Tensor, aten.unsafe_chunk.default,
+     aten.unsafe_split_with_sizes.default}
+)  # fmt: skip
 
 # These write into arguments that their schema does not mark as written (running statistics of batch norm).
 _HIDDEN_WRITES = {
@@ -49,8 +52,9 @@ _REPEATABLE = frozenset(
 )
 
 
-# `_chunk_cat` is called below autograd by FSDP2. `allclose` asks for a number within its kernel.
-_COMPOSED = frozenset({"aten::_chunk_cat", "aten::allclose"})
+# `_chunk_cat` is called below autograd by FSDP2. `allclose` asks for a number within its kernel, and packing sequences
+# reads their lengths there.
+_COMPOSED = frozenset({"aten::_chunk_cat", "aten::allclose", "aten::_pack_padded_sequence"})
 
 
 @dataclass(frozen=True, slots=True)

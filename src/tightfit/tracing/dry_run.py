@@ -105,6 +105,8 @@ class DryRun(Recording):
             return func(*args, **kwargs)  # PyTorch asks for shapes by fake tensors: distributed tensors do, once a call
         if answering:
             return NotImplemented  # the class runs its own operators, which come here again one by one
+        if func is _ZEROS or asks_for_shapes(args, kwargs):
+            return func(*args, **kwargs)
         traits = traits_of(func)
         if traits.is_composed and not (now.playing_cuda and traits.name in _COMPOSED_ON_CPU):
             with self:
@@ -394,6 +396,8 @@ _INDEXING, _LENGTHS, _CHOOSING, _REDUCED_IN_PLACE = (
     frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, REDUCED_IN_PLACE)
 )
 
+_ZEROS = torch.ops.aten._efficientzerotensor.default  # a tangent of zeros: it has no memory, and PyTorch branches on it
+
 _COMPOSED_ON_CPU = frozenset({"aten._chunk_cat.default", "aten._chunk_cat.out"})  # CUDA has a kernel of its own
 
 # Operators that allocate a tensor, and at most fill it with one number.
@@ -432,6 +436,17 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def asks_for_shapes(args: tuple, kwargs: dict) -> bool:
+    """Whether an operator works on the device meta, where nothing has memory or numbers: somebody asks for shapes.
+
+    Forward-mode differentiation does, for sums with a tangent of zeros (`maybe_add_maybe_sub`, native/BinaryOps.cpp).
+    """
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        return True
+    return any(isinstance(each, torch.Tensor) and each.is_meta for each in args)
 
 
 def unbacked_tensors(shapes: Any) -> Any:

@@ -77,7 +77,8 @@ class Ledger:
         storage = tensor.untyped_storage()
         cell = self.cell_of(tensor)
         if cell is None:
-            size = 0 if _on_host() else -(-storage.nbytes() // self.rounding) * self.rounding
+            without = tensor._is_zerotensor() or _on_host()  # zeros of forward-mode differentiation have no memory
+            size = 0 if without else -(-storage.nbytes() // self.rounding) * self.rounding
             cell = storage.__dict__[self.key] = Cell(self, len(self.entries), known)
             entry = Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype, stream=self._stream())
             self.entries.append(entry)

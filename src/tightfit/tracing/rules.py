@@ -8,6 +8,7 @@ import torch
 
 from tightfit.ops import flex
 from tightfit.runtime.activity import now
+from tightfit.tracing import recurrent
 from tightfit.tracing.unbacked import unbacked_tensor
 
 aten = torch.ops.aten
@@ -259,6 +260,19 @@ def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any
     return (of_x if now.playing_cuda or of_x is None else _as_suggested(x), *others)
 
 
+def _mkldnn_rnn_layer(x: torch.Tensor, *rest: Any) -> Any:
+    found = aten.mkldnn_rnn_layer.default(x, *rest)
+    hidden, in_training = rest[9], rest[14]
+    if not in_training:
+        return found
+    return *found[:3], _meta((recurrent.taken(x.shape, hidden, x.dtype).workspace,), torch.uint8)
+
+
+def _mkldnn_rnn_layer_backward(*args: Any) -> Any:
+    found = aten.mkldnn_rnn_layer_backward.default(*args)
+    return *found[:4], torch.empty_like(found[4]), *found[5:]  # the two biases have gradients of their own
+
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     **{
         operator: _batch_norm(operator)
@@ -269,6 +283,8 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.glu_backward.default: _glu_backward,
     aten.native_layer_norm.default: _native_layer_norm,
     aten.native_group_norm.default: _native_group_norm,
+    aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
+    aten.mkldnn_rnn_layer_backward.default: _mkldnn_rnn_layer_backward,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._ctc_loss.default: _ctc_loss,

@@ -8,6 +8,7 @@ import torch
 
 from tightfit.memory.allocator import cpu_rise
 from tightfit.runtime.forked import threads_of_steps
+from tightfit.tracing import recurrent
 from tightfit.tracing.cpu_temporaries import (
     BUFFERED_IN_16_BITS,
     COMPOSITES,
@@ -25,6 +26,9 @@ from tightfit.tracing.cpu_temporaries import (
 from tightfit.tracing.shapes import TensorShape
 
 aten = torch.ops.aten
+
+
+_RECURRENT = ("aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default")
 
 
 def cpu_attention_splits(query_length: int, key_length: int) -> tuple[int, int]:
@@ -208,12 +212,33 @@ _OF_RANKS = frozenset({"tightfit.gather_parts.default", "tightfit.add_up_parts.d
 Workspace = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], int]
 
 
+def _recurrent(name: str, inputs: Sequence[TensorShape]) -> int:
+    """Scratch memory of oneDNN's recurrent layer."""
+    x, hidden = inputs[0], inputs[2].shape[1]
+    found = recurrent.taken(x.shape, hidden, x.dtype)
+    if name == _RECURRENT[0]:
+        return found.forward
+    state = inputs[5]
+    given = inputs[10:-1]  # gradients of the output, of the last state and of the last cell, those that there are
+    of_output = next((shape for shape in given if len(shape.shape) == 3), None)
+    others = len(given) - (of_output is not None)
+    output = x.shape[0] * x.shape[1] * hidden * x.dtype.itemsize
+    is_copied = of_output is None or of_output.stride != _contiguous(of_output.shape)  # or made of zeros
+    return found.backward + (output if is_copied else 0) + (2 - others) * state.bytes
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return (shape[1] * shape[2], shape[2], 1)
+
+
 def cpu_workspace(
     name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape] = (), arguments: tuple = ()
 ) -> int:
     """Bytes of scratch memory of one operator call on this CPU."""
     if name in PROMOTING:
         return converted_operands(name, inputs)
+    if name in _RECURRENT:
+        return _recurrent(name, inputs)
     if name in CONVOLUTIONS:
         return convolution_scratch(name, inputs, arguments)
     if name in REDUCED_LOSSES:

@@ -67,10 +67,10 @@ class FrugalForward:
     def steps_aside(self) -> bool:
         """Whether to run the original forward unchanged.
 
-        That is so without gradients, after `remove` (others may still hold this forward), and in a `torch.func`
-        transform, which does not support saved-tensor hooks.
+        That is so without gradients, after `remove` (others may still hold this forward), in a `torch.func` transform,
+        which does not support saved-tensor hooks, and with dual numbers: their gradients are added in another order.
         """
-        return self.removed or not torch.is_grad_enabled() or transforms_are_active()
+        return self.removed or not torch.is_grad_enabled() or transforms_are_active() or dual_numbers_are_active()
 
     def remove(self) -> None:
         """Restore the previous forward exactly, if the module still has this one. Calling it again does nothing.
@@ -133,7 +133,7 @@ class RecordedForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
-        is_alone = now.on_save is None and nothing_is_watched() and not dual_numbers_are_active()
+        is_alone = now.on_save is None and nothing_is_watched()
         kind = KnownPrograms.kind_of(self.module, args, kwargs) if is_alone else ()
         notes = is_alone and self.holds_output and self.policy.offloads_all
         saves = self.saves.get(kind) if notes else None

@@ -23,6 +23,23 @@ static size_t number(const char *text, const char *key, size_t otherwise) {
     return at ? strtoull(at + strlen(wanted), NULL, 10) : otherwise;
 }
 
+/* How many cards CUDA_VISIBLE_DEVICES leaves: those in front of the first entry that names none. All are alike. */
+static int visible(int count) {
+    const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
+    if (!wanted) return count;
+    int found = 0;
+    for (const char *at = wanted; *at; at += *at == ',') {
+        size_t length = strcspn(at, ",");
+        char *end;
+        long number = strtol(at, &end, 10);
+        int by_number = end != at && end == at + length && number >= 0 && number < count;
+        if (!by_number && strncmp(at, "GPU-", 4)) break;
+        found++;
+        at += length;
+    }
+    return found < count ? found : count;
+}
+
 static void read_figures(void) {
     char text[4096];
     const char *given = getenv("TIGHTFIT_NULLCARD");
@@ -34,6 +51,8 @@ static void read_figures(void) {
     c->context = number(text, "context", 0);
     c->count = (int)number(text, "count", 1);
     if (c->count > DEVICES) c->count = DEVICES;
+    c->physical = c->count;
+    c->count = visible(c->physical);
     c->capability = (int)number(text, "capability", 89);
     c->multiprocessors = (int)number(text, "multiprocessors", 128);
     c->shared_block = (int)number(text, "shared_block", 101376);

@@ -21,7 +21,8 @@ enum { LATE_NONE = 0, LATE_SIDE = 1, LATE_MAIN = 2 };
 typedef struct {
     char name[256];
     size_t memory, context;
-    int count, capability, multiprocessors;
+    int count, physical;                     /* cards that CUDA_VISIBLE_DEVICES leaves, and all of them */
+    int capability, multiprocessors;
     int shared_block, shared_multiprocessor; /* most shared memory of a block (opt-in), of a multiprocessor */
     int threads, blocks;                     /* most threads and blocks of a multiprocessor */
     int cuda;                                /* 12080, 13000: the version of the runtime that PyTorch was built for */

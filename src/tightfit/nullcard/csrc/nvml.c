@@ -8,7 +8,7 @@ EXPORT int nvmlInit_v2(void) { return OK; }
 EXPORT int nvmlInitWithFlags(unsigned flags) { return OK; }
 EXPORT int nvmlShutdown(void) { return OK; }
 EXPORT const char *nvmlErrorString(int error) { return error ? "not supported by the null card" : "success"; }
-EXPORT int nvmlDeviceGetCount_v2(unsigned *count) { *count = card()->count; return OK; }
+EXPORT int nvmlDeviceGetCount_v2(unsigned *count) { *count = card()->physical; return OK; }
 EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(uintptr_t)(index + 1); return OK; }
 EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) {
     unsigned at = 1;
