@@ -197,8 +197,6 @@ class CapturedForward(FrugalForward):
         if self.refused is not None:
             self.tell(self.refused)
             return self.stand_in(args, kwargs)
-        if now.playing_cuda:
-            return self.stand_in(args, kwargs)
         under_autocast = autocast_is_active()
         if under_autocast and self.shares:
             self.tell("other parts of the model have their weights under autocast")
@@ -247,7 +245,7 @@ class CapturedForward(FrugalForward):
         outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
         try:
             policy = None if self.shares_graphs else self.policy
-            captured = captured_forward(type(self.module), policy, operator_switches())
+            captured = captured_forward(type(self.module), policy, operator_switches(), now.card)
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
             _recording.recorded = False
             with recording_settings() if settled else nullcontext():
@@ -302,10 +300,11 @@ class CapturedForward(FrugalForward):
 
 
 @functools.cache
-def captured_forward(kind: type[nn.Module], policy: Policy | None, switches: tuple) -> Callable[..., Any]:
+def captured_forward(kind: type[nn.Module], policy: Policy | None, switches: tuple, card: Any) -> Callable[..., Any]:
     """The captured `forward` of a class of modules under one policy, or under any (None) whose graphs can be shared.
 
-    Under other `switches` of the process the same code calls other operators, and dynamo does not compare them all.
+    Under other `switches` of the process, or where CPU tensors simulate those of a `card`, the same code calls other
+    operators, and dynamo does not compare them all.
     """
     if compiler_is_disabled():
         raise CompileError("PyTorch's compiler, which records them, is switched off (TORCHDYNAMO_DISABLE)")

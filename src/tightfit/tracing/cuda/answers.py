@@ -219,7 +219,13 @@ def _replace_switch(switch: Any, replacements: Replacements) -> None:
 
 
 def _of_simulated_device(device_type: str) -> str:
-    return "cpu" if device_type == "cuda" and now.playing_cuda else device_type
+    if device_type != "cuda" or not now.playing_cuda:
+        return device_type
+    # dynamo notes the state of both devices, and puts each back.
+    return device_type if sys._getframe(2).f_globals.get("__name__") == _DYNAMO else "cpu"
+
+
+_DYNAMO = "torch._dynamo.output_graph"
 
 
 def _replace_in_autocast(replacements: Replacements) -> None:
