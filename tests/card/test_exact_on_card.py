@@ -11,7 +11,9 @@ from trap_cases import CASES
 from trap_levers import LEVERS
 from trap_offloads import WAYS
 
+import tightfit
 from exactness import Outcome, assert_bit_equal, run
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
 
 pytestmark = pytest.mark.usefixtures("values")
 
@@ -60,6 +62,14 @@ def test_the_plain_step_is_repeatable(name):
 @pytest.mark.parametrize("name", ON_CARDS)
 def test_recompute_leaves_everything_bit_equal(name, lever):
     assert_bit_equal(plain_step(name), step(name, LEVERS[lever]))
+
+
+@pytest.mark.sampled(8)  # each is recorded, which takes a second
+@pytest.mark.filterwarnings("ignore::UserWarning")  # blocks that cannot be captured say so
+@pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL], ids=["keep all", "recompute all"])
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_captured_blocks_leave_everything_bit_equal(name, policy):
+    assert_bit_equal(plain_step(name), step(name, lambda m: tightfit.capture(m, "layers.*", policy=policy)))
 
 
 @pytest.mark.sampled(30)

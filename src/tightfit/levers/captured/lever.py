@@ -1,6 +1,7 @@
 """The lever by hand: `capture(model, "layers.*")`."""
 
 import functools
+import gc
 import threading
 import traceback
 import warnings
@@ -20,6 +21,7 @@ from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.policy import KEEP_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward
+from tightfit.memory.allocator import collector_off
 from tightfit.runtime.activity import now
 from tightfit.runtime.cpp_compiler import demand_compiler
 from tightfit.runtime.internals import (
@@ -243,12 +245,15 @@ class CapturedForward(FrugalForward):
         capture begins.
         """
         outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
+        captures = self.captures
+        # Dynamo's record of a call is a cycle that holds its arguments, such as a cache: freed here, it is the youngest.
+        collector = collector_off() if settled else nullcontext()
         try:
             policy = None if self.shares_graphs else self.policy
             captured = captured_forward(type(self.module), policy, operator_switches(), now.card)
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
             _recording.recorded = False
-            with recording_settings() if settled else nullcontext():
+            with collector, recording_settings() if settled else nullcontext():
                 outputs = captured(self.module, *args, **kwargs)
             self.captures = max(self.captures, 1)  # another block of its kind may have been captured for it
             return None, outputs
@@ -265,6 +270,8 @@ class CapturedForward(FrugalForward):
             return reason, None
         finally:
             _recording.forward, _recording.shapes, _recording.settled, _recording.recorded = outer
+            if self.captures != captures:
+                gc.collect(0)
 
     def note_open_call(self, outputs: Any) -> None:
         """Warn if an earlier call under autocast waits for its backward, which may be that of this one too."""

@@ -5,7 +5,7 @@ the value under it is. A value that is not held is computed again in backward, f
 """
 
 import operator
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tightfit.runtime.internals import (
     divide_joint_graph,
     inputs_written_later,
     is_of_backward,
+    recorded_value,
     results_with_gradients,
     sizes_are_static,
 )
@@ -49,21 +50,9 @@ def mark_forward(joint: Any) -> None:
 
 
 def demand_separate(joint: Any) -> None:
-    """Raise `CompileError` if the block writes into its input, or reads one of several results itself.
-
-    Eager code adds up such a value's gradients from inside and outside as they come. A graph takes the outer ones as
-    one dense tensor, of zeros if there are none, and sums over another layout round differently.
-    """
-    results = dict(results_with_gradients(joint))
-    if any(results.values()):
+    """Raise `CompileError` if the block writes into its input, whose gradients eager code adds up in another order."""
+    if any(is_written for _, is_written in results_with_gradients(joint)):
         raise CompileError("it writes in place into a tensor that has gradients")
-    bases = {base_of(node) for node in results if base_of(node).op == "call_function"}
-    if len(results) < 2:
-        return
-    for node in joint.graph.nodes:
-        computes = FORWARD in node.meta and node.target is not operator.getitem and not is_view(node)
-        if computes and any(base_of(source) in bases for source in node.all_input_nodes):
-            raise CompileError("it returns a value that it goes on to compute with, beside other results")
 
 
 def demand_plain(graph: Any) -> None:
@@ -125,15 +114,59 @@ def drop_tangents(backward: Any, missing: Set[int], sums: Container[str]) -> Non
     Sums with zeros would have another layout, and sums over that another order.
     """
     depends = _tangents_below(backward)
+    changed: set[Any] = set()  # what has other strides than a sum in whose place it is
     for node in list(backward.graph.nodes):
         if node.name not in sums:
             continue
         one, other = node.args
         for each, kept in ((one, other), (other, one)):
             if depends[each] and depends[each] <= missing:
+                changed.update(node.users)
                 node.replace_all_uses_with(kept)
                 break
     drop_unread(backward.graph)
+    _lay_out_again(backward.graph, changed)
+
+
+def _lay_out_again(graph: Any, changed: set[Any]) -> None:
+    """Record the strides of these nodes, and of those that follow from them, again: whether a reshape copies too."""
+    for node in list(graph.nodes):
+        if node in changed and node.op == "call_function":
+            changed.update(node.users)
+            node.replace_all_uses_with(_reshaped(graph, node))
+    drop_unread(graph)
+
+
+def _reshaped(graph: Any, node: Any) -> Any:
+    """The node that computes what a node did, with the strides that it has now."""
+    aten, before, size = torch.ops.aten, node.args[0], node.args[1] if len(node.args) > 1 else None
+    if node.target is aten._unsafe_view.default and before.target is aten.clone.default:
+        viewed = _inserted(graph, node, aten.view.default, (before.args[0], size))
+        if viewed is not None:
+            return viewed
+    if node.target is aten.view.default:
+        viewed = _inserted(graph, node, aten.view.default, (before, size))
+        if viewed is not None:
+            return viewed
+        copied = _inserted(graph, node, aten.clone.default, (before,), {"memory_format": torch.contiguous_format})
+        return _inserted(graph, node, aten._unsafe_view.default, (copied, size))
+    copies = node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+    if copies and before.meta["val"].is_contiguous():
+        return before
+    return _inserted(graph, node, node.target, node.args, node.kwargs)
+
+
+def _inserted(graph: Any, place: Any, target: Any, args: tuple, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A node before another one, with the value that it makes of its arguments'; None if it is no view of them."""
+    kwargs = kwargs or {}
+    value = recorded_value(target, *torch.fx.map_arg((args, kwargs), lambda each: each.meta["val"]))
+    if value is None:
+        return None
+    with graph.inserting_before(place):
+        made = graph.call_function(target, args, dict(kwargs))
+    made.meta.update(place.meta)
+    made.meta["val"] = value
+    return made
 
 
 def _tangents_below(backward: Any) -> dict[Any, frozenset[int]]:

@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch.utils._pytree import tree_iter
 
+from tightfit.runtime.activity import host_memory
 from tightfit.runtime.operators import Traits
 
 
@@ -48,7 +49,8 @@ class GeneratorState:
 
     @classmethod
     def of(cls, generator: torch.Generator) -> "GeneratorState":
-        return cls(generator, generator.get_state().numpy().tobytes())
+        with host_memory():  # whatever the generator's device
+            return cls(generator, generator.get_state().numpy().tobytes())
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
@@ -64,4 +66,5 @@ class GeneratorState:
 
     def put_back(self) -> None:
         """Set the generator to this state."""
-        self.generator.set_state(torch.from_numpy(numpy.frombuffer(self.state, dtype=numpy.uint8).copy()))
+        with host_memory():
+            self.generator.set_state(torch.from_numpy(numpy.frombuffer(self.state, dtype=numpy.uint8).copy()))

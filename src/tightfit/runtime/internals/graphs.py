@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.runtime.internals.compiler import SIGNATURES, no_progress_bars
+from tightfit.runtime.internals.dispatcher import NoAutocast, no_modes
 from tightfit.runtime.internals.tensors import is_fake
 
 # Settings of `torch._functorch.config` for graphs that compute what eager code computes. A release may lack some.
@@ -197,6 +198,9 @@ def recording_settings() -> Iterator[None]:
         automatic_dynamic_shapes=False,
         specialize_float=True,
         trace_numpy=False,  # numpy's functions as those of torch round differently
+        # It would come before dynamo lets go of its record, and make that old: only a collection of everything, which
+        # takes a quarter of a second, would find it then.
+        **({"run_gc_after_compile": False} if hasattr(config, "run_gc_after_compile") else {}),
     )
     with settings, _quiet(), no_progress_bars():
         yield
@@ -235,6 +239,20 @@ def copied_graph(module: Any) -> Any:
     (before,) = module.graph.find_nodes(op="output")
     graph.output(graph.graph_copy(module.graph, {})).meta.update(before.meta)
     return _LazyGraphModule(module, graph)
+
+
+def recorded_value(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a recorded operator makes of tensors without data; None for a view that these tensors do not allow."""
+    from torch._guards import detect_fake_mode
+
+    shapes = detect_fake_mode((args, kwargs))
+    with no_modes(), torch.no_grad(), NoAutocast(), nullcontext() if shapes is None else shapes:
+        try:
+            return target(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            if target is torch.ops.aten.view.default:
+                return None
+            raise
 
 
 def inputs_written_later(joint: Any) -> Iterator[Any]:

@@ -1,0 +1,54 @@
+"""Captured blocks on a card take the bytes that a dry run without one predicts.
+
+In segments that grow, where allocated bytes do not depend on what was split before.
+"""
+
+import gc
+
+import pytest
+import torch
+
+import tightfit
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
+from tightfit.tracing.build import build_dry
+from tiny import decoder, token_batch
+
+
+@pytest.fixture
+def growing_segments(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    yield
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def steps(model, batch, precision: str) -> int:
+    """Train for three steps, and return the peak of the last one."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(**batch).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.usefixtures("growing_segments")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL], ids=["keep all", "recompute all"])
+def test_captured_blocks_take_the_predicted_bytes_on_a_card(policy, precision):
+    dry, batch = build_dry(decoder), token_batch(8)
+    with tightfit.capture(dry, "layers.*", policy=policy):
+        predicted = tightfit.estimate(dry, batch, device="cuda", precision=precision).peak_bytes
+    plain = tightfit.estimate(dry, batch, device="cuda", precision=precision).peak_bytes
+    model = decoder().cuda()
+    with tightfit.capture(model, "layers.*", policy=policy):
+        measured = steps(model, {name: tensor.cuda() for name, tensor in batch.items()}, precision)
+    assert measured == predicted
+    assert (predicted < plain) == (policy == RECOMPUTE_ALL)
