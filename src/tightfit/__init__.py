@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.compress.report import CompressionReport
     from tightfit.doctor.diagnosing import diagnose
     from tightfit.doctor.diagnosis import Diagnosis
-    from tightfit.levers.captured import capture
+    from tightfit.levers.captured import capture, recompute
     from tightfit.levers.compiled import compile_blocks
     from tightfit.levers.offload import offload
-    from tightfit.levers.recompute import recompute, undo
+    from tightfit.levers.recompute import undo
     from tightfit.levers.tile import tile
     from tightfit.memory.settings import set_allocator
     from tightfit.models.scoring import TextScore, score
@@ -72,7 +72,7 @@ _HOMES: dict[str, str] = {
     "plan": "tightfit.planner.api",
     "prune": "tightfit.compress.pruning.pipeline",
     "quantise": "tightfit.compress.quantising",
-    "recompute": "tightfit.levers.recompute",
+    "recompute": "tightfit.levers.captured",
     "run": "tightfit.monitoring.cards.command",
     "score": "tightfit.models.scoring",
     "score_choices": "tightfit.multiple_choice.scoring",

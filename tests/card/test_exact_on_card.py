@@ -72,6 +72,12 @@ def test_captured_blocks_leave_everything_bit_equal(name, policy):
     assert_bit_equal(plain_step(name), step(name, lambda m: tightfit.capture(m, "layers.*", policy=policy)))
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_recompute_by_hand_leaves_everything_bit_equal(name):
+    assert_bit_equal(plain_step(name), step(name, lambda m: tightfit.recompute(m, "layers.*")))
+
+
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ON_CARDS)

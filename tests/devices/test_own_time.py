@@ -1,7 +1,6 @@
 """What PyTorch and the executor take of a CPU for an operator, beside its kernel."""
 
 import random
-from contextlib import contextmanager
 from dataclasses import astuple
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from tightfit.devices import own_time as own_time_module
 from tightfit.devices.own_time import own_time
+from tightfit.levers.captured import capture_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.levers.recompute import recompute
 from tightfit.step import model_loss
@@ -24,53 +24,38 @@ class Clock:
     """
 
     def __init__(self, monkeypatch, forward, backward, kernel, captured=(0.0, 0.0)):
-        self.recomputing = self.capturing = False
         self.plain_operators = self.replayed_operators = 0
         clock = self
 
         class Blocks(own_time_module._Blocks):
             def timed(self):
                 assert min(super().timed()) > 0
-                if clock.capturing:
+                if self.lever is capture_paths:
                     return captured
-                return forward[clock.recomputing], backward[clock.recomputing]
+                return forward[self.lever is not None], backward[self.lever is not None]
 
             def kernels(self):
                 found = super().kernels()
                 found.seconds = {again: kernel * count for again, count in found.counts.items()}
-                if clock.recomputing:
+                if self.lever is not None:
                     clock.replayed_operators = found.counts[True]
                 else:
                     clock.plain_operators = found.counts[False]
                 return found
-
-            @contextmanager
-            def captured(self):
-                with super().captured():
-                    clock.capturing = True
-                    yield
-                    clock.capturing = False
-
-            @contextmanager
-            def recomputed(self):
-                with super().recomputed():
-                    clock.recomputing = True
-                    yield
-                    clock.recomputing = False
 
         monkeypatch.setattr(own_time_module, "_Blocks", Blocks)
 
 
 def test_what_a_step_takes_beside_its_kernels_is_shared_out_over_its_operators(monkeypatch):
     """Steps of known seconds: a millisecond for each kernel, and so much more for what is measured."""
-    clock = Clock(monkeypatch, forward=(2.0, 2.5), backward=(3.0, 4.5), kernel=0.001, captured=(1.5, 2.0))
+    clock = Clock(monkeypatch, forward=(2.0, 2.5), backward=(3.0, 6.5), kernel=0.001, captured=(1.5, 2.0))
     found = own_time(rounds=1)
     first, again = clock.plain_operators, clock.replayed_operators
     forward = own_time_module._Blocks().forward_operators()
     assert 0 < again <= forward < first
     assert found.framework == pytest.approx((5.0 - 0.001 * first) / first)
     assert found.recording == pytest.approx(0.5 / forward)
-    assert found.replaying == pytest.approx((1.5 - 0.001 * again) / again - found.framework)
+    assert found.replaying == pytest.approx((3.5 - 0.001 * again) / again - found.framework)
     assert found.captured == pytest.approx((3.5 - 0.001 * first) / first)
 
 

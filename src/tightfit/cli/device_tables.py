@@ -116,15 +116,16 @@ def _overheads(spec: DeviceSpec) -> list[str]:
     """What is the same for every operator, and what only one kind of device has."""
     lines = []
     if spec.kind == "cpu":
-        lines.append(
-            f"PyTorch's own time for each operator: {format_seconds(spec.framework_seconds)}; the recompute executor "
-            f"adds {format_seconds(spec.recording_seconds)} where it notes one, "
-            f"{format_seconds(spec.replaying_seconds)} where it runs one again."
-        )
-        if spec.captured_seconds is not None:
-            lines.append(f"In a captured block: {format_seconds(spec.captured_seconds)} instead of all these.")
+        lines.append(f"PyTorch's own time for each operator: {format_seconds(spec.framework_seconds)}.")
     else:
         lines.append(f"Launch of an operator: {format_seconds(spec.launch_seconds)}.")
+    if spec.recording_seconds or spec.captured_seconds is not None:
+        lines.append(
+            f"The recompute executor adds {format_seconds(spec.recording_seconds)} where it notes one, "
+            f"{format_seconds(spec.replaying_seconds)} where it runs one again."
+        )
+    if spec.captured_seconds is not None:
+        lines.append(f"In a captured block: {format_seconds(spec.captured_seconds)} instead of all these.")
     if spec.fresh_threshold_bytes is not None:
         lines.append(
             f"From {format_bytes(spec.fresh_threshold_bytes)} on, memory is fresh from the system each time: "

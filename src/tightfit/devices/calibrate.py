@@ -27,7 +27,7 @@ from tightfit.devices.calls import (
     stream_call,
     stream_cases,
 )
-from tightfit.devices.cuda_figures import launch_seconds, link_rates, workspaces
+from tightfit.devices.cuda_figures import link_rates, workspaces
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.fresh_memory import fresh_memory
 from tightfit.devices.in_steps import StepTimes
@@ -100,12 +100,19 @@ def _calibrated(kind: Kind) -> DeviceSpec:
 def _figures_of_cpu() -> dict[str, Any]:
     """The figures that only a CPU has: first touch of new memory, and PyTorch's own time for each operator."""
     threshold, per_byte = fresh_memory()
-    own = own_time()
     return {
         "memory_bytes": psutil.virtual_memory().total,
         "fresh_threshold_bytes": threshold,
         "fresh_seconds_per_byte": per_byte,
-        "framework_seconds": own.framework,
+        **_host_figures("cpu", "framework_seconds"),
+    }
+
+
+def _host_figures(kind: Kind, name: str) -> dict[str, float]:
+    """The host's own time for an operator, by the `name` that it has on this kind of device, and the executors'."""
+    own = own_time(kind)
+    return {
+        name: own.framework,
         "recording_seconds": own.recording,
         "replaying_seconds": own.replaying,
         "captured_seconds": own.captured,
@@ -120,7 +127,7 @@ def _figures_of_cuda() -> dict[str, Any]:
         "compute_capability": (properties.major, properties.minor),
         "sm_count": properties.multi_processor_count,
         "workspace_bytes": workspaces(),
-        "launch_seconds": launch_seconds(),
+        **_host_figures("cuda", "launch_seconds"),
         "link_bytes_per_second": link_rates(),
     }
 

@@ -1,6 +1,5 @@
-"""Measures what only a CUDA device has: time of launches, a link to the host, scratch memory of libraries."""
+"""Measures what only a CUDA device has: a link to the host, scratch memory of libraries."""
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -13,31 +12,9 @@ from tightfit.runtime.internals import clear_cublas_workspaces
 SECONDS = 0.3  # for each of the measurements
 ROUNDS = 10
 LINK_BYTES = 2**28
-LAUNCHES = 400  # under one reading of the clock: fewer than the 1024 that the device queues before the host must wait
 PRODUCT_SIDE = 1024
 # Batch, heads, length, width of the attention whose scratch memory is measured.
 ATTENTION_SHAPE = (1, 32, 1024, 128)
-
-
-def launch_seconds() -> float:
-    """Seconds that the host needs to launch one operator of forward or backward.
-
-    The tensors are so small that each kernel is faster than its launch.
-    """
-    x = torch.ones(8, device="cuda", requires_grad=True)
-    factor = torch.ones(8, device="cuda")
-    least = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        with torch.enable_grad():
-            y = x
-            for _ in range(LAUNCHES // 2):
-                y = y * factor
-        torch.autograd.grad(y, x, factor)
-        torch.cuda.synchronize()
-        least = min(least, (time.perf_counter() - began) / LAUNCHES)
-    return least
 
 
 def link_rates() -> dict[str, float]:

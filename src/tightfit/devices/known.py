@@ -119,6 +119,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
         kernels=kernels_of(entry["kernels"]),
     )
     major, minor = entry["compute_capability"]
+    launch, host = roofline.kernels.launch_seconds, _table("known.toml")["host"]
     spec = DeviceSpec(
         name=entry["name"],
         kind="cuda",
@@ -126,6 +127,9 @@ def _device(key: str, entry: Mapping[str, Any]) -> KnownDevice:
         compute_capability=(major, minor),
         sm_count=entry["sm_count"],
         roofline=roofline,
+        recording_seconds=host["recording"] * launch,
+        replaying_seconds=host["replaying"] * launch,
+        captured_seconds=host["captured"] * launch,
     )
     kernels_source = _table("kernels.toml")[entry["kernels"]]["source"]
     aliases, sources = tuple(entry.get("aliases", ())), tuple(entry["source"])

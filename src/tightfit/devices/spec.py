@@ -91,11 +91,13 @@ class DeviceSpec:
     - `fresh_threshold_bytes`: outputs from this size on are new memory from the system each time, and cost
       `fresh_seconds_per_byte` for first touch and release; None if the allocator keeps freed memory.
     - `framework_seconds`: PyTorch's own time for each operator on a CPU, without the kernel. The recompute executor
-      adds `recording_seconds` if it records the operator, and `replaying_seconds` if it replays it. In the program of
-      a captured block an operator takes `captured_seconds` instead of both (None: not measured).
+      adds `recording_seconds` of the host if it records the operator, and `replaying_seconds` if it replays it. In the
+      program of a captured block an operator takes `captured_seconds` instead of all these, and on a card instead of
+      a launch (None: not measured).
     - `in_steps`: how many times its own seconds an operator takes within a training step, for `"float32"` and for
       `"half"` (16 bits, or 16 and 32); 1 where a figure is missing.
-    - `launch_seconds`: on CUDA, the time of a launch in eager PyTorch. No kernel's price is below it.
+    - `launch_seconds`: on CUDA, the host's time for each operator of a model in eager PyTorch, the launch and the views
+      and modules around it. No kernel's price is below it.
     - `workspace_bytes`: on CUDA, the measured scratch memory, by library (`"cublas"`, `"attention"`).
     - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
     - `disturbed_by`: the load during the measurement; empty if the device was quiet.
@@ -123,6 +125,13 @@ class DeviceSpec:
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     disturbed_by: str = ""
+
+    @property
+    def host_seconds(self) -> float:
+        """The host's own time for each operator of eager PyTorch: a launch, or on a CPU what is no kernel."""
+        if self.kind == "cpu":
+            return self.framework_seconds
+        return self.launch_seconds if self.roofline is None else self.roofline.kernels.launch_seconds
 
     @property
     def is_measured(self) -> bool:

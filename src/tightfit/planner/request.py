@@ -96,7 +96,7 @@ class Request:
     def executor(self) -> ExecutorCost:
         """The recompute executor's own seconds for each operator on the device."""
         device = self.device
-        captured = 0.0 if device.captured_seconds is None else device.captured_seconds - device.framework_seconds
+        captured = 0.0 if device.captured_seconds is None else device.captured_seconds - device.host_seconds
         return ExecutorCost(device.recording_seconds, device.replaying_seconds, captured)
 
     @cached_property

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from tightfit.devices.clocks import Clocks
+
 
 class Phase(enum.StrEnum):
     """The parts of a training step."""
@@ -63,11 +65,18 @@ class OperatorRecord(NamedTuple):
     makes: tuple[int, ...]
     chooses: bool  # its results are indices: routing, sorting
     copied_bytes: int = 0  # of a lever's copy out of the counted memory, or back
-    executor_seconds: float = 0.0  # the part of `seconds` in which the executor records or replays, without the kernel
+    executor_seconds: float = 0.0  # the part of `seconds` in which only the executor works: it records or replays
     call: int = -1  # the call of `module` that it belongs to, as an index into `StepTrace.calls`
     host_seconds: float = 0.0  # in which the host launches it; on a CPU, in which it runs
     device_seconds: float = 0.0  # in which the device runs it
     operands: str = ""
+    alone: Clocks | None = None  # on a card: its seconds on both clocks without the executor
+
+    def seconds_with(self, executor_seconds: float) -> float:
+        """Its seconds if the executor took so many of the host for it. On a card the device may work meanwhile."""
+        if self.alone is None:
+            return self.seconds - self.executor_seconds + executor_seconds
+        return max(self.alone.host + executor_seconds, self.alone.device)
 
 
 class StorageRecord(NamedTuple):

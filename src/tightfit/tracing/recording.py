@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.devices.clocks import clocks_of
+from tightfit.devices.clocks import Clocks, Seconds, clocks_of
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
@@ -140,18 +140,21 @@ class Recording(TorchDispatchMode):
         is_choice = self._chooses.get(key)
         if is_choice is None:
             is_choice = self._chooses[key] = chooses(traits, out)
-        executor_seconds = self.executor.seconds()
+        executor_seconds, alone, whole = self.executor.seconds(), None, now.repeats * seconds
         host, device = clocks_of(seconds, executor_seconds / now.repeats)
+        if isinstance(seconds, Seconds):
+            alone = Clocks(now.repeats * seconds.clocks.host, now.repeats * seconds.clocks.device)
+            executor_seconds = max(alone.host + executor_seconds, alone.device) - whole
         phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
         watched = phase is Phase.FORWARD
         module, call = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes + workspace)
         self.operators.append(
             OperatorRecord(
-                traits.name, phase, module, now.repeats * seconds + executor_seconds, workspace,
+                traits.name, phase, module, whole + executor_seconds, workspace,
                 now.region if watched else None, now.occurrence, reads, makes, is_choice,
                 executor_seconds=executor_seconds, call=call, operands=now.operands if watched else "",
-                host_seconds=now.repeats * host, device_seconds=now.repeats * device,
+                host_seconds=now.repeats * host, device_seconds=now.repeats * device, alone=alone,
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)

@@ -10,9 +10,9 @@ from torch import nn
 from tightfit.config.schema import Config, RecomputeConfig
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit, LeverError
+from tightfit.levers.captured import recompute
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.micro_batch import inseparable_samples
-from tightfit.levers.recompute import recompute
 from tightfit.names.optimizers import optimizer_in_words
 from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked

@@ -113,10 +113,14 @@ def shared_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.P
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
+_UNCAPTURED = "run without being captured"
+
+
 class Group:
     """What the blocks of one call of `capture` have in common. It is copied and pickled with them."""
 
-    def __init__(self):
+    def __init__(self, *, quiet: bool = False):
+        self.quiet = quiet  # nobody asked for captured blocks: why one is not captured is no warning
         self.shapes: dict[type[nn.Module], set[Any]] = {}  # for which a capture began here
         self.fused: dict[type[nn.Module], dict[Policy, None]] = {}  # the policies of compiled blocks, in their order
         self.told: set[str] = set()
@@ -125,8 +129,10 @@ class Group:
         """Whether no further shape is captured for blocks of a kind."""
         return len(self.shapes.get(kind, ())) >= MOST_SHAPES
 
-    def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = "run without being captured") -> None:
+    def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = _UNCAPTURED) -> None:
         """Warn that blocks of a kind are not captured, once for each reason."""
+        if self.quiet and what == _UNCAPTURED:
+            return
         text = f"blocks of {kind.__name__} {what}: {reason}"
         # A dry run has no user to warn: a plan says which blocks are not captured, and a training warns by itself.
         if text not in self.told and not now.aside:
@@ -246,7 +252,7 @@ class CapturedForward(FrugalForward):
         """
         outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
         captures = self.captures
-        # Dynamo's record of a call is a cycle that holds its arguments, such as a cache: freed here, it is the youngest.
+        # Dynamo's record of a call is a cycle that holds its arguments, such as a cache. It is freed while it is young.
         collector = collector_off() if settled else nullcontext()
         try:
             policy = None if self.shares_graphs else self.policy

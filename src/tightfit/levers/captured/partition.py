@@ -158,12 +158,12 @@ def _reshaped(graph: Any, node: Any) -> Any:
 
 def _inserted(graph: Any, place: Any, target: Any, args: tuple, kwargs: Mapping[str, Any] | None = None) -> Any:
     """A node before another one, with the value that it makes of its arguments'; None if it is no view of them."""
-    kwargs = kwargs or {}
-    value = recorded_value(target, *torch.fx.map_arg((args, kwargs), lambda each: each.meta["val"]))
+    given: Any = torch.fx.map_arg((args, dict(kwargs or {})), lambda each: each.meta["val"])
+    value = recorded_value(target, *given)
     if value is None:
         return None
     with graph.inserting_before(place):
-        made = graph.call_function(target, args, dict(kwargs))
+        made = graph.call_function(target, args, dict(kwargs or {}))
     made.meta.update(place.meta)
     made.meta["val"] = value
     return made

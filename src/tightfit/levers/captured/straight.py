@@ -90,7 +90,8 @@ def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Calla
         def backward(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled():
                 raise LeverError(
-                    "a captured block gives no gradients of gradients: leave it out, or use tightfit.recompute"
+                    "a captured block gives no gradients of gradients: leave it out, or use "
+                    "tightfit.recompute(..., captured=False)"
                 )
             missing = frozenset(number for number, (place, _) in enumerate(as_recorded) if gradients[place] is None)
             if len(missing) == len(as_recorded):

@@ -23,15 +23,14 @@ def saved_seconds(trace: StepTrace, paths: Collection[str], executor: ExecutorCo
     owners = owning_blocks(trace, list(paths))
     first, last = trace.repeated
     return sum(
-        (operator.executor_seconds - executor.captured) * (trace.loop_repeats if first <= index < last else 1)
+        (operator.seconds - operator.seconds_with(executor.captured))
+        * (trace.loop_repeats if first <= index < last else 1)
         for index, operator in enumerate(trace.operators)
         if owners[operator.call] is not None
     )
 
 
-def priced_as_captured(
-    priced: Priced, paths: Collection[str], executor: ExecutorCost, trace: StepTrace, micro_batches: int
-) -> Priced:
+def priced_as_captured(priced: Priced, paths: Collection[str], trace: StepTrace, micro_batches: int) -> Priced:
     """The same blocks and bytes, with the seconds that each option takes if the blocks at `paths` are captured.
 
     An operator that runs again takes a captured operator's own time instead of the recorder's, and none is noted.
@@ -43,7 +42,7 @@ def priced_as_captured(
             graph, times = priced.graphs[place], calls_of(trace, path) * micro_batches
             choices = priced.choices[place]
             mine = tuple(
-                replace(option, seconds=times * _replay_seconds(graph, choice.policy, executor))
+                replace(option, seconds=times * _replay_seconds(graph, choice.policy))
                 for option, choice in zip(mine, choices, strict=True)
             )
         options.append(mine)
@@ -86,13 +85,13 @@ class Captured:
 
     @cached_property
     def _replayed(self) -> Priced:
-        return priced_as_captured(self.priced, self.paths, self.executor, self.plain, self.micro_batches)
+        return priced_as_captured(self.priced, self.paths, self.plain, self.micro_batches)
 
 
-def _replay_seconds(graph: BlockGraph, policy: Policy, executor: ExecutorCost) -> float:
+def _replay_seconds(graph: BlockGraph, policy: Policy) -> float:
     """Seconds of running again, in one captured call of a block, what its policy does not keep."""
     if policy == KEEP_ALL:
         return 0.0
     kept = frozenset(place for place, key in enumerate(graph.keys) if key in policy.kept)
-    _, seconds, replayed = replay_cost(graph.operations, kept)
-    return max(0.0, seconds + len(replayed) * (executor.captured - executor.replayed))
+    _, _, replayed = replay_cost(graph.operations, kept)
+    return max(0.0, sum(graph.captured[place] for place in replayed))

@@ -10,6 +10,7 @@ from tightfit.levers.recompute import OperatorKey
 from tightfit.planner.blocks.frontier import Operation
 from tightfit.runtime.module_paths import module_at
 from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
+from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost
 
 
 @dataclass(frozen=True)
@@ -24,25 +25,29 @@ class BlockGraph:
     modules: tuple[str, ...]
     sizes: tuple[int, ...]
     kind: str
+    captured: tuple[float, ...]  # for each operation, the seconds in which a captured block computes it again
 
     def kept_keys(self, kept: frozenset[int]) -> frozenset[OperatorKey]:
         return frozenset(self.keys[index] for index in kept)
 
 
-def block_graph(trace: StepTrace, model: nn.Module, path: str, *, replaying_seconds: float = 0.0) -> BlockGraph | None:
+def block_graph(
+    trace: StepTrace, model: nn.Module, path: str, executor: ExecutorCost = NO_EXECUTOR_COST
+) -> BlockGraph | None:
     """The graph of an observed block, from its first call in the last micro-batch. None if the block did not run.
 
-    `replaying_seconds` is the executor's own time for each operator that it replays.
+    `executor` says what it takes itself for each operator that it replays.
     """
     calls = first_call(trace, path)
     if not calls:
         return None
     position = {index: place for place, index in enumerate(calls)}
-    operations = tuple(_operation(trace, index, position, calls[-1], replaying_seconds) for index in calls)
+    operations = tuple(_operation(trace, index, position, calls[-1], executor.replayed) for index in calls)
     keys = tuple(key_of(trace.operators[i]) for i in calls)
     modules = tuple(trace.operators[i].module.removeprefix(path).lstrip(".") for i in calls)
     sizes = tuple(sum(result_sizes(trace, trace.operators[i]).values()) for i in calls)
-    return BlockGraph(path, operations, keys, modules, sizes, kind_of(module_at(model, path), keys))
+    captured = tuple(trace.operators[i].seconds_with(executor.captured) for i in calls)
+    return BlockGraph(path, operations, keys, modules, sizes, kind_of(module_at(model, path), keys), captured)
 
 
 def first_call(trace: StepTrace, path: str) -> list[int]:
@@ -82,7 +87,7 @@ def _operation(
     # A result of the block: the next block holds it anyway, so keeping it costs nothing.
     leaves = any(trace.last_forward_read.get(value, -1) > last for value in operator.makes)
     return Operation(
-        seconds=operator.seconds + replaying_seconds,
+        seconds=operator.seconds_with(replaying_seconds),
         bytes=0 if leaves else sum(result_sizes(trace, operator).values()),
         saved=any(trace.values[value].saved for value in operator.makes),
         inputs=inputs,

@@ -18,6 +18,7 @@ from tightfit.planner.blocks.solve import Chain, Option
 from tightfit.planner.blocks.windows import Footprint, Window, calls_of, footprint, is_chain, level_at, windows
 from tightfit.planner.levers import Choice, Lever, Recompute
 from tightfit.tracing.record import StepTrace, highest
+from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost
 
 Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with these policies applied
 
@@ -73,21 +74,21 @@ def price(
     *,
     fixed_bytes: int,
     levers: Sequence[type[Lever]],
-    replaying_seconds: float = 0.0,
+    executor: ExecutorCost = NO_EXECUTOR_COST,
     beside: bool = False,
     shifted: bool = False,
 ) -> Priced:
     """Price the blocks at `paths`.
 
     `fixed_bytes` is the highest level that no choice changes (the optimizer's). `levers` may be used inside blocks.
-    `replaying_seconds` is the executor's own time for each operator that it replays, without its kernel. `beside` says
-    that copies run in parallel with the computation. `shifted` says that blocks of one kind differ in what others
-    allocate and free meanwhile, such as the gathered weights of their neighbours.
+    `executor` says what it takes itself for each operator. `beside` says that copies run in parallel with the
+    computation. `shifted` says that blocks of one kind differ in what others allocate and free meanwhile, such as the
+    gathered weights of their neighbours.
     """
     plain = trace(dict.fromkeys(paths, KEEP_ALL))
     in_turn = is_chain(plain, paths)
     spans = windows(plain, paths)
-    found = {w.path: block_graph(plain, model, w.path, replaying_seconds=replaying_seconds) for w in spans}
+    found = {w.path: block_graph(plain, model, w.path, executor) for w in spans}
     graphs = {path: graph for path, graph in found.items() if graph is not None}
     spans = tuple(w for w in spans if w.path in graphs)
     order = [w.path for w in spans]

@@ -22,7 +22,7 @@ class CapturedBlocks(Lever):
 
     name = "capture"
     title = "capture"
-    summary = "blocks run as programs that were recorded once, with what recompute chose in them (CPU)"
+    summary = "blocks run as programs that were recorded once, with what recompute chose in them"
     exactness = Exactness.EXACT
     role = Role.EXECUTION
     on_request = True
@@ -39,11 +39,6 @@ class CapturedBlocks(Lever):
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:
-        if device.kind != "cpu":
-            return (
-                f"capture is not available in a plan for {device.name}: tightfit predicts captured blocks for a CPU "
-                "only: leave it out of the levers (recompute is exact too)"
-            )
         if device.captured_seconds is None:
             return (
                 f"capture is not available on {device.name}: the time of an operator in a captured block is not "

@@ -76,9 +76,7 @@ def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...
     `room` is the number of bytes that they need less than the recorded blocks of `base`.
     """
     assert base.priced is not None, "blocks are solved by their prices"
-    again = priced_as_captured(
-        base.priced, paths, selection.request.executor, base.trace, base.combination.micro_batches
-    )
+    again = priced_as_captured(base.priced, paths, base.trace, base.combination.micro_batches)
     bound = selection.budget_bytes - UNSEEN_BYTES + room
     tried, fits = [base.policies] if room else [], math.inf
     for number in range(SOLVED_AGAIN):

@@ -192,7 +192,7 @@ class Search(Selection):
         how = {
             "fixed_bytes": optimizer_peak(self.plain),
             "levers": inside,
-            "replaying_seconds": self.request.executor.replayed,
+            "executor": self.request.executor,
             "beside": self.request.device.kind == "cuda",
             "shifted": self.request.world is not None,
         }

@@ -190,6 +190,9 @@ def recording_settings() -> Iterator[None]:
     """A context in which dynamo records any number of signatures, and notices hooks that are registered later."""
     from torch._dynamo import config  # takes seconds to import
 
+    # A collection of dynamo's own would come before dynamo lets go of its record, and make that old: only a collection
+    # of everything, which takes a quarter of a second, would find it then.
+    own: dict[str, Any] = {"run_gc_after_compile": False} if hasattr(config, "run_gc_after_compile") else {}
     settings = config.patch(
         recompile_limit=SIGNATURES,
         accumulated_recompile_limit=SIGNATURES,
@@ -198,9 +201,7 @@ def recording_settings() -> Iterator[None]:
         automatic_dynamic_shapes=False,
         specialize_float=True,
         trace_numpy=False,  # numpy's functions as those of torch round differently
-        # It would come before dynamo lets go of its record, and make that old: only a collection of everything, which
-        # takes a quarter of a second, would find it then.
-        **({"run_gc_after_compile": False} if hasattr(config, "run_gc_after_compile") else {}),
+        **own,
     )
     with settings, _quiet(), no_progress_bars():
         yield
