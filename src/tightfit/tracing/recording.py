@@ -48,6 +48,8 @@ class ExecutorCost:
         """The executor's seconds for the operator that runs now."""
         if now.captured:
             return self.captured
+        if now.offloading:
+            return 0.0
         return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
 
 

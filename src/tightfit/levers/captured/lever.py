@@ -124,6 +124,8 @@ class Group:
         self.shapes: dict[type[nn.Module], set[Any]] = {}  # for which a capture began here
         self.fused: dict[type[nn.Module], dict[Policy, None]] = {}  # the policies of compiled blocks, in their order
         self.told: set[str] = set()
+        self.paths: dict[type[nn.Module], set[str]] = {}  # of the blocks of a kind
+        self.recorded: dict[Any, set[str]] = {}  # by kind and shapes: the blocks for which a capture began
 
     def is_full(self, kind: type[nn.Module]) -> bool:
         """Whether no further shape is captured for blocks of a kind."""
@@ -152,6 +154,12 @@ class Recording(threading.local):
 _recording = Recording()
 # By kind, in this process: a graph stays for further calls of `capture`, such as a training's after its plan's.
 _captured_shapes: weakref.WeakKeyDictionary[type[nn.Module], set[Any]] = weakref.WeakKeyDictionary()
+
+
+# By kind, in this process: paths of blocks with a function of their own. Blocks that know their number (`layer_idx`)
+# are recorded each for itself, and dynamo would compare a call with the records of all others first.
+_apart: weakref.WeakKeyDictionary[type[nn.Module], set[str]] = weakref.WeakKeyDictionary()
+MOST_TOGETHER = 2  # records of one kind and shape: the first block's input may need no gradient
 
 
 def is_trying() -> bool:
@@ -193,6 +201,7 @@ class CapturedForward(FrugalForward):
         self.captures = 0
         self.shares_graphs = True  # with blocks of its kind that have other policies
         self.refused: str | None = None  # why it runs without being captured, if it was tried
+        group.paths.setdefault(type(module), set()).add(path)
         self._recorded: RecordedForward | None = None
         self._last: weakref.ref[Any] | None = None  # the node of the last call under autocast
 
@@ -256,7 +265,9 @@ class CapturedForward(FrugalForward):
         collector = collector_off() if settled else nullcontext()
         try:
             policy = None if self.shares_graphs else self.policy
-            captured = captured_forward(type(self.module), policy, operator_switches(), now.card)
+            kind = type(self.module)
+            place = self.path if self.path in _apart.get(kind, ()) else None
+            captured = captured_forward(kind, policy, operator_switches(), now.card, place)
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
             _recording.recorded = False
             with collector, recording_settings() if settled else nullcontext():
@@ -298,6 +309,10 @@ class CapturedForward(FrugalForward):
         kind, shapes = type(self.module), shapes_of(arguments)
         self.group.shapes.setdefault(kind, set()).add(shapes)
         _captured_shapes.setdefault(kind, set()).add(shapes)
+        recorded = self.group.recorded.setdefault((kind, shapes), set())
+        recorded.add(self.path)
+        if len(recorded) > MOST_TOGETHER:
+            _apart.setdefault(kind, set()).update(self.group.paths[kind] - recorded)
         self.captures += 1
         if self.captures > MOST_CAPTURES:
             raise CompileError("their code depends on a number that changes from call to call")
@@ -313,11 +328,13 @@ class CapturedForward(FrugalForward):
 
 
 @functools.cache
-def captured_forward(kind: type[nn.Module], policy: Policy | None, switches: tuple, card: Any) -> Callable[..., Any]:
+def captured_forward(
+    kind: type[nn.Module], policy: Policy | None, switches: tuple, card: Any, place: str | None
+) -> Callable[..., Any]:
     """The captured `forward` of a class of modules under one policy, or under any (None) whose graphs can be shared.
 
     Under other `switches` of the process, or where CPU tensors simulate those of a `card`, the same code calls other
-    operators, and dynamo does not compare them all.
+    operators, and dynamo does not compare them all. The block at a `place` has a function of its own.
     """
     if compiler_is_disabled():
         raise CompileError("PyTorch's compiler, which records them, is switched off (TORCHDYNAMO_DISABLE)")
@@ -369,6 +386,9 @@ def shapes_of(arguments: Any) -> tuple:
 
 def waits_for_backward(node: Any) -> bool:
     """Whether autograd still holds what the backward of a block needs."""
+    waits = getattr(node, "waits", None)
+    if waits is not None:
+        return waits  # to ask a node of ours for freed tensors would take as long as ten operators
     try:
         return bool(node.saved_tensors)
     except RuntimeError:  # freed by a backward

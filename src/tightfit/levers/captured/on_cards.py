@@ -12,7 +12,7 @@ from tightfit.levers.recompute import recompute as recompute_recorded
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import RecordedForward
 from tightfit.runtime.activity import now
-from tightfit.runtime.internals import autocast_is_active, without_dynamo
+from tightfit.runtime.internals import autocast_is_active, ignore_questions_for_gradients, without_dynamo
 from tightfit.runtime.module_paths import module_at
 from tightfit.runtime.nested import tensors_in
 
@@ -58,6 +58,7 @@ def recompute(
     handle.undo()  # it has checked what was asked
     paths = matching_modules(model, pattern)
     shared = shared_parameters(model, [module_at(model, path) for path in paths])
+    ignore_questions_for_gradients()
     group = Group(quiet=True)
     return install(RecomputedForward(module_at(model, path), path, group, shared) for path in paths)
 

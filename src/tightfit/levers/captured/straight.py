@@ -65,6 +65,7 @@ def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Calla
         def forward(ctx: Any, *inputs: Any) -> Any:
             ctx.set_materialize_grads(False)
             ctx.switches = function_switches()
+            ctx.waits = True  # for backward
             arguments = list(inputs[: parts.count])
             with aside():
                 results = parts.forward(arguments)
@@ -100,6 +101,7 @@ def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Calla
             if parts.used_up and graph_is_kept():
                 arguments = [a.clone() if place in parts.used_up else a for place, a in enumerate(arguments)]
             ctx.maybe_clear_saved_tensors()
+            ctx.waits = False
             for place, like in as_recorded:
                 gradient = gradients[place]
                 if gradient is None:

@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self.region = region
         self.policy = policy
         self.decides_for_all = not (policy.kept or policy.offloaded)
-        self.recording = policy != KEEP_ALL
+        self.recording = policy != KEEP_ALL and not policy.offloads_all  # the latter once only (`saves.py`)
         self.offload_store = offload_store
         self.by_operands = policy.counts_by_operands
         self.counts: dict[tuple[str, str], int] = {}  # calls so far, by name and operands

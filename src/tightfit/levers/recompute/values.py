@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from tightfit.runtime.activity import offload
 from tightfit.runtime.internals import counting_alias, function_switches
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
@@ -384,7 +385,8 @@ class Fetch:
         """Bring the bytes back, if something still holds the value."""
         product = self.product()
         if product is not None:
-            product.fill(self.copy.fetch())
+            with offload():
+                product.fill(self.copy.fetch())
 
 
 def product_of(storage: Any) -> Product | None:
