@@ -1,9 +1,11 @@
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from tightfit.devices.known import find, known_devices, nearest
+from tightfit.devices.known import find, kernels_of, known_devices, nearest
 from tightfit.devices.present import lookup, lookup_present
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DeviceError
@@ -125,3 +127,13 @@ def test_the_card_that_is_here_has_its_measured_figures(monkeypatch, spec):
 
 def test_a_spec_is_a_device_too(spec):
     assert lookup(spec) is spec
+
+
+def test_what_the_host_takes_beside_a_launch_is_what_a_null_card_showed():
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "launches.json"
+    shares = json.loads(path.read_text(encoding="utf-8"))["launches"]
+    spec = lookup("rtx4090")
+    assert spec.host_seconds == kernels_of("tensor_cores").launch_seconds
+    assert spec.recording_seconds == shares["recording"] * spec.host_seconds
+    assert spec.replaying_seconds == shares["replaying"] * spec.host_seconds
+    assert spec.captured_seconds == shares["captured"] * spec.host_seconds
