@@ -389,8 +389,9 @@ def host_time(record: Record) -> str:
 {state(record)} On a null card, which computes and copies nothing: what is measured is Python, the dispatcher and
 autograd on the real CUDA path, and neither a driver nor a kernel.
 
-Processor time of forward and backward, of plain; the plan is exact, at {record["budget"]} of plain. Blocks of models of
-`transformers` fill a cache of keys and values in training, and then run without being captured.
+Processor time of forward and backward, of plain; the plan is exact, at {record["budget"]} of plain, for a training of
+100,000 steps. Blocks of models of `transformers` fill a cache of keys and values in training. By hand, recompute runs
+captured blocks where it can; "recorded" is what stands in elsewhere.
 
 """ + rows("| | " + " | ".join(ways) + " |", lines)
 

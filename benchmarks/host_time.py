@@ -2,9 +2,10 @@
 
 On a null card, which computes and copies nothing, a step's time is the host's alone. Each way to run the same step has
 its own copy of one model, and the ways take turns in one process: eager code, PyTorch's checkpoint of every block,
-recompute of every block, an exact plan, offload of every block, captured blocks, and the loss in chunks. Seconds are
-the processor's, of all threads, since backward runs in a thread of its own: what other processes do meanwhile is not in
-them. Each figure is the median of the ratios to eager code within one round. Peaks are the CUDA allocator's own.
+recompute of every block (and by the recorder alone), an exact plan for a long training, offload of every block, captured
+blocks, and the loss in chunks. Seconds are the processor's, of all threads, since backward runs in a thread of its own:
+what other processes do meanwhile is not in them. Each figure is the median of the ratios to eager code within one
+round. Peaks are the CUDA allocator's own.
 
     python -m tightfit.nullcard rtx4090 --memory 80GiB --no-copies -- python benchmarks/host_time.py [--rounds 15]
 """
@@ -43,6 +44,7 @@ CASES = {
     "tiny": ("layers.*", "head", 4, 64),
 }
 BUDGET = "0.65x"
+STEPS = 100_000  # of the training that is planned for
 
 
 def checkpointed(model: nn.Module, blocks: str) -> None:
@@ -54,6 +56,7 @@ WAYS: dict[str, Callable[[nn.Module, str, str], Any]] = {
     PLAIN: lambda model, blocks, head: None,
     CHECKPOINT: lambda model, blocks, head: checkpointed(model, blocks),
     "recompute": lambda model, blocks, head: tightfit.recompute(model, blocks),
+    "recompute, recorded": lambda model, blocks, head: tightfit.recompute(model, blocks, captured=False),
     "offload": lambda model, blocks, head: tightfit.offload(model, blocks),
     "capture": lambda model, blocks, head: tightfit.capture(model, blocks),
     "capture, recompute all": lambda model, blocks, head: tightfit.capture(model, blocks, policy=RECOMPUTE_ALL),
@@ -80,7 +83,7 @@ def planned(name: str, precision: Any, device: str) -> tightfit.Plan:
     """An exact plan for the model's step, made on a copy without memory."""
     _, _, rows, tokens = CASES[name]
     batch = TokenBatch(rows, tokens, MODELS[name].vocabulary)
-    return tightfit.plan(build_dry(MODELS[name].build), batch, BUDGET, precision=precision, device=device)
+    return tightfit.plan(build_dry(MODELS[name].build), batch, BUDGET, precision=precision, device=device, steps=STEPS)
 
 
 def measure(name: str, precision: Any, rounds: int, device: str, only: Sequence[str]) -> dict[str, Any]:
