@@ -2,10 +2,10 @@
 
 On a null card, which computes and copies nothing, a step's time is the host's alone. Each way to run the same step has
 its own copy of one model, and the ways take turns in one process: eager code, PyTorch's checkpoint of every block,
-recompute of every block (and by the recorder alone), an exact plan for a long training, offload of every block, captured
-blocks, and the loss in chunks. Seconds are the processor's, of all threads, since backward runs in a thread of its own:
-what other processes do meanwhile is not in them. Each figure is the median of the ratios to eager code within one
-round. Peaks are the CUDA allocator's own.
+recompute of every block (and by the recorder alone), an exact plan for a long training, offload of every block,
+captured blocks, and the loss in chunks. Seconds are the processor's, of all threads, since backward runs in a thread of
+its own: what other processes do meanwhile is not in them. Each figure is the median of the ratios to eager code within
+one round. Peaks are the CUDA allocator's own.
 
     python -m tightfit.nullcard rtx4090 --memory 80GiB --no-copies -- python benchmarks/host_time.py [--rounds 15]
 """
