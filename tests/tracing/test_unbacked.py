@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -136,6 +137,46 @@ def test_addresses_are_used_again_and_never_of_a_live_tensor():
         assert abs(tensor.data_ptr() - starts[0]) >= size
         starts.append(tensor.data_ptr())
     assert len(set(starts)) < len(starts)
+
+
+def test_two_threads_that_fault_at_one_address_both_go_on(monkeypatch):
+    build_dry(lambda: nn.Linear(8, 8))  # the handler is there
+    real = faults._libc
+
+    class Slow:
+        munmap = real.munmap
+
+        @staticmethod
+        def mmap(*arguments):
+            found = real.mmap(*arguments)
+            time.sleep(0.05)  # as long as Python's lock may be another thread's
+            return found
+
+    monkeypatch.setattr(faults, "_libc", Slow)
+    with ThreadPoolExecutor(2) as threads:
+        went_on = list(threads.map(faults._map, [FIRST_ADDRESS + 2**43] * 2))
+    faults._unmap()
+    assert went_on == [True, True]
+
+
+@pytest.mark.slow  # an interpreter of its own
+def test_a_first_dry_run_in_another_thread_leaves_the_main_one_its_exception():
+    end = ended(
+        """
+        import threading
+        from torch import nn
+        from tightfit import build_dry
+        from tightfit.errors import TraceError
+        thread = threading.Thread(target=lambda: build_dry(lambda: nn.Linear(512, 512)))
+        thread.start(); thread.join()
+        model = build_dry(lambda: nn.Linear(512, 512))
+        try:
+            model.weight.detach().fill_(1.0)
+        except TraceError:
+            print("raised")
+        """
+    )
+    assert (end.returncode, end.stdout) == (0, "raised\n"), end.stderr
 
 
 @pytest.mark.slow  # an interpreter of its own

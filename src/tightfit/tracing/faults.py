@@ -78,6 +78,7 @@ class Faults:
         self._handler = _Handler(self._handle)
         self._address = ctypes.cast(self._handler, ctypes.c_void_p).value
         self._telling = threading.Lock()
+        self._mapping = threading.Lock()
         self._mapped: deque[int] = deque()
 
     def watch(self) -> bool:
@@ -114,10 +115,12 @@ class Faults:
     def _install(self, number: int) -> bool:
         current = _Action()
         self._libc.sigaction(number, None, ctypes.byref(current))
-        if current.handler == self._address:
-            return True
-        self._before[number] = current
-        if threading.current_thread() is threading.main_thread():
+        is_ours, is_main = current.handler == self._address, threading.current_thread() is threading.main_thread()
+        if is_ours and (not is_main or signal.getsignal(number) == self._raise):
+            return True  # only the main thread can have Python raise, and another one may have been here first
+        if not is_ours:
+            self._before[number] = current
+        if is_main:
             signal.signal(number, self._raise)  # for `_interrupt_main`; the system calls ours
         ours = _Action(handler=self._address, flags=_SA_SIGINFO)
         return self._libc.sigaction(number, ctypes.byref(ours), None) == 0
@@ -169,12 +172,13 @@ class Faults:
             return False
         start = address & -_CHUNK
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
-        found = self._libc.mmap(start, _CHUNK, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        if found == start:
-            self._mapped.append(start)
-            if len(self._mapped) > _CHUNKS:
-                self._libc.munmap(self._mapped.popleft(), _CHUNK)
-        return found == start or start in self._mapped  # another thread was faster
+        with self._mapping:  # a call of the C library lets another thread run, which may fault at the same address
+            found = self._libc.mmap(start, _CHUNK, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+            if found == start:
+                self._mapped.append(start)
+                if len(self._mapped) > _CHUNKS:
+                    self._libc.munmap(self._mapped.popleft(), _CHUNK)
+            return found == start or start in self._mapped  # another thread was faster
 
     def _unmap(self) -> None:
         """Take the memory away again. Nothing may read there without a fault."""
