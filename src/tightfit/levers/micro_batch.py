@@ -25,6 +25,11 @@ def as_tensors(batch: Batch) -> Batch:
 def batch_size(batch: Batch) -> int:
     """Length of the first dimension of the batch's first tensor with one. Raises `LeverError` if there is none."""
     for value in _values(as_tensors(batch)):
+        if isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided:
+            raise LeverError(
+                "the batch holds a nested tensor of the layout strided, which has no shape: make it with "
+                "layout=torch.jagged, or pad it with torch.nested.to_padded_tensor"
+            )
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value.shape[0]
     raise LeverError("the batch holds no tensor with a batch dimension, so it cannot be split in micro-batches")

@@ -327,6 +327,12 @@ class DryRun(Recording):
         )
 
     def shapes(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
+        if func in _MAKES_NESTED or any(tensor.is_nested for tensor in instances(torch.Tensor, args)):
+            raise TraceError(
+                f"{func} cannot be run dry in {self.modules.current or 'the step'}: nested tensors of the layout "
+                "strided (attention over jagged ones makes them on a CPU) have no shapes without data: pad them with "
+                "torch.nested.to_padded_tensor and pass a mask, or pack them in one row with cu_seqlens"
+            )
         try:
             return result_shapes(func, args, kwargs, key, self.is_known_number)
         except NotImplementedError as error:
@@ -397,6 +403,11 @@ _INDEXING, _LENGTHS, _CHOOSING, _REDUCED_IN_PLACE = (
 )
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default  # a tangent of zeros: it has no memory, and PyTorch branches on it
+
+_MAKES_NESTED = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("_nested_tensor_from_tensor_list", "_nested_view_from_buffer", "_nested_from_padded")
+)
 
 _COMPOSED_ON_CPU = frozenset({"aten._chunk_cat.default", "aten._chunk_cat.out"})  # CUDA has a kernel of its own
 
