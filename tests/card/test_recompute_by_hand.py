@@ -39,6 +39,18 @@ def test_blocks_are_captured_unless_autocast_would_share_casts_among_calls(model
         assert vars(frugal.layers[0])["forward"].program.captures == captures
 
 
+class Divided(torch.Tensor):
+    """A weight of another class, as those of FSDP2 or quantised ones."""
+
+
+def test_a_block_whose_weights_are_no_plain_tensors_is_recorded(model):
+    frugal = copy.deepcopy(model)
+    frugal.layers[0].register_buffer("divided", torch.ones(2, device="cuda").as_subclass(Divided))
+    with tightfit.recompute(frugal, "layers.*"):
+        gradients(frugal, steps=2)
+        assert [vars(layer)["forward"].program.captures for layer in frugal.layers] == [0, 1]
+
+
 def test_gradients_of_gradients_need_the_recorder(model):
     x = torch.rand(3, 8, device="cuda", requires_grad=True)
     stack = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())).cuda()

@@ -1,5 +1,6 @@
 """Recompute by hand: on a card, blocks run as captured programs that keep nothing, where they can be captured."""
 
+import sys
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class RecomputedForward(RecordedForward):
         super().__init__(module, path, RECOMPUTE_ALL)
         shares = not shared.isdisjoint(module.parameters())
         self.program = CapturedForward(module, path, RECOMPUTE_ALL, group, shares=shares)
+        self.is_plain: bool | None = None  # its weights are ordinary tensors, which nobody gathers or unpacks
         self.waiting = 0  # calls under autocast whose backward has not begun
         self.is_alone: bool | None = None  # under autocast: whether each call's backward came before the next call
 
@@ -79,6 +81,10 @@ class RecomputedForward(RecordedForward):
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside or self.previous is not None or not is_on_card((args, kwargs)):
+            return super().__call__(*args, **kwargs)
+        if self.is_plain is None:
+            self.is_plain = has_plain_weights(self.module)
+        if not self.is_plain:
             return super().__call__(*args, **kwargs)
         if not autocast_is_active() or now.dry or self.is_alone:
             return self.program(*args, **kwargs)
@@ -101,6 +107,17 @@ class RecomputedForward(RecordedForward):
         self.waiting -= 1
         if self.is_alone is None:
             self.is_alone = True
+
+
+def has_plain_weights(block: nn.Module) -> bool:
+    """Whether a block's weights are neither divided over ranks (FSDP2, DTensor) nor quantised."""
+    weights = (*block.parameters(), *block.buffers())
+    if any(type(weight.data) is not torch.Tensor for weight in weights):
+        return False
+    if any(type(weight) not in (torch.Tensor, nn.Parameter) for weight in weights):
+        return False
+    sharded = sys.modules.get("torch.distributed.fsdp")
+    return sharded is None or not any(isinstance(module, sharded.FSDPModule) for module in block.modules())
 
 
 def is_on_card(arguments: Any) -> bool:
