@@ -1,5 +1,7 @@
 """Trainings of others on a card: their measured peak is the planned one, but for some numbers that they keep."""
 
+import gc
+
 import pytest
 import torch
 from tiny_trainings import llama, padded, samples
@@ -12,6 +14,13 @@ from tiny import VOCABULARY, decoder
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("values")
 KEPT = 8192  # bytes: losses and counts, of 512 each
+
+
+@pytest.fixture(autouse=True)
+def no_segments_of_others():
+    """Blocks of other tests' segments may be a little too large, and count whole."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def settings_of(folder, accumulated=1):
