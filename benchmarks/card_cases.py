@@ -56,6 +56,7 @@ _CAUSAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 64},
 }
 _ATTENDS_ONE_WAY = {"bloom", "t5"}  # kinds that have no choice of attention
+_REFUSES_SDPA = {"gemma2"}  # it caps its scores
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def kinds() -> dict[str, Kind]:
     }
     causal = {kind: ("AutoModelForCausalLM", fields, _text) for kind, fields in _CAUSAL.items()}
     for kind, (auto, fields, batch) in {**causal, **_OTHERS}.items():
-        attentions = ("own",) if kind in _ATTENDS_ONE_WAY else ("eager", "sdpa")
+        one = ("eager",) if kind in _REFUSES_SDPA else ("own",) if kind in _ATTENDS_ONE_WAY else None
+        attentions = one or ("eager", "sdpa")
         found[kind] = Kind(partial(_of_transformers, auto, kind, fields), batch, attentions)
     return {**found, "unet": Kind(lambda _: UNet(), _latents, ("own",))}
 
