@@ -127,8 +127,55 @@ def products(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda m=m, k=k, n=n: tensor(3, m, k, dtype=dtype) @ tensor(3, k, n, dtype=dtype)
 
 
+def in_layouts(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors of the sizes of x: contiguous, the last dimensions turned, channels last, one number expanded."""
+    yield x
+    yield torch.empty_like(x.mT.contiguous()).mT
+    if x.dim() == 4:
+        yield x.to(memory_format=torch.channels_last)
+    yield x.new_empty(1).expand_as(x)
+
+
+def layouts(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Operators on inputs and gradients in every layout."""
+    image, row = (2, 32, 16, 16), (2, 64, 100)
+    channel, last, conv, each = (tensor(*s, dtype=dtype) for s in ((32,), (16,), (64, 32, 3, 3), (32, 1, 3, 3)))
+    of_row, each_of_row = (tensor(*s, dtype=dtype) for s in ((48, 64, 3), (64, 1, 3)))
+    operators: list[tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = [
+        (image, lambda x: F.layer_norm(x, (16,), last, last)),
+        (image, lambda x: F.rms_norm(x, (16,), last)),
+        (image, lambda x: F.group_norm(x, 8, channel, channel)),
+        (image, lambda x: F.softmax(x, -1)),
+        (image, lambda x: F.log_softmax(x, -1)),
+        (image, lambda x: F.conv2d(x, conv, torch.empty_like(conv[:, 0, 0, 0]), padding=1)),
+        (image, lambda x: F.conv2d(x, conv.detach(), padding=1)),
+        (image, lambda x: F.conv2d(x.detach(), conv, padding=1)),
+        (image, lambda x: F.conv_transpose2d(x, conv.transpose(0, 1).contiguous(), padding=1)),
+        (image, lambda x: F.conv2d(x, each, channel, groups=32)),
+        (row, lambda x: F.conv1d(x, of_row, padding=1)),
+        (row, lambda x: F.conv1d(x, each_of_row, groups=64)),
+        (image, lambda x: F.avg_pool2d(x, 2)),
+        (image, lambda x: F.max_pool2d(x, 2)),
+        (image, lambda x: F.adaptive_avg_pool2d(x, 2)),
+        (image, lambda x: F.interpolate(x, scale_factor=2.0)),
+    ]
+    for sizes, operator in operators:
+        for source in in_layouts(torch.empty(sizes, dtype=dtype, device="cuda")):
+            for gradient in in_layouts(operator(source).detach()):
+                yield lambda x=source, g=gradient, f=operator: f(x.detach().requires_grad_()).backward(g)
+
+
+def losses(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    elementwise = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.l1_loss)
+    for loss, reduction in itertools.product(elementwise, ("mean", "sum", "none")):
+        for size in (100, 300_000):
+            yield lambda f=loss, r=reduction, n=size: f(
+                tensor(2, n, dtype=dtype), tensor(2, n, dtype=dtype).detach(), reduction=r
+            )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("cases", [attention, by_rows, by_places, products])
+@pytest.mark.parametrize("cases", [attention, by_rows, by_places, products, layouts, losses])
 def test_operators_allocate_what_the_rules_say_in_their_order(cases, dtype):
     properties = torch.cuda.get_device_properties(0)
     role = CudaRole((properties.major, properties.minor), properties.multi_processor_count)

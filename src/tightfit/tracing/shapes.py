@@ -1,7 +1,7 @@
 """Infers an operator's results: shapes, strides and dtypes from its meta kernel, cached by signature."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,14 @@ class TensorShape(NamedTuple):
     def unbacked(self) -> torch.Tensor:
         """An unbacked CPU tensor of this shape."""
         return unbacked_tensor(self.shape, self.stride, self.dtype)
+
+
+def contiguous(sizes: Sequence[int], dtype: torch.dtype) -> TensorShape:
+    """A contiguous tensor of these sizes."""
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return TensorShape(tuple(sizes), tuple(reversed(strides[: len(sizes)])), dtype)
 
 
 def inputs_and_key(operator: Any, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], Any]:

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Sequence
 
+import torch
+
 from tightfit.tracing.cuda.allocator import RESULT, round_up
 from tightfit.tracing.cuda.answers import shared_memory
+from tightfit.tracing.cuda.convolutions import BACKWARD, CONVOLUTION, convolution_scratch
+from tightfit.tracing.cuda.normalisation import copies
 from tightfit.tracing.cuda.reductions import Card, reduction_scratch
-from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape, contiguous
 
 Shapes = Sequence[TensorShape]
 
@@ -17,6 +21,14 @@ MOST_SPLITS = 128  # in `num_splits_heuristic`
 _NORMS = {"aten.native_layer_norm_backward.default": 2, "aten._fused_rms_norm_backward.default": 1}
 _EFFICIENT_BACKWARD = "aten._scaled_dot_product_efficient_attention_backward.default"
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
+# Losses of every number, which a mean or a sum reduces. The blocks before it; None stands for the unreduced loss.
+_LOSSES = {
+    "aten.mse_loss.default": (RESULT, None),  # `mse_loss_out`, `smooth_l1_loss_out` in native/Loss.cpp
+    "aten.smooth_l1_loss.default": (RESULT, None),
+    "aten.huber_loss.default": (None, RESULT),  # `huber_loss`, `binary_cross_entropy_with_logits`, same file
+    "aten.binary_cross_entropy_with_logits.default": (None, None, RESULT),
+    "aten.binary_cross_entropy.default": (None, RESULT),  # `binary_cross_entropy_cuda` in cuda/Loss.cu
+}
 
 
 def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple, card: Card) -> list[int]:
@@ -25,26 +37,41 @@ def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple
         return _norm_backward(inputs, outputs, _NORMS[name], card)
     if name == _FLASH:
         return _flash_forward(inputs, arguments, card)
+    if name in _LOSSES:
+        return _loss(name, inputs, outputs[0], card)
+    if name in (CONVOLUTION, BACKWARD):
+        return convolution_scratch(name, inputs, arguments, card)
     if name == _EFFICIENT_BACKWARD:
         return _efficient_backward(inputs, card)
     return reduction_scratch(name, inputs, outputs, arguments, card) if inputs else []
 
 
+def _loss(name: str, inputs: Shapes, result: TensorShape, card: Card) -> list[int]:
+    sizes = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
+    every, before = contiguous(sizes, result.dtype), _LOSSES[name]
+    if result.shape:
+        return [every.bytes, RESULT] if before.count(None) > 1 else []
+    reduced = reduction_scratch("aten.sum.default", [every], [result], (), card)
+    return [*(every.bytes if size is None else size for size in before), *reduced]
+
+
 def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: Card) -> list[int]:
     # `LaunchGammaBetaBackwardCUDAKernel` in native/cuda/layer_norm_kernel.cu: if there are many short rows, the
     # gradients of weight and bias are summed in blocks of rows, and a reduction adds these sums. The outputs are the
-    # gradient of the input, then those of the weights, which have one dimension if the norm is over one dimension.
-    gradients = outputs[1 : 1 + weights]
+    # gradient of the input (see `normalisation.py`), then those of the weights, which have one dimension if the norm is
+    # over one dimension. `LayerNormBackwardKernelImpl`, `RMSNormBackwardKernelImpl`: `dY.contiguous()`
+    gradients, each = outputs[1 : 1 + weights], [*[RESULT] * len(outputs[1:]), *copies(inputs[0])]
     if not gradients:
-        return []
+        return each
     columns = gradients[0].numel
     rows = inputs[0].numel // max(1, columns)
     if rows <= MANY_ROWS or columns // 32 >= card.multiprocessors // 2:
-        return []
+        return each
     blocks = min(MOST_BLOCKS // -(-columns // 32), -(-rows // 32))
     partial = [TensorShape((blocks, columns), (columns, 1), gradient.dtype) for gradient in gradients]
     last = reduction_scratch("aten.sum.dim_IntList", [partial[-1]], [gradients[-1]], ([0],), card)
-    begun = [RESULT, *(shape.bytes for shape in [*gradients, *partial]), RESULT, *last]
+    begun = [*(shape.bytes for shape in gradients), *copies(inputs[0])]
+    begun += [*(shape.bytes for shape in partial), RESULT, *last]
     if len(gradients) == 1:
         return begun
     return [*begun, *(-size for size in reversed(last)), -gradients[0].bytes, RESULT, *last]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tightfit.tracing.cuda.allocator import RESULT
 from tightfit.tracing.shapes import TensorShape
 
 Shapes = Sequence[TensorShape]
@@ -42,13 +43,14 @@ def _log_softmax_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> 
 
 
 def _layer_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    return copies(*inputs)  # `layer_norm_cuda`, `_fused_rms_norm_cuda`: `expect_contiguous` of input, weight and bias
+    # `layer_norm_cuda`, `_fused_rms_norm_cuda`: `expect_contiguous` of input, weight and bias, before the results
+    return [*copies(*inputs), *[RESULT] * len(outputs)]
 
 
 def _layer_norm_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `LayerNormBackwardKernelImpl`, `RMSNormBackwardKernelImpl`: `dY.contiguous()`; their callers: `expect_contiguous`
-    # of the input and the weight. The statistics between them are the forward's own, contiguous.
-    return copies(*inputs)
+    # `layer_norm_backward_cuda`, `_fused_rms_norm_backward_cuda`: `expect_contiguous` of the input and the weight, then
+    # the gradient of the input; for what follows see `by_card.py`. The statistics are the forward's own, contiguous.
+    return [*copies(*inputs[1:]), RESULT]
 
 
 # Group norm: ATen/native/group_norm.cpp and cuda/group_norm_kernel.cu

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from tightfit.tracing.cpu_temporaries import COMPOSITES, composite_scratch
-from tightfit.tracing.cuda import normalisation
+from tightfit.tracing.cuda import convolutions, normalisation
 from tightfit.tracing.cuda.allocator import MIB, MIN_BLOCK, RESULT, Scratch, round_up
 from tightfit.tracing.shapes import TensorShape
 
@@ -207,6 +207,7 @@ def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
 
 
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
+    **convolutions.FORMULAS,
     **normalisation.FORMULAS,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._flash_attention_backward.default": _joined_flash_backward,
