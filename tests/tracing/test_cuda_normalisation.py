@@ -55,7 +55,8 @@ def norm_backward(name: str, gradient: TensorShape, source: TensorShape) -> int:
     between = [statistics] if name == "_fused_rms_norm_backward" else [statistics, statistics]
     weight = shape(source.shape[-1])
     inputs = [gradient, source, *between, weight]
-    return cuda_workspace(f"aten.{name}.default", inputs, [source, weight], ([source.shape[-1]], [True, True]))
+    results = [source, *[weight] * (len(between))]
+    return A100.workspace(f"aten.{name}.default", inputs, results, ([source.shape[-1]], [True] * len(results)))
 
 
 def test_norms_copy_a_gradient_that_is_not_contiguous_and_a_source_too():

@@ -294,3 +294,22 @@ def test_code_that_asks_which_kernel_takes_its_attention_gets_the_cards_answer()
         assert asked(torch.bfloat16, grouped=True) == (True, False)
         assert asked(torch.float32) == (False, True)
     assert asked(torch.bfloat16) == before == (False, False)
+
+
+def test_the_class_of_switches_between_cards_stays_a_class():
+    """bitsandbytes asks for the cards' capabilities through it when it is imported, and swallows the error."""
+
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not isinstance(x, torch.cuda.device)
+            with torch.cuda.device(x.device):
+                return self.inner(x).sum()
+
+    switch = torch.cuda.device
+    trace = traced(Switching(), (torch.randn(4, 4),), A100, None, loss=lambda model, batch: model(*batch))
+    assert trace.operators
+    assert torch.cuda.device is switch
