@@ -4,8 +4,8 @@
         --output benchmarks/results/card.json [--only TEXT] [--each 3] [--resume]
 
 Each step runs in a process of its own, forked from one for each card that has not begun to use it. The allocator, the
-operators' host code, autocast and the optimizers are PyTorch's; no kernel runs. Steps whose control flow reads numbers
-(micro-batches count valid tokens) run with true values. `docs/accuracy.md` has the table, and what this does not show.
+operators' host code, autocast and the optimizers are PyTorch's. No kernel runs, but for those whose numbers decide
+which operators follow (`_Reading`). `docs/accuracy.md` has the table, and what this does not show.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card_cases import CARDS, Step, kinds, steps
+from benchmarks.environment import environment as described
 
 SECONDS = 300  # after which a step is given up
 STEPS = 3  # the third is like all that follow
@@ -36,18 +37,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=3, help="steps of each kind on each card")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="leave out the steps that the output holds")
+    parser.add_argument("--again", action="store_true", help="with --resume: but run those that are not to the byte")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     chosen = [step for step in steps(given.each, given.seed) if given.only in step.name]
     if given.worker:
         return _work([step for step in chosen if step.card == given.worker])
     known = json.loads(given.output.read_text())["steps"] if given.resume and given.output.exists() else []
-    done = {row["name"] for row in known}
-    rows = list(known)
+    wanted = {step.name for step in chosen}
+    rows = [row for row in known if row["name"] in wanted and not (given.again and not is_exact(row))]
+    done = {row["name"] for row in rows}
+    commit = described()["commit"]
     for card in CARDS:
         left = [step for step in chosen if step.card == card and step.name not in done]
         for row in _on(card, left, given):
-            rows.append(row)
+            rows.append({**row, "commit": commit and commit[:7]})
             print(f"{len(rows)}/{len(chosen)} {said(row)}", flush=True)
             write(given.output, rows)
     return 0
@@ -122,8 +126,10 @@ def examine(step: Step) -> dict[str, Any]:
     from tightfit import estimate, plan, recompute
     from tightfit.devices.known import find
     from tightfit.errors import CannotFit
+    from tightfit.levers.micro_batch import as_parts, split_batch
     from tightfit.optim.by_name import build_optimizer
     from tightfit.planner.blocks.find import find_blocks
+    from tightfit.step import Part, model_loss
 
     known = find(step.card)
     assert known is not None
@@ -157,16 +163,14 @@ def examine(step: Step) -> dict[str, Any]:
     if made is not None:
         found |= {"budget": made.budget_bytes, "micro_batches": made.micro_batches}
     model = model.cuda()
-    batch = {name: t.cuda() for name, t in batch.items()}
+    parts = [
+        Part({name: t.cuda() for name, t in part.batch.items()}, part.weight)
+        for part in as_parts(split_batch(batch, 1 if made is None else made.micro_batches), model_loss)
+    ]
     built = build_optimizer(optimizer, model.parameters())
     levers_on: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
-    values: AbstractContextManager[Any] = nullcontext()
-    if made is not None and made.micro_batches > 1:
-        from tightfit.nullcard.values import true_values
-
-        values = true_values()
-    with values, levers_on:
-        run = _step(model, batch, built, precision, 1 if made is None else made.micro_batches)
+    with levers_on:
+        run = _step(model, parts, built, precision)
         for _ in range(STEPS):
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
@@ -175,7 +179,6 @@ def examine(step: Step) -> dict[str, Any]:
         **found,
         "measured": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
-        "values": made is not None and made.micro_batches > 1,
     }
 
 
@@ -191,14 +194,45 @@ def _optimizers() -> dict[str, Any]:
     }
 
 
-def _step(model: Any, batch: Any, optimizer: Any, precision: Any, micro_batches: int) -> Callable[[], None]:
-    from tightfit.levers.micro_batch import as_parts, split_batch
+class _Reading:
+    """Computes in forward what a step reads, so that control flow is true: masks, labels that count, experts' tokens.
+
+    Not in backward: a gradient that Python has seen has one holder more, so autograd would not add to it in place.
+    """
+
+    # Of integers and booleans; of floating-point numbers only topk, whose places are given.
+    INTEGERS = "add sub mul remainder floor_divide minimum maximum fill_ masked_fill_ copy_ arange cumsum sum all any "
+    INTEGERS += "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not where "
+    INTEGERS += "nonzero index index_select gather cat sort searchsorted topk histc zero_"
+
+    def __init__(self) -> None:
+        import torch
+
+        def chosen(results: Any, **named: Any) -> Any:  # experts in turn
+            values, places = results
+            return values, torch.arange(places.numel()).view(places.shape) % named["self"].shape[-1]
+
+        def counted(results: Any, **named: Any) -> Any:
+            return torch.full_like(results, named["self"].numel() // named["bins"])
+
+        bases = frozenset(self.INTEGERS.split())
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+        names = [n for n in registered if n.removeprefix("aten::").partition(".")[0] in bases]
+        self.only = {**dict.fromkeys(names), "aten::topk": chosen, "aten::histc": counted}
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        from tightfit.nullcard.values import true_values
+
+        return true_values(only=self.only) if name == "forward" else nullcontext()
+
+
+def _step(model: Any, parts: Any, optimizer: Any, precision: Any) -> Callable[[], None]:
     from tightfit.step import StepSettings, forward_backward, model_loss, update
 
-    parts = as_parts(split_batch(batch, micro_batches), model_loss)
+    reading = _Reading()
 
     def run() -> None:
-        forward_backward(model, parts, model_loss, precision)
+        forward_backward(model, parts, model_loss, precision, observer=reading)
         update(model, optimizer, StepSettings(precision))
 
     return run
@@ -207,6 +241,11 @@ def _step(model: Any, batch: Any, optimizer: Any, precision: Any, micro_batches:
 def off(row: dict[str, Any]) -> float | None:
     """How far a prediction is from what was measured, in per cent; negative: too low."""
     return 100 * (row["predicted"] / row["measured"] - 1) if "measured" in row else None
+
+
+def is_exact(row: dict[str, Any]) -> bool:
+    """Whether allocated and reserved bytes were predicted to the byte."""
+    return "measured" in row and (row["predicted"], row["predicted_reserved"]) == (row["measured"], row["reserved"])
 
 
 def said(row: dict[str, Any]) -> str:
@@ -241,8 +280,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    from benchmarks.environment import environment as described
-
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"environment": described(), "summary": summary(rows), "steps": rows}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tightfit.config.schema import AdapterConfig
+from tightfit.models.adapters import add_adapter
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 
@@ -161,6 +163,11 @@ def _decoder(**fields: Any) -> Kind:
     return Kind(lambda attention: Decoder(config), _text, ("own",))
 
 
+def _adapted(base: Any, attention: str) -> nn.Module:
+    model = _of_transformers("AutoModelForCausalLM", "llama", _LLAMA, attention)
+    return add_adapter(model, AdapterConfig(base=base, target_modules=("all-linear",))).train()
+
+
 _SEQ2SEQ = {
     "d_model": 512, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048,
     "encoder_attention_heads": 8, "decoder_attention_heads": 8, "vocab_size": VOCABULARY,
@@ -190,6 +197,8 @@ def kinds() -> dict[str, Kind]:
         one = ("eager",) if kind in _REFUSES_SDPA else ("own",) if kind in _ATTENDS_ONE_WAY else None
         attentions = one or ("eager", "sdpa")
         found[kind] = Kind(partial(_of_transformers, auto, kind, fields), batch, attentions)
+    for base in ("bf16", "int8", "nf4"):
+        found[f"llama, adapters on {base}"] = Kind(partial(_adapted, base), _text)
     return {**found, "unet": Kind(lambda _: UNet(), _latents, ("own",))}
 
 

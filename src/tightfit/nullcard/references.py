@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+Reference = Callable[..., Any]
 
 
 def mixed(seed: int, offset: int) -> int:
@@ -268,7 +269,7 @@ def _batch_norm_backward(results: Any, epsilon: float, **named: Any) -> Any:
     return aten.native_batch_norm_backward(*(named[name] for name in names), True, epsilon, [True, True, True])
 
 
-REFERENCES: Mapping[str, Callable[..., Any]] = {
+REFERENCES: Mapping[str, Reference] = {
     "aten::_scaled_dot_product_flash_attention": _forward(seeds=(6, 7)),
     "aten::_scaled_dot_product_flash_attention_backward": _backward,
     "aten::_scaled_dot_product_efficient_attention": _forward(seeds=(2, 3)),

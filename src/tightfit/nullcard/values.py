@@ -13,7 +13,7 @@ from the same position draws the same numbers, as on a card; the numbers are oth
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.errors import TightfitError
-from tightfit.nullcard.references import REFERENCES, by_name, mixed
+from tightfit.nullcard.references import REFERENCES, Reference, by_name, mixed
 
 _KEY = torch._C.DispatchKey.BackendSelect  # always there, below dispatch modes, and above CUDA
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -83,7 +83,10 @@ class _Runtime:
 class Values:
     """Mutable: the operators that were computed, work that waits, and an error of work that ran late."""
 
-    def __init__(self, late: bool) -> None:
+    def __init__(self, late: bool, only: Mapping[str, Reference | None] | None) -> None:
+        self.only = only
+        given = {name: reference for name, reference in (only or {}).items() if reference is not None}
+        self.references = {**REFERENCES, **given}
         self.runtime = _Runtime()
         self.late = late
         self.computed: dict[str, int] = {}
@@ -98,7 +101,8 @@ class Values:
         self.runtime.library.card_set_values(1)
         names = set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
         taken = set(torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect"))
-        for name in sorted((names | _ANSWERED | {_COPY}) - taken - _NOT_COMPUTED):
+        names = names | _ANSWERED | {_COPY}
+        for name in sorted((names if self.only is None else names & set(self.only)) - taken - _NOT_COMPUTED):
             namespace, short = name.split("::")
             if namespace in self._libraries:
                 kernel = self._kernel(name, _overload(namespace, short))
@@ -131,7 +135,7 @@ class Values:
             on_card = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_cuda]
             if not on_card:
                 return own(keyset, args, kwargs)
-            if name in _ANSWERED:
+            if name in _ANSWERED and name not in self.references:
                 return self._answered(operator, args, kwargs, on_card[0].device)
             if inside:
                 return own(keyset, args, kwargs)
@@ -144,9 +148,11 @@ class Values:
                 results = own(keyset, args, kwargs)
             finally:
                 _state.inside = False
+            if self.only is not None and name not in self.references and not _is_of_integers(results):
+                return results
             if not takes_numbers:
                 args = _without_numbers(args, tensors)
-            work = _Work(name, operator, args, kwargs, results, seed)
+            work = _Work(name, operator, args, kwargs, results, seed, self.references.get(name))
             self._give(lambda: work.run(self.computed))
             return results
 
@@ -181,8 +187,17 @@ class Values:
 class _Work:
     """What one operator computes: CPU tensors over the card's memory, which it does not keep alive."""
 
-    def __init__(self, name: str, operator: Any, args: tuple, kwargs: dict, results: Any, seed: int | None) -> None:
-        self.name, self.operator, self.seed = name, operator, seed
+    def __init__(
+        self,
+        name: str,
+        operator: Any,
+        args: tuple,
+        kwargs: dict,
+        results: Any,
+        seed: int | None,
+        reference: Reference | None,
+    ) -> None:
+        self.name, self.operator, self.seed, self.reference = name, operator, seed, reference
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written into outside of it
             self.args, self.kwargs = tree_map(_on_host, (args, kwargs))
             self.results = tree_map(_on_host, results)
@@ -197,7 +212,7 @@ class _Work:
             _state.inside = inside
 
     def _fill(self) -> None:
-        reference = REFERENCES.get(self.name)
+        reference = self.reference
         # What surrounds the user's code (autocast for CPUs, a default device) changes nothing of a kernel.
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST), torch._C.DisableTorchFunction(), _seeded(self.seed):
             if reference is not None:
@@ -245,6 +260,10 @@ class _Work:
         for narrow, computed in wide:
             narrow.copy_(computed)
         return self.results
+
+
+def _is_of_integers(results: Any) -> bool:
+    return not any(isinstance(t, torch.Tensor) and t.dtype.is_floating_point for t in tree_flatten(results)[0])
 
 
 def _on_host(value: Any) -> Any:
@@ -318,17 +337,22 @@ def _overload(namespace: str, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def true_values(late: bool = False) -> Iterator[Values]:
+def true_values(late: bool = False, only: Mapping[str, Reference | None] | None = None) -> Iterator[Values]:
     """Within it, operators on a null card have true results, in every thread.
+
+    A tensor that Python has seen has one holder more, so autograd adds to no gradient in place and peaks are higher
+    than on a card. With `only`, this is so of few operators.
 
     Args:
         late: whether the card works late, so that results are work of the current stream too.
+        only: the operators whose results are computed where these are integers or booleans, or what computes all of
+            one's results, called as those of `references.REFERENCES` are. None: all operators, and all results.
 
     Raises:
         NotComputed: an operator has no reference on the CPU; named.
         TightfitError: this process has no null card.
     """
-    values = Values(late)
+    values = Values(late, only)
     values.register()
     try:
         yield values

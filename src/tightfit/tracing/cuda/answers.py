@@ -4,9 +4,9 @@ Code of users and of packages with their own kernels asks whether its tensors ar
 `x.device.type == "cuda"`), and what the device can do (`torch.cuda.get_device_capability`). The tensors of a dry run
 are on the CPU, so the true answers would choose other code than the device runs.
 
-The libraries in `_TRUE_ANSWERS` get the true answers. What they do on CUDA is simulated below their code: their
-operators' kernels are replaced (`composites.py`, `autocast.py`), or the results do not depend on the answer. Some keep
-an answer for the whole process.
+The libraries in `_TRUE_ANSWERS` get the true answers, except for modules with models. What they do on CUDA is simulated
+below their code: their operators' kernels are replaced (`composites.py`, `autocast.py`), or the results do not depend
+on the answer. Some keep an answer for the whole process.
 """
 
 import sys
@@ -28,6 +28,8 @@ _TRUE_ANSWERS = frozenset(
 # Capability".
 _SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 _NEWEST_SHARED_KIB, _LEAST_SHARED_KIB = 99, 48  # (12, 0) and (12, 1); before (7, 0)
+# Modules of these libraries in which models choose between operators by their tensors' device.
+_OF_MODELS = ("tightfit.models.", "transformers.models.", "transformers.integrations.moe")
 _MAPPED = "cuda"
 
 
@@ -134,7 +136,8 @@ def _asks_in_play(depth: int = 2) -> Card | None:
     if card is None:
         return None
     name = sys._getframe(depth).f_globals.get("__name__", "")
-    return None if name.partition(".")[0] in _TRUE_ANSWERS else card
+    is_true = name.partition(".")[0] in _TRUE_ANSWERS and not name.startswith(_OF_MODELS)
+    return None if is_true else card
 
 
 def _replace_in_tensors(tensor: Any, replacements: Replacements) -> None:

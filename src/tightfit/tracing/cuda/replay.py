@@ -94,8 +94,11 @@ class _Player:
             self.born[storage.born].append(index)
         elif storage.died is not None and storage.born > 0:
             # A tensor that Python made of numbers, noted when an operator is about to read it. Nobody moves a single
-            # float to the device, which an operator reads from the host. Single integers are positions in a cache.
-            if storage.shape or "int" in storage.dtype:
+            # float to the device, which an operator reads from the host. Single integers are positions in a cache, but
+            # for those that Python writes into a part of a tensor (`x[:, 0] = 1`).
+            reader = self.trace.operators[storage.born + 1 :][:1]
+            is_written = any(operator.name == "aten.fill_.Tensor" for operator in reader)
+            if storage.shape or ("int" in storage.dtype and not is_written):
                 self.born[storage.born + 1].append(index)
         elif storage.name == HANDLE_WORKSPACE:
             self.workspaces.append(index)
