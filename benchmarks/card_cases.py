@@ -165,7 +165,7 @@ def _decoder(**fields: Any) -> Kind:
 
 def _adapted(base: Any, attention: str) -> nn.Module:
     model = _of_transformers("AutoModelForCausalLM", "llama", _LLAMA, attention)
-    return add_adapter(model, AdapterConfig(base=base, target_modules=("all-linear",))).train()
+    return add_adapter(model, AdapterConfig(base=base, target_modules="all-linear")).train()
 
 
 _SEQ2SEQ = {
