@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tiny
+from tightfit import recompute
 from tightfit.levers.micro_batch import as_parts
 from tightfit.runtime.internals import has_kernel, operators_with_kernel
 from tightfit.step import StepSettings, model_loss
@@ -204,6 +205,44 @@ def test_plain_attention_adds_its_mask_in_place():
     (sums,) = [s for s in trace.storages if s.born == place]
     assert scores.bytes == sums.bytes
     assert trace.levels[place] <= trace.levels[place - 1]
+
+
+class Attending(nn.Module):
+    """Attention that only the plain path takes, under a boolean mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        query = self.proj(x)
+        return F.scaled_dot_product_attention(query, query[:, :1], query[:, :1], attn_mask=mask, enable_gqa=True)
+
+
+class Attended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Attending()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.block(x, mask)
+
+
+def test_plain_attention_makes_numbers_of_a_boolean_mask_and_adds_them_anew_under_a_lever():
+    batch = {"x": torch.randn(2, 4, 512, 64), "mask": torch.ones(512, 512, dtype=torch.bool).tril()}
+    model = Attended()
+    scores = 2 * 4 * 512 * 512 * 4
+
+    def adds_in_place() -> bool:
+        trace = traced(model, batch, CudaRole((7, 5), 40), "fp32", loss=lambda m, b: m(**b).sum())
+        operators = [o.name for o in trace.operators]
+        assert "aten.where.self" in operators
+        place = operators.index("aten.add.Tensor", operators.index("aten.bmm.default"))
+        return trace.levels[place] - trace.starts[place] < scores
+
+    assert adds_in_place()
+    with recompute(model, "block"):
+        assert not adds_in_place()
 
 
 def test_a_weight_is_cast_once_within_a_region_and_anew_in_the_next():

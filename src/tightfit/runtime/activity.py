@@ -32,6 +32,7 @@ class Activity(threading.local):
     playing_cuda: bool = False  # a dry run in which CPU tensors simulate those of a CUDA device
     # While playing CUDA: an operator of PyTorch's runs, inside which no code of the model can read a number.
     inside_operator: bool = False
+    adds_in_place: bool = False  # whether that operator adds in place
     card: Any = None  # while playing CUDA: the simulated device (`tracing/cuda/role.py`)
     dry_building: int = 0  # depth of builds of models without memory
     offloading: int = 0  # depth of copies to or from an offload store

@@ -207,7 +207,7 @@ class Recording(TorchDispatchMode):
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
         is_sum = traits.name in ADDED_IN_PLACE and (
-            now.inside_operator or (self.phase is Phase.BACKWARD and _called_by_engine())
+            (now.inside_operator and now.adds_in_place) or (self.phase is Phase.BACKWARD and _called_by_engine())
         )
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)

@@ -37,7 +37,12 @@ def no_modes() -> Iterator[None]:
 
 def dispatch_is_watched() -> bool:
     """Whether a dispatch mode is active in this thread."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return dispatch_modes() > 0
+
+
+def dispatch_modes() -> int:
+    """The number of dispatch modes that are active in this thread."""
+    return torch._C._len_torch_dispatch_stack()
 
 
 _dtype, _deterministic, _mkldnn, _precision, _threads = (

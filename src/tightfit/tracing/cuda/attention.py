@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tightfit.runtime.activity import now
-from tightfit.runtime.internals import attention_priority, cudnn_attention_is_preferred
+from tightfit.runtime.internals import attention_priority, cudnn_attention_is_preferred, dispatch_modes
 from tightfit.tracing.shapes import KNOWN_LIMIT
 
 aten = torch.ops.aten
@@ -204,10 +204,12 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     """Attention as CUDA would compute it: the operator of the chosen kernel, with inputs padded as it requires."""
     backend = choose_backend(call, capability)
     if backend is Backend.MATH or call.may_be_known:
-        outer, now.inside_operator = now.inside_operator, True
+        # It adds its mask in place unless a dispatch mode is active (`areAnyTensorSubclassLike`): a lever's is in
+        # the real step too, and the dry run's own is not.
+        outer, now.inside_operator, now.adds_in_place = now.inside_operator, True, dispatch_modes() == 1
         try:
             result = aten._scaled_dot_product_attention_math.default(
-                *call.tensors, call.mask, call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
+                *call.tensors, _as_bias(call), call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
             )
         finally:
             now.inside_operator = outer
