@@ -282,7 +282,13 @@ class Transfers:
             self._there.pop(copy.number, None)
             self._look_ahead(copy.number)  # before the wait, so that the next copies are queued while this one ends
             copy.transfer.arrived()
+            self._begin_again()
             return content
+
+    def _begin_again(self) -> None:
+        """Let the next step's window grow as this one's did: memory is then freed in the same order in every step."""
+        if not self._there and not self._leaving:
+            self.window_bytes = self._of_call = 0
 
     def _look_ahead(self, number: int) -> None:
         """Begin the copies back of the values sent before this one, the latest first: backward runs in that order."""
@@ -318,3 +324,4 @@ class Transfers:
         there = self._there.pop(number, None)
         if there is not None and not self._there:
             self._drain()  # the graph was dropped without backward, so no `fetch` will release what is in flight
+            self._begin_again()
