@@ -163,10 +163,10 @@ def examine(step: Step) -> dict[str, Any]:
     if made is not None:
         found |= {"budget": made.budget_bytes, "micro_batches": made.micro_batches}
     model = model.cuda()
-    parts = [
-        Part({name: t.cuda() for name, t in part.batch.items()}, part.weight)
-        for part in as_parts(split_batch(batch, 1 if made is None else made.micro_batches), model_loss)
-    ]
+    count = 1 if made is None else made.micro_batches
+    weights = [part.weight for part in as_parts(split_batch(batch, count), model_loss)]  # counted on the host
+    batch = {name: t.cuda() for name, t in batch.items()}
+    parts = [Part(part, weight) for part, weight in zip(split_batch(batch, count), weights, strict=True)]
     built = build_optimizer(optimizer, model.parameters())
     levers_on: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
     with levers_on:
@@ -215,25 +215,33 @@ class _Reading:
         def counted(results: Any, **named: Any) -> Any:
             return torch.full_like(results, named["self"].numel() // named["bins"])
 
+        def finite(results: Any, **named: Any) -> Any:
+            named["found_inf"].zero_()
+            return results
+
         bases = frozenset(self.INTEGERS.split())
         registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
         names = [n for n in registered if n.removeprefix("aten::").partition(".")[0] in bases]
-        self.only = {**dict.fromkeys(names), "aten::topk": chosen, "aten::histc": counted}
+        self.forward = {**dict.fromkeys(names), "aten::topk": chosen, "aten::histc": counted}
+        self.optimizer = {"aten::_amp_foreach_non_finite_check_and_unscale_": finite}
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         from tightfit.nullcard.values import true_values
 
-        return true_values(only=self.only) if name == "forward" else nullcontext()
+        only = {"forward": self.forward, "optimizer": self.optimizer}.get(name)
+        return nullcontext() if only is None else true_values(only=only)
 
 
 def _step(model: Any, parts: Any, optimizer: Any, precision: Any) -> Callable[[], None]:
+    import torch
+
     from tightfit.step import StepSettings, forward_backward, model_loss, update
 
-    reading = _Reading()
+    reading, scaler = _Reading(), torch.amp.GradScaler("cuda") if precision == "fp16" else None
 
     def run() -> None:
-        forward_backward(model, parts, model_loss, precision, observer=reading)
-        update(model, optimizer, StepSettings(precision))
+        forward_backward(model, parts, model_loss, precision, scaler=scaler, observer=reading)
+        update(model, optimizer, StepSettings(precision), scaler=scaler, observer=reading)
 
     return run
 

@@ -53,8 +53,6 @@ def random_states_counted(dry: DryRun) -> Iterator[None]:
     """A context in which each state that this thread requests is a storage of the dry run until it is freed."""
 
     def asked(state: torch.Tensor) -> None:
-        if now.playing_cuda:  # a state is a tensor of the host
-            return
         with host_memory():
             dry.see(state)
 
