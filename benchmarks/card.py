@@ -200,7 +200,7 @@ class _Reading:
     Not in backward: a gradient that Python has seen has one holder more, so autograd would not add to it in place.
     """
 
-    # Of integers and booleans; of floating-point numbers only topk, whose places are given.
+    # Of integers and booleans; of floating-point numbers only what is filled, and topk, whose places are given.
     INTEGERS = "add sub mul remainder floor_divide minimum maximum fill_ masked_fill_ copy_ arange cumsum sum all any "
     INTEGERS += "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not where "
     INTEGERS += "nonzero index index_select gather cat sort searchsorted topk histc zero_"
@@ -215,14 +215,18 @@ class _Reading:
         def counted(results: Any, **named: Any) -> Any:
             return torch.full_like(results, named["self"].numel() // named["bins"])
 
+        def filled(results: Any, **named: Any) -> Any:  # masks are made of ones in fp32 too
+            return results.fill_(named["value"])
+
         def finite(results: Any, **named: Any) -> Any:
             named["found_inf"].zero_()
             return results
 
         bases = frozenset(self.INTEGERS.split())
         registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-        names = [n for n in registered if n.removeprefix("aten::").partition(".")[0] in bases]
-        self.forward = {**dict.fromkeys(names), "aten::topk": chosen, "aten::histc": counted}
+        names = [n for n in (*registered, "aten::copy_") if n.removeprefix("aten::").partition(".")[0] in bases]
+        given = {"aten::topk": chosen, "aten::histc": counted, "aten::fill_.Scalar": filled}
+        self.forward = {**dict.fromkeys(names), **given}
         self.optimizer = {"aten::_amp_foreach_non_finite_check_and_unscale_": finite}
 
     def phase(self, name: str) -> AbstractContextManager[Any]:

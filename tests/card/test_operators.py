@@ -116,6 +116,7 @@ def by_places(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         for padding in (None, 0):
             yield lambda n=count, r=rows, w=width, p=padding: F.embedding(places(n), tensor(r, w, dtype=dtype), p)
         yield lambda n=count: places(n).cumsum(0)
+        yield lambda n=count: places(n).int().cumsum(0, dtype=torch.int32)
         yield lambda n=count: places(n).sort()
     # Of many places, the number of runs is read from the card.
     yield lambda: F.embedding(places(100)[None].expand(4, -1), tensor(1000, 64, dtype=dtype))

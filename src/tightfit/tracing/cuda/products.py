@@ -59,7 +59,8 @@ def held_workspaces(capability: Capability, release: Release) -> int:
 def takes_workspace(name: str) -> bool:
     """Whether an operator gives its thread's handle of cuBLAS a workspace, if that has none yet."""
     operator = name.partition(".")[2].partition(".")[0]
-    return name.startswith("aten.") and (operator in _MATRICES or operator == "dot")
+    # Grouped products are cuBLAS's, but for those of bf16 on capability 9 and 10 (`_one_by_one`).
+    return name.startswith("aten.") and (operator in _MATRICES or operator in ("dot", "_grouped_mm"))
 
 
 def product_scratch(name: str, inputs: tuple[TensorShape, ...], capability: Capability, release: Release) -> list[int]:

@@ -168,8 +168,9 @@ def _scan(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
         return [source.numel * result.dtype.itemsize]
     # `launch_cumsum_cuda_kernel` in ScanKernels.cpp: cub scans one row, and each tile of 1,024 numbers tells the next
     tiles = 32 + -(-source.numel // 1024)
-    is_row = source.numel == max(source.shape, default=1) and source.dtype == torch.int64
-    return [round_up(4 * tiles, 256) + 2 * round_up(8 * tiles, 256) + 255] if is_row else []
+    width = source.dtype.itemsize
+    is_row = source.numel == max(source.shape, default=1) and source.dtype in (torch.int32, torch.int64)
+    return [round_up(4 * tiles, 256) + 2 * round_up(width * tiles, 256) + 255] if is_row else []
 
 
 def _made_contiguous(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
