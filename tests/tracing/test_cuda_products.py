@@ -7,7 +7,7 @@ from tightfit.levers.micro_batch import as_parts
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIB
-from tightfit.tracing.cuda.products import blas_workspace, installed_release, product_scratch
+from tightfit.tracing.cuda.products import blas_workspace, installed_release, product_scratch, takes_workspace
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import trace_step
 from tiny import decoder, token_batch
@@ -125,3 +125,8 @@ def matrix(rows: int, columns: int) -> TensorShape:
 
 def batch(size: int, rows: int, columns: int) -> TensorShape:
     return TensorShape((size, rows, columns), (rows * columns, columns, 1), torch.float32)
+
+
+def test_grouped_products_give_their_thread_a_workspace_of_cublas():
+    assert takes_workspace("aten._grouped_mm.default")
+    assert not takes_workspace("aten.add.Tensor")

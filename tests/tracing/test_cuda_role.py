@@ -352,3 +352,53 @@ def test_the_class_of_switches_between_cards_stays_a_class():
     trace = traced(Switching(), (torch.randn(4, 4),), A100, None, loss=lambda model, batch: model(*batch))
     assert trace.operators
     assert torch.cuda.device is switch
+
+
+def test_a_state_of_a_generator_is_on_the_host():
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)))
+    with recompute(model, "0"):
+        trace = traced(model, (torch.randn(8, 64),), A100, None, loss=lambda m, batch: m(*batch).sum())
+    assert "native_dropout" in names(trace)
+    assert not any(s.bytes for s in trace.storages if s.dtype == "uint8")
+
+
+def test_a_number_that_python_writes_into_a_part_of_a_tensor_stays_on_the_host():
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shifted = x.clone()
+            shifted[:, 0] = 1
+            return self.embedding(shifted).sum()
+
+    trace = traced(Shifted(), (torch.zeros(2, 8, dtype=torch.int64),), A100, None, loss=lambda m, batch: m(*batch))
+    place = [o.name for o in trace.operators].index("aten.fill_.Tensor")
+    assert trace.levels[place] == trace.levels[place - 1]
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        counts = torch.histc(ids.int(), bins=4, min=0, max=3)
+        assert counts.tolist() == [2, 1, 0, 1]
+        return self.inner(x).sum()
+
+
+def test_integers_are_counted_as_on_a_card():
+    batch = (torch.randn(4, 4), torch.tensor([0, 0, 1, 3]))
+    trace = traced(Counted(), batch, A100, None, loss=lambda m, batch: m(*batch))
+    assert names(trace)["histc"] == 1
+
+
+@pytest.mark.parametrize(("capability", "grouped"), [((7, 5), 0), ((8, 0), 2)])
+def test_experts_are_multiplied_in_groups_where_the_card_can(capability, grouped):
+    model, role = tiny.decoder(num_experts=4, experts_per_token=2), CudaRole(capability, 40)
+    trace = traced(model, tiny.token_batch(2, 16), role, None)
+    counted = sum(o.name == "aten._grouped_mm.default" and o.phase == "forward" for o in trace.operators)
+    assert counted == grouped * len(model.layers)

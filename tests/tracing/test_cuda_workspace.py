@@ -36,6 +36,12 @@ def test_flash_backward_copies_a_gradient_that_lies_otherwise():
     assert backward("flash", query, query, turned).blocks == (query.bytes, *backward("flash", query, query).blocks)
 
 
+def test_flash_backward_of_one_sample_copies_nothing_whatever_its_first_stride():
+    query = by_length(1, 4, 64, 32)
+    gradient = TensorShape(query.shape, (1, *query.stride[1:]), query.dtype)
+    assert backward("flash", query, query, gradient) == backward("flash", query, query)
+
+
 def test_ctc_copies_lengths_and_offsets_and_its_backward_has_the_sums_from_the_other_end():
     batch = 100
     sound, targets = (torch.empty(*shape, device="meta") for shape in ((50, batch, 16), (batch, 20)))
