@@ -125,7 +125,7 @@ def with_what_is_taken_for_granted(clone, run):
 def in_its_place(line):
     """A command as it is typed, in the folder of MiniMind's scripts where it is about one of those."""
     if line.startswith("tightfit minimind "):
-        return f"cd minimind/trainer && {line} --epochs 1"
+        return f"cd minimind/trainer && {line}"
     return line
 
 

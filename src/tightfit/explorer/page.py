@@ -1,7 +1,6 @@
 """The page: fields on the left; beside them the verdict, the memory bar, and the parts of an answer in tabs."""
 
 import importlib.resources
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
 INSTALL_HINT = "pip install 'tightfit[explore]'"
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")  # of the reader's machine
 MONO_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace")
-CHANGED = "Changed: press Predict for the answer"
+# The class that hides an answer to other fields, until there is another question (page.css says what stands there).
+HIDE = "() => { document.body.classList.add('changed') }"
+SHOW = "(...values) => { document.body.classList.remove('changed'); return values }"
 WAITING = 64  # questions that may wait for a worker, over all readers
 FIELDS = (
     "model", "device", "sequence_length", "batch_size", "precision", "dtype", "optimizer", "step_in_backward", "rank",
@@ -141,7 +142,11 @@ def build_page(workers: Workers) -> "gradio.Blocks":
 
         def on_ask(asking: Any, upload: Upload | None, *values: Any) -> Iterator[tuple[Any, ...]]:
             has_left = readers.asks(str(asking.session_hash))
-            yield from answers(workers, upload, dict(zip(FIELDS, values, strict=True)), has_left)
+            before: tuple[Any, ...] = (None,) * len(shown)
+            for found in answers(workers, upload, dict(zip(FIELDS, values, strict=True)), has_left):
+                # A timeline is large, and need not be sent each second.
+                yield tuple(gr.skip() if new == old else new for new, old in zip(found, before, strict=True))
+                before = found
 
         # Gradio passes what it knows of the reader to arguments of this type, which is known once it is imported.
         on_ask.__annotations__["asking"] = gr.Request
@@ -152,10 +157,10 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         # One question a reader at a time, the newest, and as many readers at once as there are workers.
         how: dict[str, Any] = {"concurrency_limit": workers.count, "concurrency_id": "questions"}
         private = {"api_visibility": "private", "show_progress": "hidden"}
-        asked = [
-            ask.click(on_ask, inputs, shown, **how, **private, trigger_mode="always_last"),
-            page.load(on_ask, inputs, shown, **how, **private),
-        ]
+        loading = page.load(on_ask, inputs, shown, **how, **private)
+        asking = ask.click(
+            on_ask, inputs, shown, js=SHOW, cancels=[loading], trigger_mode="always_last", **how, **private
+        )
         uploading = (
             fields["file"]
             .upload(
@@ -165,16 +170,17 @@ def build_page(workers: Workers) -> "gradio.Blocks":
                 **how,
                 **private,
             )
-            .then(on_ask, inputs, shown, **how, **private)
+            .then(on_ask, inputs, shown, js=SHOW, **how, **private)
         )
         fields["model"].input(lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, **private)
 
-        # In the browser, so that it is there before anything else is pressed, and no later answer is overwritten.
-        emptied = json.dumps([drawings.waiting(CHANGED), *[""] * (len(shown) - 1)])
+        # The answer is hidden in the browser, so that whatever still comes of it stays hidden too. The call of the
+        # server has nothing to say: it carries the cancelling.
+        answering = [loading, asking, uploading]
         for name in FIELDS:
-            fields[name].input(None, None, shown, js=f"() => {emptied}", cancels=[*asked, uploading], **private)
+            fields[name].input(lambda: None, None, None, js=HIDE, queue=False, cancels=answering, **private)
             if hasattr(fields[name], "submit"):
-                fields[name].submit(on_ask, inputs, shown, **how, **private)
+                fields[name].submit(on_ask, inputs, shown, js=SHOW, cancels=answering, **how, **private)
 
         def on_leave(leaving: Any) -> None:
             readers.leaves(str(leaving.session_hash))
@@ -248,6 +254,8 @@ def answers(
     yield shown_so_far(question, described, answer)
     try:
         for part in workers.ask(question, has_left):
+            if has_left():
+                return
             answer.take(part)
             yield shown_so_far(question, described, answer)
     except TightfitError as error:
