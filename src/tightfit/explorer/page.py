@@ -154,14 +154,12 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         def on_upload(file: Any, *values: Any) -> tuple[Any, ...]:
             return read(gr, workers, file, dict(zip(FIELDS, values, strict=True)))
 
-        # One question a reader at a time, the newest, and as many readers at once as there are workers.
-        how: dict[str, Any] = {"concurrency_limit": workers.count, "concurrency_id": "questions"}
+        # A newer question of a reader begins at once, and ends the one before (`Readers`). Workers limit how many run.
+        how: dict[str, Any] = {"concurrency_limit": WAITING, "concurrency_id": "questions", "trigger_mode": "multiple"}
         private = {"api_visibility": "private", "show_progress": "hidden"}
-        loading = page.load(on_ask, inputs, shown, **how, **private)
-        asking = ask.click(
-            on_ask, inputs, shown, js=SHOW, cancels=[loading], trigger_mode="always_last", **how, **private
-        )
-        uploading = (
+        ask.click(on_ask, inputs, shown, js=SHOW, **how, **private)
+        page.load(on_ask, inputs, shown, **how, **private)
+        (
             fields["file"]
             .upload(
                 on_upload,
@@ -174,13 +172,11 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         )
         fields["model"].input(lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, **private)
 
-        # The answer is hidden in the browser, so that whatever still comes of it stays hidden too. The call of the
-        # server has nothing to say: it carries the cancelling.
-        answering = [loading, asking, uploading]
+        # The answer is hidden in the browser, so that whatever still comes of it stays hidden too.
         for name in FIELDS:
-            fields[name].input(lambda: None, None, None, js=HIDE, queue=False, cancels=answering, **private)
+            fields[name].input(None, None, None, js=HIDE, **private)
             if hasattr(fields[name], "submit"):
-                fields[name].submit(on_ask, inputs, shown, js=SHOW, cancels=answering, **how, **private)
+                fields[name].submit(on_ask, inputs, shown, js=SHOW, **how, **private)
 
         def on_leave(leaving: Any) -> None:
             readers.leaves(str(leaving.session_hash))
