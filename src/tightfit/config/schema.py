@@ -298,7 +298,7 @@ class MemoryConfig(Section):
         description="Levers that the plan may use: `exact` or null (bit-equal only), `rounding` (also equal to "
         f"rounding), or a list of names: {_lever_names(on_request=False)}, and, only if you name them, "
         f"{_lever_names(on_request=True)}. A list may begin with a class: `[rounding, offload]`. Where recompute is "
-        "allowed, a plan for a CPU also uses capture if `max_steps` repays the recording.",
+        "allowed, a plan also uses capture if `max_steps` repays the recording.",
     )
     offload_folder: str | None = None
     """Folder of the unlinked file to which the lever `offload` moves a CPU's activations; null: the system's folder for

@@ -149,7 +149,7 @@ def plan(
     ranks call `plan` alike, rank 0 makes the plan, and all get it. `batch` is then one of the rank's own batches, of
     the same shape on each rank.
 
-    `steps` is how often the step will run. Where that is known and repays the seconds of recording, a plan on a CPU
+    `steps` is how often the step will run. Where that is known and repays the seconds of recording, a plan
     also uses the exact lever `"capture"`, wherever `"recompute"` is allowed.
 
     Raises `CannotFit` with the least peak that the levers can reach, and with ranked ways out (`error.ways_out`, found
