@@ -52,3 +52,16 @@ def test_captured_blocks_take_the_predicted_bytes_on_a_card(policy, precision):
         measured = steps(model, {name: tensor.cuda() for name, tensor in batch.items()}, precision)
     assert measured == predicted
     assert (predicted < plain) == (policy == RECOMPUTE_ALL)
+
+
+@pytest.mark.usefixtures("growing_segments")
+def test_a_plan_with_captured_blocks_takes_its_peak_on_a_card():
+    batch = token_batch(64)
+    plan = tightfit.plan(
+        build_dry(decoder), batch, "0.75x", levers=["recompute", "capture"], device="cuda", precision="bf16"
+    )
+    assert any(choice.captured for choice in plan.choices)
+    model = decoder().cuda()
+    with plan.apply(model):
+        assert steps(model, {name: tensor.cuda() for name, tensor in batch.items()}, "bf16") == plan.peak_bytes
+    assert plan.peak_bytes <= plan.budget_bytes
