@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import DeviceError, InputError
-from tightfit.runtime.activity import now
+from tightfit.runtime.activity import host_memory, now
 from tightfit.runtime.cpp_compiler import demand_compiler
 from tightfit.runtime.light_imports import light_import
 
@@ -87,6 +87,7 @@ def check_device(name: str, groups: Sequence[Any], known: Sequence[str]) -> str:
 
 def _package(name: str, package: str, module: str | None = None) -> Any:
     try:
-        return light_import(module or package)
+        with host_memory():  # what a package makes when it is imported: bitsandbytes has two tables of 16 numbers
+            return light_import(module or package)
     except ImportError as error:
         raise InputError(f"optimizer {name} needs the package {package}: pip install 'tightfit[lowbit]'") from error
