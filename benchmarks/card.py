@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.card_cases import CARDS, Step, kinds, steps
 from benchmarks.environment import environment as described
 
-SECONDS = 300  # after which a step is given up
+SECONDS = 600  # after which a step is given up
 STEPS = 3  # the third is like all that follow
 
 

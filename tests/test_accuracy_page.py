@@ -17,6 +17,17 @@ def test_the_page_says_what_the_results_files_say():
     assert module.PAGE.read_text("utf-8") == module.page(), "run: python benchmarks/accuracy_page.py"
 
 
+def test_the_readme_says_what_null_cards_say():
+    module = accuracy_page()
+    record = json.loads((module.RESULTS / "card.json").read_text("utf-8"))
+    found, cards = record["summary"], len({row["card"] for row in record["steps"]})
+    english, chinese = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
+    assert f"{found['to_the_byte']} of {found['measured']} steps on {cards} cards predicted to the byte" in english
+    assert f"{cards} 种显卡上的 {found['measured']} 个步骤中，{found['to_the_byte']} 个预测到字节" in chinese
+    assert f"{found['over_budget']} of {found['planned']} plans above their budget" in english
+    assert f"{found['planned']} 个计划中有 {found['over_budget']} 个超出预算" in chinese
+
+
 def test_what_was_not_measured_is_said_to_be_missing(tmp_path):
     text = accuracy_page().page(tmp_path)
     assert "Not measured at this commit: `benchmarks/accuracy.py`, `benchmarks/published/peaks.py`" in text
