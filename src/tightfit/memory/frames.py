@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python[0-9.]+[/\\]|^<")
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python[0-9.]+[/\\]|[/\\]torchinductor_|^<")
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 
 

@@ -182,7 +182,7 @@ def _result(
         notes.append("The command took no memory of a card: no process of it used CUDA to its end.")
     elif not any(rank.model for rank in ranks):
         notes.append("No model was called with gradients, so there are no steps: the peak is of the whole process.")
-    elif code and refused is None and not ended:
+    if code and refused is None and not ended:
         notes.append(f"The command failed with exit code {code}, which is its own.")
     return CardRun(
         fits=False if refused is not None else True if came_through else None,

@@ -380,8 +380,8 @@ class Watched:
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """The bytes in use at the peak by category, by module and by the user's line. Each adds up to the peak."""
         held: dict[int, Category] = {}
-        weights = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Parameter)]
-        weights += [buffer for model in self.models for buffer in model.buffers()]
+        weights = [t for model in self.models for t in (*model.parameters(), *model.buffers())]
+        weights += [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Parameter)]  # of other models
         states = [tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer)]
         for tensors, category in ((states, Category.OPTIMIZER_STATE), (weights, Category.PARAMETER)):
             held |= {s.data_ptr(): category for t in tensors for s in _storages(t) if s.device.index == card}

@@ -13,19 +13,26 @@ HERE = str(Path(__file__).resolve().parent)
 
 
 class _WatchesTorch:
-    """An importer that imports torch as ever, and then begins to watch."""
+    """An importer that imports torch as ever, and then begins to watch. Asking where torch is imports nothing yet."""
+
+    def __init__(self) -> None:
+        self.asks = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self.asks:
             return None
-        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
-        spec = importlib.util.find_spec(name)
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asks = False
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             run(module)
+            sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
             from tightfit.monitoring.cards.process import watch_this_process
 
             watch_this_process()
