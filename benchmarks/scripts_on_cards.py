@@ -146,9 +146,8 @@ def prepare(repositories: Path) -> None:
     texts = [" ".join(random.choices(WORDS, k=600)) for _ in range(2000)]
     asked = [" ".join(random.choices(WORDS, k=30)) for _ in texts]
     _lines(data / "pretrain.jsonl", [{"text": text} for text in texts])
-    turns = [
-        [{"role": "user", "content": a}, {"role": "assistant", "content": t}] for a, t in zip(asked, texts, strict=True)
-    ]
+    pairs = list(zip(asked, texts, strict=True))
+    turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": t}] for a, t in pairs]
     _lines(data / "sft.jsonl", [{"conversations": turn} for turn in turns])
     (data / "chats").mkdir(exist_ok=True)
     _lines(data / "chats" / "train.jsonl", [{"messages": turn} for turn in turns])

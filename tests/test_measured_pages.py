@@ -22,3 +22,11 @@ def test_the_page_says_what_the_results_file_says(name, monkeypatch):
     record = json.loads((ROOT / "benchmarks" / "results" / results).read_text("utf-8"))
     page = importlib.import_module(module).page(*arguments(record))
     assert (ROOT / "docs" / name).read_text("utf-8") == page
+
+
+def test_the_table_of_scripts_is_that_of_the_results_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("scripts_on_cards")
+    table = module.table(json.loads(module.RESULTS.read_text("utf-8")))
+    assert len(table.splitlines()) > 6
+    assert module.BEGIN + table + module.END in module.PAGE.read_text("utf-8")
