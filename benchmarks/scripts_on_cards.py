@@ -42,6 +42,7 @@ class Script:
     what: str
     paths: tuple[str, ...] = ()  # within the checkout, to import from
     cards: Sequence[str] = CARDS
+    values: bool = False  # its path depends on numbers
 
 
 SCRIPTS = (
@@ -64,10 +65,10 @@ SCRIPTS = (
         "TRL sft.py", "huggingface/trl", "f2cd57710", ".",
         (
             "trl/scripts/sft.py", "--model_name_or_path", "{data}/qwen", "--dataset_name", "{data}/chats",
-            "--per_device_train_batch_size", "4", "--max_length", "1024", "--eos_token", "<|im_end|>",
+            "--per_device_train_batch_size", "1", "--max_length", "512", "--eos_token", "<|im_end|>",
             "--output_dir", "{data}/out",
         ),
-        "Qwen2-0.5B in bf16, 4 x at most 1024", (".",),
+        "Qwen2-0.5B in bf16, 1 x 512, true values", (".",), values=True,
     ),
     Script(
         "LitGPT finetune_lora", "Lightning-AI/litgpt", "26857050", ".",
@@ -119,7 +120,9 @@ def measured(script: Script, repositories: Path, card: str) -> dict[str, Any]:
     os.chdir(checkout / script.folder)
     try:
         words = [word.replace("{data}", str(data)) for word in script.words]
-        found = tightfit.run([sys.executable, *words], device=card, steps=STEPS, timeout=PATIENCE, quiet=True)
+        found = tightfit.run(
+            [sys.executable, *words], device=card, steps=STEPS, timeout=PATIENCE, quiet=True, values=script.values
+        )
     finally:
         os.chdir(here)
     highest = found.highest

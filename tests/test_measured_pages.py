@@ -30,3 +30,11 @@ def test_the_table_of_scripts_is_that_of_the_results_file(monkeypatch):
     table = module.table(json.loads(module.RESULTS.read_text("utf-8")))
     assert len(table.splitlines()) > 6
     assert module.BEGIN + table + module.END in module.PAGE.read_text("utf-8")
+
+
+def test_the_error_of_the_null_card_is_that_of_the_results_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    module = importlib.import_module("benchmarks.published.on_card")
+    record = json.loads(module.RESULTS.read_text("utf-8"))
+    assert module.summary(record["results"]) == record["summary"]
+    assert module.sentence(record) in (ROOT / "docs" / "run.md").read_text("utf-8")

@@ -81,6 +81,16 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def sentence(record: dict[str, Any]) -> str:
+    """The result in words, for docs/run.md."""
+    found = record["summary"]
+    return (
+        f"{found['rows']} measurements that others have published of single operators on seven kinds of cards, with "
+        f"other releases of PyTorch, were run again on null cards: {found['within_0.1%']} are within 0.1%, the median "
+        f"is off by {found['median']:.2%}, the worst by {found['worst']:.1%}. {found['failed']} more could not be run.\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", help="only one, in this process: what the command calls itself with")

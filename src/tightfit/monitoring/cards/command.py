@@ -183,7 +183,8 @@ def _result(
     elif not any(rank.model for rank in ranks):
         notes.append("No model was called with gradients, so there are no steps: the peak is of the whole process.")
     if code and refused is None and not ended:
-        notes.append(f"The command failed with exit code {code}, which is its own.")
+        why = "" if values else " Numbers were not true: if that is why, --values computes them."
+        notes.append(f"The command failed with exit code {code}, which is its own.{why}")
     return CardRun(
         fits=False if refused is not None else True if came_through else None,
         device=card.name,
