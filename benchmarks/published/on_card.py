@@ -87,7 +87,8 @@ def sentence(record: dict[str, Any]) -> str:
     return (
         f"{found['rows']} measurements that others have published of single operators on seven kinds of cards, with "
         f"other releases of PyTorch, were run again on null cards: {found['within_0.1%']} are within 0.1%, the median "
-        f"is off by {found['median']:.2%}, the worst by {found['worst']:.1%}. {found['failed']} more could not be run.\n"
+        f"is off by {found['median']:.2%}, the worst by {found['worst']:.1%}. "
+        f"{found['failed']} more could not be run.\n"
     )
 
 
