@@ -68,6 +68,16 @@ def test_computing_with_one_raises_a_line_with_the_operator(use, told):
             use(model)
 
 
+def test_it_raises_too_once_dynamo_runs_the_frames_of_the_process():
+    model = build_dry(lambda: nn.Linear(512, 512))
+    before = torch._C._dynamo.eval_frame.set_eval_frame(False)
+    try:
+        with pytest.raises(TraceError, match=r"aten\.sum"):
+            model.weight.sum()
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+
 def test_a_kernel_that_writes_far_more_than_there_is_raises_and_takes_little():
     model = build_dry(lambda: nn.Linear(2**16, 2**16))  # 16 GiB
     before = highest_rss()

@@ -73,6 +73,8 @@ class _Norm(nn.Module):
 class _ModelBlock(Block):
     """A decoder block of as many small operators, views and modules as in models: its norms, and rotated positions."""
 
+    angles: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.before_attention, self.before_mlp = _Norm(WIDTH), _Norm(WIDTH)

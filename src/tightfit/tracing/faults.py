@@ -121,7 +121,7 @@ class Faults:
         if not is_ours:
             self._before[number] = current
         if is_main:
-            signal.signal(number, self._raise)  # for `_interrupt_main`; the system calls ours
+            signal.signal(number, self._raise)  # for `_handle`, which the system calls
         ours = _Action(handler=self._address, flags=_SA_SIGINFO)
         return self._libc.sigaction(number, ctypes.byref(ours), None) == 0
 
@@ -149,7 +149,10 @@ class Faults:
         if not self._map(address):
             self._end()
         if thread == threading.main_thread().ident and signal.getsignal(number) == self._raise:
-            _interrupt_main(number)
+            # Have Python call its handler in the main thread, and not before this function has returned. Python looks
+            # for signals after a call (of a Python function too, once dynamo has its own way to run frames), and not
+            # after an unpacking. So the call is made by one.
+            (_,) = map(_thread.interrupt_main, (number,))
         elif not self._running:
             self._end()
 
@@ -232,12 +235,6 @@ class Faults:
 
 
 faults = Faults()
-
-
-def _interrupt_main(number: Any) -> None:
-    """Have Python call its handler of a signal in the main thread, and not before the caller has returned."""
-    # Python looks for signals after a call, and not after an unpacking. So the call is made by one.
-    (_,) = map(_thread.interrupt_main, (number,))
 
 
 @functools.cache

@@ -221,10 +221,12 @@ def card(device: str, memory: int | str | None = None, count: int = 1) -> Iterat
 
     Example:
         >>> import torch, tightfit
-        >>> with tightfit.card("rtx4090"):
-        ...     pass
-        Traceback (most recent call last):
-        tightfit.errors.InputError: this process has PyTorch already, with the CUDA that it found: ...
+        >>> try:
+        ...     with tightfit.card("rtx4090"):
+        ...         pass
+        ... except ValueError as error:
+        ...     print(str(error).partition(",")[0])
+        this process has PyTorch already
     """
     wanted = _card(device, memory, count)
     if "torch" in sys.modules:

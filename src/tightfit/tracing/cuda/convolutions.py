@@ -127,7 +127,8 @@ def _has_channels_last(shape: TensorShape) -> bool:
 def _layout_copies(shape: TensorShape, is_last: bool) -> list[int]:
     """Bytes of the copy that a tensor needs to have its channels last, or to be contiguous."""
     order = (0, *range(2, len(shape.shape)), 1) if is_last else range(len(shape.shape))
-    turned = TensorShape(*(tuple(each[dim] for dim in order) for each in shape[:2]), shape.dtype)
+    sizes, strides = (tuple(each[dim] for dim in order) for each in (shape.shape, shape.stride))
+    turned = TensorShape(sizes, strides, shape.dtype)
     return [] if turned.is_contiguous else [shape.bytes]
 
 

@@ -89,8 +89,8 @@ def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[
 
 
 def _lies_by_length(shape: TensorShape) -> bool:
-    turned = (tuple(each[dim] for dim in (0, 2, 1, 3)) for each in shape[:2])
-    return TensorShape(*turned, shape.dtype).is_contiguous
+    sizes, strides = (tuple(each[dim] for dim in (0, 2, 1, 3)) for each in (shape.shape, shape.stride))
+    return TensorShape(sizes, strides, shape.dtype).is_contiguous
 
 
 # Others
