@@ -221,10 +221,11 @@ def card(device: str, memory: int | str | None = None, count: int = 1) -> Iterat
 
     Example:
         >>> import torch, tightfit
+        >>> from tightfit.errors import InputError
         >>> try:
         ...     with tightfit.card("rtx4090"):
         ...         pass
-        ... except ValueError as error:
+        ... except InputError as error:
         ...     print(str(error).partition(",")[0])
         this process has PyTorch already
     """
