@@ -152,7 +152,8 @@ class Faults:
             # Have Python call its handler in the main thread, and not before this function has returned. Python looks
             # for signals after a call (of a Python function too, once dynamo has its own way to run frames), and not
             # after an unpacking. So the call is made by one.
-            (_,) = map(_thread.interrupt_main, (number,))
+            signals: Any = (number,)
+            (_,) = map(_thread.interrupt_main, signals)
         elif not self._running:
             self._end()
 
