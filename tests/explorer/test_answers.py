@@ -270,3 +270,16 @@ def test_the_fields_hand_on_what_was_typed():
     assert any("rtx4090" in label and "RTX 4090" in label for label in cards), "found by key and by name"
     del fields
     gc.collect()  # Gradio's event loop warns when it goes, and does so here
+
+
+def test_a_question_that_the_reader_has_left_writes_nothing_more_when_its_worker_ends():
+    """A newer question, or its mistake, stands in the same places."""
+    left = []
+
+    class Ends:
+        def ask(self, question, has_left):
+            left.append(True)  # while it works; it ends without a word then
+            yield from ()
+
+    found = list(answers(Ends(), None, {}, lambda: bool(left)))
+    assert len(found) == 1, "what is said when it begins"

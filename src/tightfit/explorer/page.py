@@ -255,9 +255,9 @@ def answers(
             answer.take(part)
             yield shown_so_far(question, described, answer)
     except TightfitError as error:
-        if has_left():  # a newer question of this reader writes to the same places
-            return
         answer.failure = Failure(str(error))
+    if has_left():  # a newer question of this reader writes to the same places
+        return
     answer.is_complete = True
     yield shown_so_far(question, described, answer)
 
