@@ -147,6 +147,8 @@ def build_page(workers: Workers) -> "gradio.Blocks":
                 # A timeline is large, and need not be sent each second.
                 yield tuple(gr.skip() if new == old else new for new, old in zip(found, before, strict=True))
                 before = found
+            # Gradio sends the last of these once more at the end, which may be after a newer question's first.
+            yield (gr.skip(),) * len(shown)
 
         # Gradio passes what it knows of the reader to arguments of this type, which is known once it is imported.
         on_ask.__annotations__["asking"] = gr.Request
