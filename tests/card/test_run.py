@@ -1,5 +1,6 @@
 """`tightfit run`: scripts, unchanged, on cards that are not there."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import torch
 
 import tightfit
 from tightfit.errors import InputError, TightfitError
+from tightfit.monitoring.cards.command import _of_training, _result
+from tightfit.monitoring.cards.records import RankOfRun, RefusedBytes
+from tightfit.nullcard.card import card_of
 
 TRAINING = """
 import torch
@@ -117,6 +121,17 @@ def test_the_command_line_speaks_by_its_exit_code_and_a_last_line(tmp_path):
     assert "2.00 GiB more were asked for" in small.stderr
     assert "requested" in small.stderr, "what the doctor says"
     assert ended(text="import torch; torch.ones(3).cuda(); raise SystemExit(7)").returncode == 7
+    killed = "import os, signal, torch; torch.ones(3).cuda(); os.kill(os.getpid(), signal.SIGKILL)"
+    assert ended(text=killed).returncode == 128 + 9
+
+
+def test_a_process_that_runs_out_of_memory_before_it_trains_is_not_left_out():
+    fields = {field.name: 0 for field in dataclasses.fields(RankOfRun)}
+    fields |= {"steps": (), "by_category": {}, "by_module": {}, "by_line": {}, "read_values": (), "curve": ()}
+    trains = RankOfRun(**{**fields, "model": "Net", "out_of_memory": None})
+    loads = RankOfRun(**{**fields, "model": "", "out_of_memory": RefusedBytes(1, "", 0, "before the first step")})
+    found = _result(card_of("t4"), ["x"], _of_training((trains, loads)), 1, False, "")
+    assert found.fits is False
 
 
 def _snapshot(path):

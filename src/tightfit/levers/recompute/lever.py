@@ -21,27 +21,7 @@ __all__ = ["Applied", "apply_policies", "matching_modules", "recompute", "undo"]
 
 
 def recompute(model: nn.Module, pattern: str, *, segments: int | None = None, use_reentrant: bool = False) -> Applied:
-    """Recompute the activations of every module whose path matches a glob.
-
-    `pattern` is a glob over module paths, in which `*` matches one part of the path: `"layers.*"` matches whole blocks,
-    `"layers.*.mlp"` one part of each. `segments=k` joins the n matching modules, in order, to k runs of neighbours, and
-    holds only the inputs of each run. `use_reentrant=True` uses PyTorch's reentrant checkpoint, which cannot give
-    gradients to tensors that a block stores on its module.
-
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if a match is
-    already recomputed, or if `segments` is out of range.
-
-    Example:
-        >>> import tightfit, torch
-        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
-        >>> model = torch.nn.Sequential(*blocks)
-        >>> x = torch.randn(64, 8)
-        >>> plain = torch.autograd.grad(model(x).sum(), model[0][0].weight)[0]
-        >>> with tightfit.recompute(model, "*"):
-        ...     frugal = torch.autograd.grad(model(x).sum(), model[0][0].weight)[0]
-        >>> torch.equal(plain, frugal)
-        True
-    """
+    """`tightfit.recompute` by the recorder alone (or the reentrant checkpoint), with its arguments and errors."""
     paths = matching_modules(model, pattern)
     if segments is not None and not 1 <= segments <= len(paths):
         raise LeverError(f"segments={segments} is out of range: {pattern!r} matches {len(paths)} modules")

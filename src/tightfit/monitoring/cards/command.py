@@ -23,6 +23,7 @@ from tightfit.units import format_bytes, parse_bytes
 STEPS = 3  # by default: the first has no states yet, in the second DDP makes its buckets anew
 COPIED = 1 << 20  # bytes: larger copies are not made where numbers are not true, so that weights are not loaded
 TIMED_OUT, INTERRUPTED = 124, 130  # exit codes, as those of `timeout` and of a shell
+SIGNALLED = 128  # and the signal's number, of a command that a signal ended, as in a shell
 PATIENCE = 10.0  # seconds that a command has for its own end
 START = Path(__file__).parent / "start"
 
@@ -143,7 +144,8 @@ def _ran(
     with suppress(OSError):
         Path(f"/proc/{started.pid}/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        return started.wait(timeout), ""
+        code = started.wait(timeout)
+        return (code if code >= 0 else SIGNALLED - code), ""
     except subprocess.TimeoutExpired:
         _end(started)
         return TIMED_OUT, f"ended after {timeout:g} seconds"
@@ -158,16 +160,16 @@ def _end(started: "subprocess.Popen[bytes]") -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if started.poll() is None:
             with suppress(OSError):
-                os.killpg(started.pid, number) if os.getpgid(started.pid) == started.pid else started.send_signal(
-                    number
-                )
+                leads = os.getpgid(started.pid) == started.pid  # a group of its own, with all that it started
+                send = os.killpg if leads else os.kill
+                send(started.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 started.wait(PATIENCE)
 
 
 def _of_training(ranks: tuple[RankOfRun, ...]) -> tuple[RankOfRun, ...]:
-    """Those that trained; where none did, all that took memory of a card."""
-    trained = tuple(rank for rank in ranks if rank.model)
+    """Those that trained or ran out of memory; where none did, all that took memory of a card."""
+    trained = tuple(rank for rank in ranks if rank.model or rank.out_of_memory is not None)
     return trained or tuple(rank for rank in ranks if rank.peak_bytes)
 
 

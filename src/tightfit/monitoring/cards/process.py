@@ -40,7 +40,7 @@ STEPS = 1000  # that are kept
 LABELLED = 50  # steps of which gradients and inputs are noted
 BEFORE = "before the first step"
 
-# A read-only view of what PyTorch gives Python: these two are replaced so that a script's own reading stays right.
+# PyTorch's own functions, kept before `Watched` puts others in their place: a script's reading of peaks stays right.
 _read_statistics = torch._C._cuda_memoryStats if hasattr(torch._C, "_cuda_memoryStats") else None
 _reset_peaks = torch._C._cuda_resetPeakMemoryStats if hasattr(torch._C, "_cuda_resetPeakMemoryStats") else None
 
