@@ -10,9 +10,9 @@ unexport PYTHONDONTWRITEBYTECODE
 CARD := .venv-card
 CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
-ON_CARD := $(CARD_BIN)/python -m tightfit.devices.nullcard rtx4090
+ON_CARD := $(CARD_BIN)/python -m tightfit.nullcard rtx4090
 
-.PHONY: demo test test-beside-card test-card test-all check published benchmarks environment clean
+.PHONY: demo test test-beside-card test-card test-all check docs published benchmarks environment clean
 
 environment: $(READY)
 
@@ -30,6 +30,16 @@ $(CARD_READY): $(READY)
 	  there, here = (next(pathlib.Path(v).glob('lib/python*/site-packages')).resolve() for v in ('$(VENV)', '$(CARD)')); \
 	  (here / 'shared.pth').write_text(f'import site; site.addsitedir({str(there)!r})\n')"
 	touch $(CARD_READY)
+
+# The site of the documentation has an environment of its own, without torch: it reads sources, pages and results.
+DOCS := .venv-docs
+$(DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet $(shell sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ,) typer
+	touch $(DOCS)/.ready
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
 
 demo: $(READY)
 	$(BIN)/tightfit train examples/quickstart.yaml
@@ -74,4 +84,4 @@ benchmarks: $(READY)
 	$(BIN)/python benchmarks/benchmarks_page.py
 
 clean:
-	rm -rf $(VENV) $(CARD) runs
+	rm -rf $(VENV) $(CARD) $(DOCS) runs site dist

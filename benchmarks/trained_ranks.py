@@ -24,10 +24,9 @@ import torch
 
 from environment import environment
 from ranks import Counts, built
+from tightfit.config import parse_config
 from tightfit.memory.allocator import storage_bytes
-from tightfit.training import loop
-from tightfit.training.api import train
-from tightfit.training.config import parse_config
+from tightfit.training import loop, train
 
 STEPS, WARM = 8, 3
 CASES: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What fits: the recipes of twelve models on the card that people have for each, and of two on many cards, as
+"""What fits: the recipes of models on the card that people have for each, and of two on many cards, as
 docs/what_fits.md.
 
     python benchmarks/what_fits.py [--output FILE] [--table FILE] [--only PAIR ...]
@@ -20,8 +20,11 @@ from environment import ROOT, environment
 GIB = 2**30
 # model, card, the gigabytes it is sold with, tokens of a sequence
 PAIRS = (
+    ("qwen2.5-0.5b", "rtx2060", 6, 2048),
+    ("llama-3.2-1b", "rtx2060", 6, 2048),
     ("qwen2.5-0.5b", "rtx3080,memory=8GiB", 8, 2048),
     ("llama-2-7b", "rtx3080,memory=8GiB", 8, 2048),
+    ("llama-3.2-3b", "rtx3080", 10, 2048),
     ("llama-3.2-1b", "rtx3060-12", 12, 2048),
     ("mistral-7b", "rtx3060-12", 12, 2048),
     ("llama-3.2-3b", "rtx4080", 16, 2048),

@@ -17,11 +17,11 @@ def test_the_page_says_what_the_results_files_say():
     assert module.PAGE.read_text("utf-8") == module.page(), "run: python benchmarks/accuracy_page.py"
 
 
-def test_the_readme_says_what_null_cards_say():
+def test_the_guide_says_what_null_cards_say():
     module = accuracy_page()
     record = json.loads((module.RESULTS / "card.json").read_text("utf-8"))
     found, cards = record["summary"], len({row["card"] for row in record["steps"]})
-    english, chinese = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
+    english, chinese = ((ROOT / "docs" / name).read_text("utf-8") for name in ("guide.md", "zh/guide.md"))
     assert f"{found['to_the_byte']} of {found['measured']} steps on {cards} cards predicted to the byte" in english
     assert f"{cards} 种显卡上的 {found['measured']} 个步骤中，{found['to_the_byte']} 个预测到字节" in chinese
     assert f"{found['over_budget']} of {found['planned']} plans above their budget" in english

@@ -93,10 +93,10 @@ def test_an_estimator_is_short_where_the_step_needed_more(benchmark):
     assert found == pytest.approx({"cells": 3, "median": 0.1, "worst": 0.3, "short": 2, "notably_short": 1})
 
 
-def test_the_readme_says_what_the_estimators_said(benchmark):
+def test_the_guide_says_what_the_estimators_said(benchmark):
     figures = benchmark("benchmarks_page").records()["estimators"]["cpu"]
     ours, tracker, rule = (figures[who] for who in ("tightfit", "PyTorch MemTracker", "16 bytes a parameter"))
-    text = " ".join((BENCHMARKS.parent / "README.md").read_text("utf-8").split())
+    text = " ".join((BENCHMARKS.parent / "docs" / "guide.md").read_text("utf-8").split())
     assert f"the same {ours['cells']} training steps on a CPU. Our worst error is {abs(ours['worst']):.6%}." in text
     assert f"is off by up to {abs(tracker['worst']):.2%}." in text
     assert f"is off by {rule['median']:.0%} in the median, and too low in {rule['short']} of {rule['cells']}" in text

@@ -1,5 +1,5 @@
-"""Every command of the README and of docs/training.md, typed in a clone and an environment that has nothing but the
-extras that the page names. Files that a page takes for granted are made first.
+"""Every command of the README, the start, the guide and docs/training.md, typed in a clone and an environment that has
+nothing but the extras that the page names. Files that a page takes for granted are made first.
 """
 
 import os
@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "README.zh-CN.md", "docs/training.md")
+PAGES = ("README.md", "docs/start.md", "docs/guide.md", "docs/training.md")
+IN_CHINESE = {"README.md": "README.zh-CN.md", "docs/start.md": "docs/zh/start.md", "docs/guide.md": "docs/zh/guide.md"}
+WITH_PYTHON = ("README.md", "docs/guide.md")  # for a model, a batch and an optimizer of the reader's
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STAND_IN = ROOT / "tests" / "integrations" / "minimind_stand_in"
 LOOP = """\
@@ -147,13 +149,13 @@ def walked(page, run):
     """Type each command of the page, then run its Python. Returns what failed, with what was shown."""
     troubles = []
     for line in commands_of(page):
-        if line in LEFT_OUT:
+        if line in LEFT_OUT or line.startswith("pip install"):  # which is done already
             continue
         done = run(in_its_place(line))
         print(f"$ {line}  -> {done.returncode}", flush=True)
         if (done.returncode != 0 and line.partition("  #")[0].strip() not in FAILS) or "Traceback" in done.stderr:
             troubles.append(f"$ {line}\n{textwrap.indent((done.stdout + done.stderr)[-1500:], '    ')}")
-    if page == "README.md":
+    if page in WITH_PYTHON:
         done = run(f"python - <<'END'\n{BEFORE}{python_of(page)}END")
         if done.returncode:
             troubles.append(f"the Python of {page}\n{done.stderr[-1500:]}")
@@ -163,10 +165,6 @@ def walked(page, run):
 @pytest.mark.slow  # it makes an environment from the registry and trains: a quarter of an hour a page
 @pytest.mark.parametrize("page", PAGES)
 def test_each_command_of_the_page_runs_from_an_empty_environment(page, tmp_path):
-    if page == "README.zh-CN.md":
-        assert list(commands_of(page)) == list(commands_of("README.md"))  # they are walked there
-        assert (extras_of(page), python_of(page)) == (extras_of("README.md"), python_of("README.md"))
-        return
     clone = tmp_path / "clone"
     clone.mkdir()
     cloned(clone)
@@ -179,6 +177,12 @@ def test_each_command_of_the_page_runs_from_an_empty_environment(page, tmp_path)
     for name, block in files_of(page):
         (clone / name).write_text(block)
     assert not (troubles := walked(page, run)), "\n\n".join(troubles)
+
+
+@pytest.mark.parametrize(("english", "chinese"), IN_CHINESE.items())
+def test_a_chinese_page_has_the_same_commands(english, chinese):
+    for of in (commands_of, extras_of, python_of):
+        assert [*of(chinese)] == [*of(english)]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.errors import DataError
-from tightfit.training.data.packing import (
+from tightfit.data.packing import (
     BatchStream,
     PackedSamples,
     StreamPosition,
@@ -13,6 +12,7 @@ from tightfit.training.data.packing import (
     pack,
     permutation,
 )
+from tightfit.errors import DataError
 
 
 def numbered(count, length=2):

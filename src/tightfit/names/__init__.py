@@ -1,0 +1,1 @@
+"""Names that users write, and what goes with what: no torch."""
