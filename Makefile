@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CARD := .venv-card
 CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
-ON_CARD := $(CARD_BIN)/python -m tightfit.nullcard rtx4090
+ON_CARD := $(CARD_BIN)/python -m tightfit.devices.nullcard rtx4090
 
 .PHONY: demo test test-beside-card test-card test-all check docs published benchmarks environment clean
 

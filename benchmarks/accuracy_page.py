@@ -381,7 +381,7 @@ def on_null_cards(record: Record) -> str:
     return f"""\
 ## On null cards
 
-Measured with PyTorch's own CUDA allocator on a runtime that computes nothing (`tightfit.nullcard`): the allocator, the
+Measured with PyTorch's own CUDA allocator on a runtime that computes nothing (`devices.nullcard`): the allocator, the
 operators' host code, autocast and the optimizers are PyTorch's. It does not show what kernels compute, seconds, the
 driver's own memory, or the memory in which cuDNN computes. On an H100 attention is cuDNN's, whose workspace is assumed
 to be none.

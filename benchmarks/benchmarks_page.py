@@ -35,8 +35,8 @@ COMMANDS = {
     "ablation": "python benchmarks/ablation.py --output benchmarks/results/ablation.json",
     "captured": "python benchmarks/captured.py --output benchmarks/results/captured.json",
     "executor_overhead": "python benchmarks/executor_overhead.py --output benchmarks/results/executor_overhead.json",
-    "host_time": "python -m tightfit.nullcard rtx4090 --memory 80GiB --no-copies -- python benchmarks/host_time.py "
-    "--output benchmarks/results/host_time.json",
+    "host_time": "python -m tightfit.devices.nullcard rtx4090 --memory 80GiB --no-copies -- "
+    "python benchmarks/host_time.py --output benchmarks/results/host_time.json",
     "loss_head": "python benchmarks/loss_head.py --small --output benchmarks/results/loss_head.json",
     "step_time": "python benchmarks/step_time.py --output benchmarks/results/step_time.json",
     "plan_time": "python benchmarks/plan_time.py --output benchmarks/results/plan_time.json",
@@ -143,7 +143,7 @@ def drawn(found: Found) -> Record | None:
 
 def draw(record: Record) -> bytes:
     """Step time against peak: what others have, numbered, and the line through our plans."""
-    from tightfit.report.picture import HEIGHT, new_figure, png
+    from tightfit.planner.report.picture import HEIGHT, new_figure, png
 
     cases = record["results"]
     figure = new_figure(1.6 * HEIGHT * len(cases))
@@ -154,7 +154,7 @@ def draw(record: Record) -> bytes:
 
 
 def draw_case(axis: Any, measured: Record) -> None:
-    from tightfit.report.picture import PALETTE
+    from tightfit.planner.report.picture import PALETTE
 
     points = dict(sorted(points_of(measured).items(), key=lambda each: each[1]))
     plans = [name for name in points if name.startswith("plan ")]

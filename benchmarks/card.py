@@ -1,6 +1,6 @@
 """Predicted peaks beside PyTorch's own CUDA allocator, on null cards: a runtime that computes nothing.
 
-    PY=.venv-card/bin/python; $PY -m tightfit.nullcard rtx4090 -- $PY -m benchmarks.card \\
+    PY=.venv-card/bin/python; $PY -m tightfit.devices.nullcard rtx4090 -- $PY -m benchmarks.card \\
         --output benchmarks/results/card.json [--only TEXT] [--each 3] [--resume]
 
 Each step runs in a process of its own, forked from one for each card that has not begun to use it. The allocator, the
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _on(card: str, left: list[Step], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run steps on a null card in a process of its own."""
-    from tightfit.nullcard.card import card_of, environment
+    from tightfit.devices.nullcard.card import card_of, environment
 
     if not left:
         return
@@ -230,7 +230,7 @@ class _Reading:
         self.optimizer = {"aten::_amp_foreach_non_finite_check_and_unscale_": finite}
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        from tightfit.nullcard.values import true_values
+        from tightfit.devices.nullcard.values import true_values
 
         only = {"forward": self.forward, "optimizer": self.optimizer}.get(name)
         return nullcontext() if only is None else true_values(only=only)

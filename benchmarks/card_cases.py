@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tightfit.config.schema import AdapterConfig
 from tightfit.models.adapters import add_adapter
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.training.config.schema import AdapterConfig
 
 CARDS = ("t4", "rtx3060", "rtx4090", "a100-80", "h100")
 LENGTHS = (509, 512, 333, 768)  # tokens; most are multiples of nothing

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from environment import environment
-from tightfit.checkpoint.background import BackgroundSaver
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import copy_bytes
-from tightfit.config import TrainingConfig
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.step import StepSettings, TokenBatch
+from tightfit.training.checkpoint.background import BackgroundSaver
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.tensors import copy_bytes
+from tightfit.training.config import TrainingConfig
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.stepper import Stepper

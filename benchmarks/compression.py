@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 from environment import ROOT, environment
-from tightfit.compress.distilling import distil
-from tightfit.compress.pruning.pipeline import TEXT_ROWS, prune
-from tightfit.compress.quantising import quantise
-from tightfit.compress.report import CompressionReport, Side, measured, perplexity
-from tightfit.compress.source import open_source
-from tightfit.compress.texts import token_rows
-from tightfit.config import Config, parse_config
+from tightfit.models.compress.distilling import distil
+from tightfit.models.compress.pruning.pipeline import TEXT_ROWS, prune
+from tightfit.models.compress.quantising import quantise
+from tightfit.models.compress.report import CompressionReport, Side, measured, perplexity
+from tightfit.models.compress.source import open_source
+from tightfit.models.compress.texts import token_rows
 from tightfit.models.saving import load_model
-from tightfit.report.before_and_after import figure_in_words
-from tightfit.training import train
+from tightfit.planner.report.before_and_after import figure_in_words
+from tightfit.training.api import train
+from tightfit.training.config import Config, parse_config
 from tightfit.training.result import TrainResult
 
 RESULTS = ROOT / "benchmarks" / "results" / "compression.json"

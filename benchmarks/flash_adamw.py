@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from environment import ROOT, environment
-from tightfit.config import parse_config
-from tightfit.data.prepare import prepare_data
 from tightfit.models.loading import build_model
 from tightfit.optim import companding
 from tightfit.optim.by_name import build_optimizer
-from tightfit.report.picture import HEIGHT, PALETTE, new_figure, png
+from tightfit.planner.report.picture import HEIGHT, PALETTE, new_figure, png
 from tightfit.step import model_loss
+from tightfit.training.config import parse_config
+from tightfit.training.data.prepare import prepare_data
 
 Codes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 NUMBERS, CODED_STEPS, BETA1 = 8192, 1000, 0.9

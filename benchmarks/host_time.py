@@ -7,7 +7,8 @@ captured blocks, and the loss in chunks. Seconds are the processor's, of all thr
 its own: what other processes do meanwhile is not in them. Each figure is the median of the ratios to eager code within
 one round. Peaks are the CUDA allocator's own.
 
-    python -m tightfit.nullcard rtx4090 --memory 80GiB --no-copies -- python benchmarks/host_time.py [--rounds 15]
+    python -m tightfit.devices.nullcard rtx4090 --memory 80GiB --no-copies -- \
+        python benchmarks/host_time.py [--rounds 15]
 """
 
 import argparse

@@ -3,7 +3,7 @@
 On a null card, which computes and copies nothing, all of a step's time is the host's. The shares of a launch in eager
 PyTorch are those of `[host]` in devices/known.toml, with which cards are priced that are not present.
 
-    python -m tightfit.nullcard rtx4090 --no-copies -- python benchmarks/launches.py [--runs 5]
+    python -m tightfit.devices.nullcard rtx4090 --no-copies -- python benchmarks/launches.py [--runs 5]
 """
 
 import argparse

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from environment import environment
 from tightfit import TextScore, score
-from tightfit.data.corpus import read_documents
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.training.data.corpus import read_documents
 from tightfit.units import format_bytes
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 6400}

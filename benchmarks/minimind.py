@@ -35,7 +35,7 @@ import torch
 from accuracy_page import RESULTS, rows
 from environment import environment, git
 from tightfit.integrations.minimind import MemoryFlags, run_minimind
-from tightfit.monitoring.script import profile_script
+from tightfit.training.monitoring.script import profile_script
 
 OUTPUT = RESULTS / "minimind.json"
 PARTS = ("trainer", "model", "dataset")  # of a checkout

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from taking_turns import options_of, report, settle
-from tightfit.config.schema import TrainingConfig
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.step import StepSettings, TokenBatch
+from tightfit.training.config.schema import TrainingConfig
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.loop import SETTLED, measured_steps, run_steps
 from tightfit.training.objective import CausalLMLoss, counted

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from taking_turns import options_of, report, settle
-from tightfit.data.best_fit import best_fit
-from tightfit.data.packing import BatchStream
-from tightfit.data.samples import BestFitSamples, PaddedSamples, Pieces, Samples
-from tightfit.data.store import TokenStore
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.step import StepSettings
+from tightfit.training.data.best_fit import best_fit
+from tightfit.training.data.packing import BatchStream
+from tightfit.training.data.samples import BestFitSamples, PaddedSamples, Pieces, Samples
+from tightfit.training.data.store import TokenStore
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.stepper import Stepper
 

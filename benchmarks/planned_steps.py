@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from environment import ROOT, environment
-from tightfit.config import parse_config
 from tightfit.devices.present import cache_path
-from tightfit.report.picture import BUDGET_COLOUR, HEADROOM, HEIGHT, PALETTE, new_figure, png
-from tightfit.training import train
+from tightfit.planner.report.picture import BUDGET_COLOUR, HEADROOM, HEIGHT, PALETTE, new_figure, png
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 from tightfit.units import format_bytes
 
 FIGURES = ROOT / "benchmarks" / "results" / "step_time.json"

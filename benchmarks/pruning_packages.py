@@ -20,9 +20,9 @@ from torch import Tensor
 
 from environment import environment
 from taking_turns import write
-from tightfit.compress.pruning.anatomy import Anatomy, Ratios, removal_of
-from tightfit.compress.pruning.importance import kept_parts, scores_of
-from tightfit.compress.pruning.slicing import sliced
+from tightfit.models.compress.pruning.anatomy import Anatomy, Ratios, removal_of
+from tightfit.models.compress.pruning.importance import kept_parts, scores_of
+from tightfit.models.compress.pruning.slicing import sliced
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,

@@ -20,20 +20,20 @@ from torch import Tensor, nn
 import tightfit
 from environment import environment
 from taking_turns import ratios, write
-from tightfit.compress.calibrating import calibrated
-from tightfit.compress.quantising import choose_layers
-from tightfit.compress.source import Source, open_source
-from tightfit.compress.texts import token_rows
-from tightfit.data.corpus import DEFAULT_SOURCE
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import TightfitError
+from tightfit.models.compress.calibrating import calibrated
+from tightfit.models.compress.quantising import choose_layers
+from tightfit.models.compress.source import Source, open_source
+from tightfit.models.compress.texts import token_rows
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.models.dtypes import convert_weights
 from tightfit.models.generation import generate
 from tightfit.models.saving import load_model, save_model
-from tightfit.names.quantisation import METHODS
-from tightfit.weights.torchao_weights import GROUP_SIZE, quantise_layers
+from tightfit.names import METHODS
+from tightfit.ops.weights.torchao_weights import GROUP_SIZE, quantise_layers
+from tightfit.training.data.corpus import DEFAULT_SOURCE
+from tightfit.training.data.tokenizer import train_tokenizer
 
 SMOLLM2 = "smollm2"
 NEW_TOKENS = 16  # of the generation that is timed

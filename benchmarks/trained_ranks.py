@@ -24,9 +24,10 @@ import torch
 
 from environment import environment
 from ranks import Counts, built
-from tightfit.config import parse_config
 from tightfit.memory.allocator import storage_bytes
-from tightfit.training import loop, train
+from tightfit.training import loop
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 
 STEPS, WARM = 8, 3
 CASES: list[dict[str, Any]] = [

@@ -61,7 +61,7 @@ def _options(command: Any, path: str = "tightfit"):
 
 def _keys(model: Any = None, before: str = "") -> set[str]:
     """The keys of the YAML schema, with the dots between sections."""
-    from tightfit.config import Config
+    from tightfit.training.config import Config
 
     found = set()
     for name, field in (model or Config).model_fields.items():

@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from command_line import tightfit
-from tightfit.data.tokenizer import load_tokenizer, train_tokenizer
 from tightfit.models.generation import generate_text
 from tightfit.models.saving import load_model, save_model
+from tightfit.training.data.tokenizer import load_tokenizer, train_tokenizer
 from tiny import decoder
 
 TEXT = "The house of Rome has forty doors, and the mill of Bath has six."

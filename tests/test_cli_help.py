@@ -10,7 +10,7 @@ import transformers
 import tightfit as package
 from command_line import tightfit
 from tightfit import cli
-from tightfit.names.optimizers import OPTIMIZERS
+from tightfit.names import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
 ROOT = Path(__file__).resolve().parent.parent

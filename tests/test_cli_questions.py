@@ -6,7 +6,7 @@ import yaml
 import models_by_name
 import tightfit as package
 from command_line import tightfit
-from tightfit.report.plan_tables import describe_plan
+from tightfit.planner.report.plan_tables import describe_plan
 from tightfit.units import format_bytes
 
 DECODER = ("--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64)

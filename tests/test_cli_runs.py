@@ -10,8 +10,8 @@ import pytest
 
 from command_line import tightfit
 from quick_trainings import leave_out_measuring
-from tightfit.config import parse_config
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 from tightfit.training.lock import locked
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200

@@ -5,9 +5,9 @@ import pytest
 
 from command_line import tightfit
 from tightfit import score
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.saving import save_model
+from tightfit.training.data.tokenizer import train_tokenizer
 
 TEXT = "the cat sat on the mat and the dog ate the cat's hat\n" * 4
 
@@ -25,8 +25,8 @@ def run(tmp_path):
 def test_a_text_is_scored_in_pieces_and_the_figures_are_those_of_python(run):
     import torch
 
-    from tightfit.data.tokenizer import load_tokenizer
     from tightfit.models.saving import load_model
+    from tightfit.training.data.tokenizer import load_tokenizer
 
     out = tightfit("score", run, "--file", run.parent / "text.txt", "--chunk-size", 16).out
     scored = score(load_model(run), torch.tensor(load_tokenizer(run).encode(TEXT)), chunk_size=None)

@@ -12,7 +12,8 @@ from command_line import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.cli.progress import ProgressReporter, Screen
 from tightfit.cli.training import outcome
-from tightfit.training import Start, StepMetrics, TrainResult
+from tightfit.training.reporter import Start
+from tightfit.training.result import StepMetrics, TrainResult
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
 

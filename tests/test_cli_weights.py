@@ -10,9 +10,9 @@ import yaml
 import models_by_name
 import tightfit as package
 from command_line import tightfit
-from tightfit.config import AdapterConfig, PretrainedModel
 from tightfit.models.batches import batch_of
 from tightfit.models.loading import build_model
+from tightfit.training.config import AdapterConfig, PretrainedModel
 from tiny import allocator_peak
 from tiny_adapters import SHAPE, saved_llama
 

@@ -4,11 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.config import DecoderConfig, PretrainedModel, RecomputeConfig, dump_config, load_config, parse_config
-from tightfit.config.aliases import ALIASES
-from tightfit.config.document import configuration_page
-from tightfit.config.schema import SECTIONS
 from tightfit.errors import ConfigError
+from tightfit.training.config import (
+    DecoderConfig,
+    PretrainedModel,
+    RecomputeConfig,
+    dump_config,
+    load_config,
+    parse_config,
+)
+from tightfit.training.config.aliases import ALIASES
+from tightfit.training.config.document import configuration_page
+from tightfit.training.config.schema import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 
@@ -217,11 +224,11 @@ def test_every_alias_leads_to_a_key_that_exists():
 
 def test_the_page_of_the_documentation_is_up_to_date():
     page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
-    assert page == configuration_page(), "run: python -m tightfit.config.document > docs/configuration.md"
+    assert page == configuration_page(), "run: python -m tightfit.training.config.document > docs/configuration.md"
 
 
 def test_reading_a_configuration_needs_no_torch():
-    program = "import sys, tightfit.config; sys.exit('torch' in sys.modules)"
+    program = "import sys, tightfit.training.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from tightfit import maximise
-from tightfit.config import load_config, parse_config
+from tightfit import names as table
 from tightfit.errors import TightfitError
 from tightfit.levers.recompute import recompute
-from tightfit.names import exclusions as table
 from tightfit.planner.levers.page import exclusions, levers_page
 from tightfit.step import TokenBatch
+from tightfit.training.config import load_config, parse_config
 from tiny import VOCABULARY, decoder
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "levers.md"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from tightfit.config import Config, dump_config, load_config, parse_config
-from tightfit.config.aliases import ALIASES
-from tightfit.config.schema import SECTIONS
-from tightfit.config.yaml_text import write_yaml
 from tightfit.errors import LONGEST_LINE, TightfitError
+from tightfit.training.config import Config, dump_config, load_config, parse_config
+from tightfit.training.config.aliases import ALIASES
+from tightfit.training.config.schema import SECTIONS
+from tightfit.training.config.yaml_text import write_yaml
 
 QUICK, WHOLE, PER_SEED = 300, 20_000, 100
 ALL = [

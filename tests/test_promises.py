@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import tightfit
 from promises import promised
 from quick_trainings import leave_out_pictures
-from tightfit.config import parse_config
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 
 RECORDS = Path(__file__).parent / "records"
 CORPUS = "".join(f"The house number {count} of the street has {count % 7} doors.\n" for count in range(120))

@@ -7,9 +7,9 @@ import torch
 import transformers
 from torch import nn
 
-from tightfit.config import AdapterConfig, PretrainedModel
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.models.loading import build_model
+from tightfit.training.config import AdapterConfig, PretrainedModel
+from tightfit.training.data.tokenizer import train_tokenizer
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -104,7 +104,7 @@ def main() -> None:
     for card, facts in CARDS.items():
         figures = f"memory={ROOMY},bandwidth=1TB/s,fp32=1TFLOPS,sms={facts.multiprocessors}"
         figures += f",capability={facts.capability[0]}.{facts.capability[1]}"
-        words = [sys.executable, "-m", "tightfit.nullcard", figures, "--", sys.executable, "-m", __spec__.name]
+        words = [sys.executable, "-m", "tightfit.devices.nullcard", figures, "--", sys.executable, "-m", __spec__.name]
         ran = subprocess.run([*words, "--card", card], env=outside, stdout=subprocess.PIPE, text=True, check=True)
         results += json.loads(ran.stdout.splitlines()[-1])
         print(card, len(results), flush=True)

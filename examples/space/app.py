@@ -2,7 +2,7 @@
 
 import os
 
-from tightfit.explorer.serving import serve
+from tightfit.cli.explorer.serving import serve
 
 if __name__ == "__main__":  # the worker processes import this file too
     serve(

@@ -10,76 +10,77 @@ from typing import TYPE_CHECKING, Any
 from tightfit.version import VERSION
 
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
-    from tightfit.any_code.traced import Traced, trace
-    from tightfit.compress.distilling import DistilResult, distil
-    from tightfit.compress.pruning.pipeline import prune
-    from tightfit.compress.quantising import quantise
-    from tightfit.compress.report import CompressionReport
-    from tightfit.doctor.diagnosing import diagnose
-    from tightfit.doctor.diagnosis import Diagnosis
     from tightfit.levers.captured import capture, recompute
     from tightfit.levers.compiled import compile_blocks
     from tightfit.levers.offload import offload
     from tightfit.levers.recompute import undo
     from tightfit.levers.tile import tile
     from tightfit.memory.settings import set_allocator
+    from tightfit.models.compress.distilling import DistilResult, distil
+    from tightfit.models.compress.pruning.pipeline import prune
+    from tightfit.models.compress.quantising import quantise
+    from tightfit.models.compress.report import CompressionReport
     from tightfit.models.scoring import TextScore, score
-    from tightfit.monitoring.cards.command import CardRun, card, run
-    from tightfit.monitoring.watch import monitor
-    from tightfit.multiple_choice.scoring import ChoiceScores, score_choices
+    from tightfit.planner.any_code.traced import Traced, trace
     from tightfit.planner.api import curve, estimate, plan
     from tightfit.planner.curves import Curve
     from tightfit.planner.estimates import Estimate
     from tightfit.planner.plans import Plan
     from tightfit.planner.search.largest import Largest, maximise
     from tightfit.recipes.api import fit
+    from tightfit.recipes.doctor.diagnosing import diagnose
+    from tightfit.recipes.doctor.diagnosis import Diagnosis
     from tightfit.recipes.listed import Recipes
     from tightfit.step import TokenBatch
     from tightfit.tracing.build import build_dry
-    from tightfit.training import TrainResult, train
+    from tightfit.training.api import train
+    from tightfit.training.monitoring.cards.command import CardRun, card, run
+    from tightfit.training.monitoring.watch import monitor
+    from tightfit.training.multiple_choice.scoring import ChoiceScores, score_choices
+    from tightfit.training.result import TrainResult
     from tightfit.verification import Verification, verify
 
 __version__ = VERSION
 
 _HOMES: dict[str, str] = {
-    "CardRun": "tightfit.monitoring.cards.command",
-    "ChoiceScores": "tightfit.multiple_choice.scoring",
-    "CompressionReport": "tightfit.compress.report",
+    "CardRun": "tightfit.training.monitoring.cards.command",
+    "ChoiceScores": "tightfit.training.multiple_choice.scoring",
+    "CompressionReport": "tightfit.models.compress.report",
     "Curve": "tightfit.planner.curves",
-    "Diagnosis": "tightfit.doctor.diagnosis",
-    "DistilResult": "tightfit.compress.distilling",
+    "Diagnosis": "tightfit.recipes.doctor.diagnosis",
+    "DistilResult": "tightfit.models.compress.distilling",
     "Estimate": "tightfit.planner.estimates",
     "Largest": "tightfit.planner.search.largest",
     "Plan": "tightfit.planner.plans",
     "Recipes": "tightfit.recipes.listed",
     "TextScore": "tightfit.models.scoring",
     "TokenBatch": "tightfit.step",
-    "Traced": "tightfit.any_code.traced",
-    "TrainResult": "tightfit.training",
+    "Traced": "tightfit.planner.any_code.traced",
+    "TrainResult": "tightfit.training.result",
     "Verification": "tightfit.verification",
     "build_dry": "tightfit.tracing.build",
     "capture": "tightfit.levers.captured",
-    "card": "tightfit.monitoring.cards.command",
+    "card": "tightfit.training.monitoring.cards.command",
     "compile_blocks": "tightfit.levers.compiled",
     "curve": "tightfit.planner.api",
-    "diagnose": "tightfit.doctor.diagnosing",
-    "distil": "tightfit.compress.distilling",
+    "diagnose": "tightfit.recipes.doctor.diagnosing",
+    "distil": "tightfit.models.compress.distilling",
     "estimate": "tightfit.planner.api",
     "fit": "tightfit.recipes.api",
     "maximise": "tightfit.planner.search.largest",
-    "monitor": "tightfit.monitoring.watch",
+    "monitor": "tightfit.training.monitoring.watch",
     "offload": "tightfit.levers.offload",
     "plan": "tightfit.planner.api",
-    "prune": "tightfit.compress.pruning.pipeline",
-    "quantise": "tightfit.compress.quantising",
+    "prune": "tightfit.models.compress.pruning.pipeline",
+    "quantise": "tightfit.models.compress.quantising",
     "recompute": "tightfit.levers.captured",
-    "run": "tightfit.monitoring.cards.command",
+    "run": "tightfit.training.monitoring.cards.command",
     "score": "tightfit.models.scoring",
-    "score_choices": "tightfit.multiple_choice.scoring",
+    "score_choices": "tightfit.training.multiple_choice.scoring",
     "set_allocator": "tightfit.memory.settings",
     "tile": "tightfit.levers.tile",
-    "trace": "tightfit.any_code.traced",
-    "train": "tightfit.training",
+    "trace": "tightfit.planner.any_code.traced",
+    "train": "tightfit.training.api",
     "undo": "tightfit.levers.recompute",
     "verify": "tightfit.verification",
 }

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.errors import ModelError
 from tightfit.levers.micro_batch import as_tensors
+from tightfit.ops.weights.low_bit import at_full_width
 from tightfit.planner.apply import apply_plan
 from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Lever, Recompute
 from tightfit.planner.plans import BlockChoice, Plan
@@ -27,7 +28,6 @@ from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.tracing.restore import random_states, untouched
 from tightfit.tracing.twin import has_no_memory
-from tightfit.weights.low_bit import at_full_width
 
 # With most weights frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on 1152
 # numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"). This factor over the root of their number allows for that.

@@ -10,12 +10,12 @@ from torch import nn
 import tightfit as package
 from command_line import tightfit
 from round_device import round_device
-from tightfit.any_code import generation as estimating
-from tightfit.any_code.describe import describe_generation
-from tightfit.any_code.generation import estimate_generation
 from tightfit.errors import InputError
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.generation import generate
+from tightfit.planner.any_code import generation as estimating
+from tightfit.planner.any_code.describe import describe_generation
+from tightfit.planner.any_code.generation import estimate_generation
 from tiny import decoder
 
 DEVICE = round_device()

@@ -19,7 +19,7 @@ LATE = FIGURES["late"] != "0"
 @pytest.fixture(scope="module")
 def values():
     """True values in every thread while the tests of one file run: others measure operators as they are."""
-    from tightfit.nullcard.values import true_values
+    from tightfit.devices.nullcard.values import true_values
 
     with true_values(late=LATE) as found:
         yield found

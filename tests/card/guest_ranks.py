@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tightfit.nullcard.values import true_values
+from tightfit.devices.nullcard.values import true_values
 
 STEPS, SAMPLES, LENGTH = 4, 16, 64
 SIZES = {"hidden_size": 128, "intermediate_size": 256}

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tightfit.nullcard.card import card_of, environment
+from tightfit.devices.nullcard.card import card_of, environment
 
 MIB = 1 << 20
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 def on(device: str, code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Python code on another null card, in a process of its own."""
     own = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "TIGHTFIT_NULLCARD")}
-    command = [sys.executable, "-m", "tightfit.nullcard", device, *options, "--", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "tightfit.devices.nullcard", device, *options, "--", sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, env={**own, **variables})
 
 

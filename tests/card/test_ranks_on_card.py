@@ -44,7 +44,7 @@ def run_ranks(ranks, *command, folder, **setting):
     outside = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "TIGHTFIT_NULLCARD")}
     paths = [HERE.parents[1] / "src", HERE.parent, HERE.parent / "integrations", HERE]
     outside |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", **setting}
-    words = [sys.executable, "-m", "tightfit.nullcard", "rtx4090", "--count", str(ranks), "--", sys.executable]
+    words = [sys.executable, "-m", "tightfit.devices.nullcard", "rtx4090", "--count", str(ranks), "--", sys.executable]
     words += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command]
     ran = subprocess.run(words, cwd=folder, env=outside, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tightfit
+from tightfit.devices.nullcard.card import card_of
 from tightfit.errors import InputError, TightfitError
-from tightfit.monitoring.cards.command import _of_training, _result
-from tightfit.monitoring.cards.records import RankOfRun, RefusedBytes
-from tightfit.nullcard.card import card_of
+from tightfit.training.monitoring.cards.command import _of_training, _result
+from tightfit.training.monitoring.cards.records import RankOfRun, RefusedBytes
 
 TRAINING = """
 import torch

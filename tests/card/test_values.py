@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from exactness import bits
-from tightfit.nullcard.values import NotComputed
+from tightfit.devices.nullcard.values import NotComputed
 
 pytestmark = pytest.mark.usefixtures("values")
 
@@ -130,7 +130,7 @@ def test_the_logarithm_of_a_sigmoid_keeps_nothing_and_has_the_cpus_gradient():
 def test_weights_in_four_bits_are_read_as_on_the_cpu(dtype):
     """In a process of its own: bitsandbytes is there before the values are."""
     code = (
-        "import torch, bitsandbytes.functional as f; from tightfit.nullcard.values import true_values\n"
+        "import torch, bitsandbytes.functional as f; from tightfit.devices.nullcard.values import true_values\n"
         f"w, x = torch.randn(64, 64, dtype={dtype}), torch.randn(2, 64, dtype={dtype})\n"
         "packed, state = f.quantize_4bit(w, quant_type='nf4'); here = f.dequantize_4bit(packed, state)\n"
         "with true_values():\n"

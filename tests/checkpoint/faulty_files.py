@@ -4,7 +4,7 @@ import errno
 from pathlib import Path
 from typing import NamedTuple
 
-from tightfit.checkpoint.files import Files
+from tightfit.training.checkpoint.files import Files
 
 
 class Call(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tightfit.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.store import Checkpoints
 
 LONGEST_SECONDS = 0.25  # some saves
 

@@ -30,7 +30,7 @@ DATA = bytes(range(11))
 
 
 def digest(content: bytes) -> str:
-    from tightfit.checkpoint.reading import digest_of
+    from tightfit.training.checkpoint.reading import digest_of
 
     return digest_of(content)
 
@@ -304,8 +304,8 @@ def _holes(folder: Path) -> None:
 
 
 def main(root: Path) -> None:
-    from tightfit.checkpoint.find import newest_intact
     from tightfit.errors import TightfitError
+    from tightfit.training.checkpoint.find import newest_intact
 
     build(honest := root / "honest")
     assert newest_intact(honest).checkpoint is not None  # what the others differ from, and every import is done

@@ -7,12 +7,12 @@ import pytest
 import torch
 from tiny_checkpoints import names_in, record, seed_of, tensors
 
-from tightfit.checkpoint.background import BackgroundSaver
-from tightfit.checkpoint.files import Files
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import copy_bytes
 from tightfit.errors import OutputError
 from tightfit.memory.allocator import cpu_rise
+from tightfit.training.checkpoint.background import BackgroundSaver
+from tightfit.training.checkpoint.files import Files
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.tensors import copy_bytes
 
 
 class Gate(Files):

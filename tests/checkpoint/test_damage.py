@@ -7,7 +7,7 @@ import pytest
 from damages import damage
 from tiny_checkpoints import newest, save, seed_of
 
-from tightfit.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.store import Checkpoints
 
 
 def check(folder: Path, count: int, seed: int) -> None:

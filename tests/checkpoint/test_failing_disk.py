@@ -15,13 +15,13 @@ from faulty_files import Failing
 from safetensors.torch import load_file
 from tiny_checkpoints import names_in, newest, save, seed_of
 
-from tightfit.checkpoint import files
-from tightfit.checkpoint.files import Files
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.stored import open_checkpoint
 from tightfit.errors import OutputError
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.saving import WEIGHTS_FILE
+from tightfit.training.checkpoint import files
+from tightfit.training.checkpoint.files import Files
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.stored import open_checkpoint
 from tightfit.training.storage import RESULT, RunFolder
 
 Work = Callable[[Path, Files], object]

@@ -36,7 +36,7 @@ def test_each_is_refused_in_one_line_without_running_anything(scratch: Path):
 
 NOTICED = """
 import pathlib, pickle, sys, malicious
-from tightfit.checkpoint import find
+from tightfit.training.checkpoint import find
 whole = find.newest_intact
 find.newest_intact = lambda folder: whole(folder) if folder.name == "honest" else pickle.loads(malicious.PICKLE)
 malicious.MADE = {"one": lambda folder: None}

@@ -10,9 +10,9 @@ from faulty_files import Recorder
 from power_cut import Disk, Tree, rebuild
 from tiny_checkpoints import names_in, newest, save
 
-from tightfit.checkpoint.files import Files
-from tightfit.checkpoint.names import step_of
-from tightfit.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.files import Files
+from tightfit.training.checkpoint.names import step_of
+from tightfit.training.checkpoint.store import Checkpoints
 from tightfit.training.storage import RESULT, RunFolder
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.checkpoint import strict_json
-from tightfit.checkpoint.manifest import Content, Manifest, TensorsFile, parse_manifest
-from tightfit.checkpoint.record import decoded, encoded
+from tightfit.training.checkpoint import strict_json
+from tightfit.training.checkpoint.manifest import Content, Manifest, TensorsFile, parse_manifest
+from tightfit.training.checkpoint.record import decoded, encoded
 
 NOTHING = TensorsFile(0, Content(0, "0" * 64), {}, {}, {})
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tightfit.checkpoint.files import FILES
-from tightfit.checkpoint.manifest import MANIFEST, TensorsFile, parse_manifest, shard_name
-from tightfit.checkpoint.reading import digest_of
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.stored import Checkpoint
-from tightfit.checkpoint.tensors import write_tensors
 from tightfit.errors import CheckpointError, OutputError
+from tightfit.training.checkpoint.files import FILES
+from tightfit.training.checkpoint.manifest import MANIFEST, TensorsFile, parse_manifest, shard_name
+from tightfit.training.checkpoint.reading import digest_of
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.stored import Checkpoint
+from tightfit.training.checkpoint.tensors import write_tensors
 
 ROWS = (3, 3, 1, 0)  # of four ranks that share seven
 WHOLE = {"bias": torch.arange(7.0), "weight": torch.arange(35.0).view(7, 5)}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_checkpoints import names_in, newest, save, seed_of
 
-from tightfit.checkpoint import store
-from tightfit.checkpoint.store import Checkpoints
 from tightfit.errors import CheckpointError, OutputError
+from tightfit.training.checkpoint import store
+from tightfit.training.checkpoint.store import Checkpoints
 
 
 def steps(folder: Path) -> list[int]:

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
-from tightfit.checkpoint import tensors
-from tightfit.checkpoint.layout import DTYPES
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.stored import Checkpoint
-from tightfit.checkpoint.tensor_file import open_tensor_file
 from tightfit.errors import CheckpointError, OutputError
 from tightfit.memory.allocator import measured_peak, storage_bytes
+from tightfit.training.checkpoint import tensors
+from tightfit.training.checkpoint.layout import DTYPES
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.stored import Checkpoint
+from tightfit.training.checkpoint.tensor_file import open_tensor_file
 
 
 def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:

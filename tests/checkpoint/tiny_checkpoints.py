@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from tightfit.checkpoint.files import FILES, Files
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.stored import Checkpoint
+from tightfit.training.checkpoint.files import FILES, Files
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.stored import Checkpoint
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tightfit.compress.report import CompressionReport, Side, measured
-from tightfit.compress.source import open_source
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import ModelError, SourceError
+from tightfit.models.compress.report import CompressionReport, Side, measured
+from tightfit.models.compress.source import open_source
 from tightfit.models.saving import save_model
+from tightfit.training.data.tokenizer import train_tokenizer
 from tiny import decoder
 
 IDS = torch.arange(40).view(2, 20)

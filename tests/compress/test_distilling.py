@@ -16,27 +16,28 @@ from torch import nn
 import tightfit
 from command_line import tightfit as run_command
 from quick_trainings import leave_out_pictures
-from tightfit.checkpoint.files import Files
-from tightfit.compress import distilling, store_writing
-from tightfit.compress.heads import head_input
-from tightfit.compress.losses import PROJECTION, DistillationLoss
-from tightfit.compress.source import open_source
-from tightfit.compress.teacher_store import TeacherStore, packed_ids, unpacked_ids
-from tightfit.compress.teachers import load_teacher
-from tightfit.config import Config, dump_config, parse_config
-from tightfit.config.schema import DistilConfig
-from tightfit.data.prepare import prepare_data
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import split_batch
 from tightfit.memory.allocator import measured_peak
+from tightfit.models.compress import distilling, store_writing
+from tightfit.models.compress.heads import head_input
+from tightfit.models.compress.losses import PROJECTION, DistillationLoss
+from tightfit.models.compress.source import open_source
+from tightfit.models.compress.teacher_store import TeacherStore, packed_ids, unpacked_ids
+from tightfit.models.compress.teachers import load_teacher
 from tightfit.models.saving import save_model
 from tightfit.optim.by_name import build_optimizer
-from tightfit.run_folders.loading import load_run
 from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, update
-from tightfit.training import SilentReporter, train
+from tightfit.training.api import train
+from tightfit.training.checkpoint.files import Files
+from tightfit.training.config import Config, dump_config, parse_config
+from tightfit.training.config.schema import DistilConfig
+from tightfit.training.data.prepare import prepare_data
+from tightfit.training.data.tokenizer import load_tokenizer
 from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import counted
+from tightfit.training.reporter import SilentReporter
+from tightfit.training.run_folders.loading import load_run
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +454,7 @@ def test_a_softly_capped_head_is_refused_by_name(tmp_path: Path):
             output = self.inner(input_ids)
             return output._replace(logits=output.logits.tanh())
 
-    from tightfit.compress.heads import demand_plain_logits
+    from tightfit.models.compress.heads import demand_plain_logits
 
     with pytest.raises(InputError, match="the student Capped changes its logits after its head"):
         demand_plain_logits(Capped(), "the student")
@@ -548,8 +549,8 @@ def test_a_budget_includes_a_teacher_in_few_bits(dtype: str, tmp_path: Path, tea
 
 
 def test_a_store_is_read_in_any_order(store: Path, tmp_path: Path, teacher: Path):
-    from tightfit.compress.stored_samples import StoredSamples, labelled
-    from tightfit.compress.teacher_store import open_store
+    from tightfit.models.compress.stored_samples import StoredSamples, labelled
+    from tightfit.models.compress.teacher_store import open_store
 
     config = settings(tmp_path, teacher)
     samples = prepare_data(config.data, config.model).training

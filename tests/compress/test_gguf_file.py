@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from command_line import tightfit
-from tightfit.compress.gguf_file import CUTS, FILE, export_gguf
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import InputError
+from tightfit.models.compress.gguf_file import CUTS, FILE, export_gguf
+from tightfit.training.data.tokenizer import load_tokenizer
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 # `transformers` reads no head_dim of a Qwen3 from GGUF, and takes its default.

@@ -2,11 +2,11 @@
 
 import yaml
 
-from tightfit.compress.quantising import _held_out
-from tightfit.compress.source import open_source
-from tightfit.compress.texts import held_out_of
-from tightfit.data.tokenizer import train_tokenizer
+from tightfit.models.compress.quantising import _held_out
+from tightfit.models.compress.source import open_source
+from tightfit.models.compress.texts import held_out_of
 from tightfit.models.saving import save_model
+from tightfit.training.data.tokenizer import train_tokenizer
 from tiny import decoder
 
 

@@ -6,14 +6,14 @@ from tiny_sources import IDS, TEXT, loaded, logits, tiny_folder, tiny_model
 
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
-from tightfit.compress.pruning.masking import lowest_of_rows, maskable, removed_weights
-from tightfit.compress.pruning.pipeline import prune
-from tightfit.compress.pruning.statistics import statistics_of
-from tightfit.config import parse_config
 from tightfit.errors import InputError, ModelError
+from tightfit.models.compress.pruning.masking import lowest_of_rows, maskable, removed_weights
+from tightfit.models.compress.pruning.pipeline import prune
+from tightfit.models.compress.pruning.statistics import statistics_of
 from tightfit.models.loading import build_model
 from tightfit.models.masks import masks_bytes, masks_of, put_masks, read_masks
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 
 
 def removed(model, pattern, sparsity=0.5, scope="layer", by="norm", rows=IDS):

@@ -13,21 +13,21 @@ from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4
 
 import tightfit as package
 from command_line import tightfit
-from tightfit.compress.calibrating import calibrated
-from tightfit.compress.quantising import check_quality, choose_layers
-from tightfit.compress.source import open_source
-from tightfit.config import PretrainedModel
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import InputError, ModelError, QualityError, SourceError
 from tightfit.memory.allocator import measured_peak, storage_bytes
+from tightfit.models.compress.calibrating import calibrated
+from tightfit.models.compress.quantising import check_quality, choose_layers
+from tightfit.models.compress.source import open_source
 from tightfit.models.dtypes import convert_weights
 from tightfit.models.export import export_model
 from tightfit.models.generation import generate
 from tightfit.models.loading import build_model
 from tightfit.models.quantised import load_quantised, parameters_without_memory
 from tightfit.models.saving import load_model, save_model
-from tightfit.weights import torchao_weights
-from tightfit.weights.torchao_weights import parts_of, quantise_layers, weight_of
+from tightfit.ops.weights import torchao_weights
+from tightfit.ops.weights.torchao_weights import parts_of, quantise_layers, weight_of
+from tightfit.training.config import PretrainedModel
+from tightfit.training.data.tokenizer import train_tokenizer
 from tiny import decoder
 
 TEXT = "Memory is what a training has least of. A tensor that nobody needs is a tensor that nobody should keep. " * 8

@@ -4,11 +4,11 @@ import pytest
 import torch
 from tiny_sources import IDS, KINDS, loaded, logits, tiny_folder, tiny_model
 
-from tightfit.compress.pruning.anatomy import Anatomy, Ratios, Removal, config_after, removal_of
-from tightfit.compress.pruning.importance import BY, kept_parts, scores_of
-from tightfit.compress.pruning.pipeline import prune
-from tightfit.compress.pruning.slicing import Axis, part_of, sliced, spread
 from tightfit.errors import InputError, ModelError
+from tightfit.models.compress.pruning.anatomy import Anatomy, Ratios, Removal, config_after, removal_of
+from tightfit.models.compress.pruning.importance import BY, kept_parts, scores_of
+from tightfit.models.compress.pruning.pipeline import prune
+from tightfit.models.compress.pruning.slicing import Axis, part_of, sliced, spread
 from tightfit.step import TokenBatch
 from tiny import allocator_peak
 

@@ -6,11 +6,11 @@ import pytest
 from tiny_sources import loaded, tiny_folder, tiny_model
 
 from command_line import tightfit
-from tightfit.compress.pruning import fitting, pipeline
-from tightfit.compress.pruning.anatomy import Anatomy, Ratios, Removal
-from tightfit.compress.pruning.fitting import Goal, first_that_fits, fitting_removal, removals_up_to
-from tightfit.compress.pruning.pipeline import prune
 from tightfit.errors import CannotFit, InputError
+from tightfit.models.compress.pruning import fitting, pipeline
+from tightfit.models.compress.pruning.anatomy import Anatomy, Ratios, Removal
+from tightfit.models.compress.pruning.fitting import Goal, first_that_fits, fitting_removal, removals_up_to
+from tightfit.models.compress.pruning.pipeline import prune
 from tightfit.step import TokenBatch
 from tiny import allocator_peak
 

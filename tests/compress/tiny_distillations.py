@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from tightfit.config import Config, parse_config
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.models.saving import save_model
+from tightfit.training.config import Config, parse_config
+from tightfit.training.data.tokenizer import train_tokenizer
 
 VOCABULARY, LENGTH = 300, 32
 LINES = [f"{name} number {i} has {i * 7 % 31} doors.\n" for i in range(40) for name in ("House", "Mill", "Tower")]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from tightfit.data.tokenizer import train_tokenizer
+from tightfit.training.data.tokenizer import train_tokenizer
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,

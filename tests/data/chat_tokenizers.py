@@ -5,9 +5,9 @@ from pathlib import Path
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tightfit.data.chat_template import ChatTemplate
-from tightfit.data.chats import ChatEncoder
-from tightfit.data.tokenizer import TextTokenizer, train_tokenizer
+from tightfit.training.data.chat_template import ChatTemplate
+from tightfit.training.data.chats import ChatEncoder
+from tightfit.training.data.tokenizer import TextTokenizer, train_tokenizer
 
 CHATML = (
     "{% for message in messages %}"

@@ -1,7 +1,7 @@
 import pytest
 from reading import SAID, TEXTS
 
-from tightfit.data.tokenizer import train_tokenizer
+from tightfit.training.data.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tightfit.config import parse_config
-from tightfit.data.tokenized import tokenized
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import DataError
+from tightfit.training.config import parse_config
+from tightfit.training.data.tokenized import tokenized
+from tightfit.training.data.tokenizer import load_tokenizer
 
 TEXTS = [f"document {number}, ü 漢字\nwith lines" for number in range(30)]
 SAID = [

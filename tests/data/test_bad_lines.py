@@ -6,13 +6,13 @@ import random
 import pytest
 from bad_corpora import BAD, BAD_CHATS, good, good_chat, write
 
-from tightfit.config import parse_config
-from tightfit.data import lines as lines_module
-from tightfit.data.bad_lines import MOST_SKIPPED
-from tightfit.data.prepare import prepare_data
-from tightfit.data.tokenized import tokenized
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import DataError
+from tightfit.training.config import parse_config
+from tightfit.training.data import lines as lines_module
+from tightfit.training.data.bad_lines import MOST_SKIPPED
+from tightfit.training.data.prepare import prepare_data
+from tightfit.training.data.tokenized import tokenized
+from tightfit.training.data.tokenizer import train_tokenizer
 
 
 def read(path, notes=None, **data):

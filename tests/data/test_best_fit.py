@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.data.best_fit import best_fit
+from tightfit.training.data.best_fit import best_fit
 
 LENGTHS = st.integers(1, 40).flatmap(
     lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=80))

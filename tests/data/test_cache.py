@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tightfit.data import cache as module
-from tightfit.data.bad_lines import Tally
-from tightfit.data.cache import MANIFEST, build, cached
-from tightfit.data.writing import MemoryWriter
+from tightfit.training.data import cache as module
+from tightfit.training.data.bad_lines import Tally
+from tightfit.training.data.cache import MANIFEST, build, cached
+from tightfit.training.data.writing import MemoryWriter
 
 KEY = {"source": "a"}
 

@@ -3,8 +3,8 @@
 import pytest
 from chat_tokenizers import CHATML, FORGETFUL, LLAMA_3, MARKED, MINIMIND, PLAIN, QWEN, made
 
-from tightfit.data.bad_lines import BadLine
-from tightfit.data.records import Conversation
+from tightfit.training.data.bad_lines import BadLine
+from tightfit.training.data.records import Conversation
 
 TURNS = [
     {"role": "system", "content": "Be kind."},

@@ -3,8 +3,8 @@ import pydoc_data.topics
 
 import pytest
 
-from tightfit.data.corpus import read_documents
 from tightfit.errors import DataError
+from tightfit.training.data.corpus import read_documents
 
 
 def lines(folder, *contents):

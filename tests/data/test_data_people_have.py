@@ -7,7 +7,7 @@ import json
 import pytest
 from reading import CALL, TOOL, chatml, decoded, learnt, lines, read, refused, rows
 
-from tightfit.data.tokenizer import train_tokenizer
+from tightfit.training.data.tokenizer import train_tokenizer
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"q {n}"}, {"role": "assistant", "content": f'a, "{n}"\nü'}]}
@@ -120,7 +120,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, tokenizer, begin, said):
 
 
 def test_a_list_longer_than_what_is_read_at_once_keeps_every_record(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("tightfit.data.record_files._CHUNK_BYTES", 7)
+    monkeypatch.setattr("tightfit.training.data.record_files._CHUNK_BYTES", 7)
     (tmp_path / "a.json").write_text(json.dumps(CHATS, indent=1, ensure_ascii=False))
     assert decoded(read(tmp_path / "a.json", tokenizer), tokenizer) == EXPECTED
 

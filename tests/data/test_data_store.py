@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tightfit.data.store import TokenStore
+from tightfit.training.data.store import TokenStore
 
 
 def test_items_come_back_with_their_lengths_and_flags():

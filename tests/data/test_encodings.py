@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tightfit.data.corpus import read_documents, read_text
-from tightfit.data.encodings import probable_encoding
 from tightfit.errors import DataError
+from tightfit.training.data.corpus import read_documents, read_text
+from tightfit.training.data.encodings import probable_encoding
 
 TEXTS = {
     "zh": "今天的天气很好，我们在公园里散步。他说这是一个不大的地方，来的人也不多，可是大家都很高兴。",

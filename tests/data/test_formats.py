@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from reading import CALL, SAID, TEXTS, TOOL, chatml, decoded, learnt, lines, read, refused, rows, turns
 
-from tightfit.data.tokenizer import train_tokenizer
+from tightfit.training.data.tokenizer import train_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_without_the_package_a_dataset_is_refused_with_the_extra(tmp_path, token
 
 def test_documents_are_never_all_in_memory(tmp_path, tokenizer, monkeypatch):
     """At most a batch has been read and is not tokenized yet."""
-    from tightfit.data import tokenizing
+    from tightfit.training.data import tokenizing
 
     path = tmp_path / "a.jsonl"
     path.write_text(lines({"text": f"document {number}"} for number in range(1000)))
@@ -299,6 +299,6 @@ def test_documents_are_never_all_in_memory(tmp_path, tokenizer, monkeypatch):
         return [np.zeros(1, self.dtype) for _ in texts]
 
     monkeypatch.setattr(tokenizing, "read_records", counted)
-    monkeypatch.setattr("tightfit.data.tokenizer.TextTokenizer.encode_batch", encoded)
+    monkeypatch.setattr("tightfit.training.data.tokenizer.TextTokenizer.encode_batch", encoded)
     assert len(read(path, tokenizer)) == 1000
     assert most == tokenizing.ENCODED_AT_ONCE

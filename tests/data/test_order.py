@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.data.order import POOL, Buckets, Epochs, bucket_lengths
-from tightfit.data.packing import BatchStream, StreamPosition
-from tightfit.data.samples import PaddedSamples, Pieces
-from tightfit.data.store import TokenStore
+from tightfit.training.data.order import POOL, Buckets, Epochs, bucket_lengths
+from tightfit.training.data.packing import BatchStream, StreamPosition
+from tightfit.training.data.samples import PaddedSamples, Pieces
+from tightfit.training.data.store import TokenStore
 
 
 def documents(lengths):

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.data.packing import (
+from tightfit.errors import DataError
+from tightfit.training.data.packing import (
     BatchStream,
     PackedSamples,
     StreamPosition,
@@ -12,7 +13,6 @@ from tightfit.data.packing import (
     pack,
     permutation,
 )
-from tightfit.errors import DataError
 
 
 def numbered(count, length=2):

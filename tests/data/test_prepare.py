@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from tightfit.config import parse_config
-from tightfit.data.prepare import check_fits, prepare_data
-from tightfit.data.tokenizer import load_tokenizer, train_tokenizer
 from tightfit.errors import ConfigError
+from tightfit.training.config import parse_config
+from tightfit.training.data.prepare import check_fits, prepare_data
+from tightfit.training.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import trl
 from chat_tokenizers import made
 from test_chats import TURNS, conversation, encoded, learnt_texts
 
-from tightfit.data.bad_lines import BadLine
+from tightfit.training.data.bad_lines import BadLine
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 PLAIN_TURNS = TURNS[1:]  # some templates have no system turn

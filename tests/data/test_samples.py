@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.config import DataConfig
-from tightfit.data.arrange import arrange
-from tightfit.data.packing import BatchStream
-from tightfit.data.samples import BestFitSamples, PaddedSamples, Pieces
-from tightfit.data.store import TokenStore
 from tightfit.errors import ConfigError, DataError
+from tightfit.training.config import DataConfig
+from tightfit.training.data.arrange import arrange
+from tightfit.training.data.packing import BatchStream
+from tightfit.training.data.samples import BestFitSamples, PaddedSamples, Pieces
+from tightfit.training.data.store import TokenStore
 
 PAD = 999
 DOCUMENTS = st.lists(st.integers(1, 25), min_size=1, max_size=40)

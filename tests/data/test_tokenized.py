@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from tightfit.config import parse_config
-from tightfit.data import content_hash, tokenizing
-from tightfit.data import tokenized as module
-from tightfit.data.content_hash import hash_files
-from tightfit.data.tokenized import tokenized
-from tightfit.data.tokenizer import train_tokenizer
+from tightfit.training.config import parse_config
+from tightfit.training.data import content_hash, tokenizing
+from tightfit.training.data import tokenized as module
+from tightfit.training.data.content_hash import hash_files
+from tightfit.training.data.tokenized import tokenized
+from tightfit.training.data.tokenizer import train_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,16 @@ import json
 import numpy as np
 import pytest
 
-from tightfit.data import tokenizer as module
-from tightfit.data.chat_template import CHATML
-from tightfit.data.tokenizer import END_OF_TEXT, answer_prompt, load_tokenizer, train_tokenizer, training_sample
 from tightfit.errors import DataError, OutputError
+from tightfit.training.data import tokenizer as module
+from tightfit.training.data.chat_template import CHATML
+from tightfit.training.data.tokenizer import (
+    END_OF_TEXT,
+    answer_prompt,
+    load_tokenizer,
+    train_tokenizer,
+    training_sample,
+)
 
 TEXTS = ["the cat sat on the mat and the dog sat on the cat"] * 4
 

@@ -7,11 +7,11 @@ import torch
 
 import tightfit
 from memory_snapshots import MIB, snapshot
-from tightfit.config import load_config
 from tightfit.errors import InputError
 from tightfit.planner.levers import lever_types
 from tightfit.step import model_loss
 from tightfit.tracing.record import StepTrace
+from tightfit.training.config import load_config
 from tiny import allocator_peak, decoder, token_batch
 
 pytestmark = [  # of blocks that are compiled, as a remedy

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tightfit.doctor.diagnosing import diagnose
-from tightfit.doctor.reading import read_text
 from tightfit.errors import InputError
+from tightfit.recipes.doctor.diagnosing import diagnose
+from tightfit.recipes.doctor.reading import read_text
 
 SITE = "/usr/lib/python3.11/site-packages"
 NEW = (

@@ -9,17 +9,17 @@ import sys
 import pytest
 
 import tightfit
-from tightfit.explorer import drawings
-from tightfit.explorer.answers import answered, build
-from tightfit.explorer.messages import Failure, Progress, Refusal, Waited
-from tightfit.explorer.page import Answer, _fields, answers, places, shown_so_far
-from tightfit.explorer.question import PageQuestion
-from tightfit.explorer.serving import settings
-from tightfit.explorer.uploads import Reading, Upload
+from tightfit.cli.explorer import drawings
+from tightfit.cli.explorer.answers import answered, build
+from tightfit.cli.explorer.messages import Failure, Progress, Refusal, Waited
+from tightfit.cli.explorer.page import Answer, _fields, answers, places, shown_so_far
+from tightfit.cli.explorer.question import PageQuestion
+from tightfit.cli.explorer.serving import settings
+from tightfit.cli.explorer.uploads import Reading, Upload
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import StepFigures
+from tightfit.planner.report.plan_tables import device_footprint, does_not_fit
 from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
-from tightfit.report.plan_tables import device_footprint, does_not_fit
 
 TINY = "model: {hidden_size: 32, num_layers: 2, num_heads: 2, vocab_size: 64}"
 LLAMA = {

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from command_line import tightfit
+from tightfit.cli.explorer.page import upload_of
+from tightfit.cli.explorer.serving import address_of, application, bound, settings
+from tightfit.cli.explorer.uploads import Upload
 from tightfit.errors import InputError
-from tightfit.explorer.page import upload_of
-from tightfit.explorer.serving import address_of, application, bound, settings
-from tightfit.explorer.uploads import Upload
 
 ADDRESS = re.compile(rb"https?:(?:\\?/){2}([\w.-]+)")
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from tightfit.config.load import parse_config
-from tightfit.config.yaml_text import parse_yaml
+from tightfit.cli.explorer import writing
+from tightfit.cli.explorer.limits import UPLOAD_BYTES
+from tightfit.cli.explorer.question import PageQuestion
+from tightfit.cli.explorer.uploads import Upload, read_upload
 from tightfit.errors import InputError, TightfitError
-from tightfit.explorer import writing
-from tightfit.explorer.limits import UPLOAD_BYTES
-from tightfit.explorer.question import PageQuestion
-from tightfit.explorer.uploads import Upload, read_upload
+from tightfit.training.config.load import parse_config
+from tightfit.training.config.yaml_text import parse_yaml
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 BOMB = "a: &a [x, x]\n" + "".join(

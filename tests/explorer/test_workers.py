@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tightfit.explorer.messages import Waited
-from tightfit.explorer.workers import Readers, WorkerError, Workers
+from tightfit.cli.explorer.messages import Waited
+from tightfit.cli.explorer.workers import Readers, WorkerError, Workers
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from command_line import tightfit
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
 from tightfit.integrations.minimind import MemoryFlags, check_compiling, check_unwrapped, run_minimind
 from tightfit.integrations.minimind_report import against_prediction, describe_run
-from tightfit.monitoring.script import profile_script
 from tightfit.planner.levers import CompiledBlocks
+from tightfit.training.monitoring.script import profile_script
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "minimind_stand_in" / "trainer"

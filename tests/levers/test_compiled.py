@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tightfit
-from tightfit.config import parse_config
 from tightfit.errors import CompileError, DeviceError, LeverError
 from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
@@ -18,6 +17,7 @@ from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.compiled_code import KERNEL, fresh, played
 from tightfit.tracing.record import Phase
 from tightfit.tracing.step import trace_step
+from tightfit.training.config import parse_config
 from tiny import VOCABULARY, allocator_peak, decoder, token_batch
 
 GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given

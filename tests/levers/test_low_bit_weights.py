@@ -12,7 +12,7 @@ from torch import nn
 from tightfit import estimate
 from tightfit.errors import ModelError
 from tightfit.memory.allocator import scales_of, storage_bytes
-from tightfit.weights.low_bit import at_full_width, freeze_in_low_bits, linear_layers
+from tightfit.ops.weights.low_bit import at_full_width, freeze_in_low_bits, linear_layers
 from tiny import allocator_peak, decoder, token_batch
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tightfit.config import parse_config
 from tightfit.errors import ConfigError, DeviceError, InputError
 from tightfit.memory.settings import VARIABLES, private_pool, set_allocator
-from tightfit.names.allocator import KEYS, parse_allocator
+from tightfit.names import KEYS, parse_allocator
 from tightfit.runtime.internals import allocator, allocator_settings, set_allocator_settings
+from tightfit.training.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

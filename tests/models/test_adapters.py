@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tightfit import TokenBatch, estimate, plan, recompute, verify
-from tightfit.config import AdapterConfig, PretrainedModel, parse_config
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.models.adapters import add_adapter, usual_layers
 from tightfit.models.loading import build_model
 from tightfit.models.saving import load_model, save_model
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import StepSettings
+from tightfit.training.config import AdapterConfig, PretrainedModel, parse_config
 from tiny import allocator_peak, decoder
 from tiny_adapters import adapted, saved_llama
 

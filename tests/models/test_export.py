@@ -143,7 +143,7 @@ def test_adapters_on_weights_in_few_bits_are_refused(tmp_path):
 
 
 def test_a_model_of_transformers_becomes_a_decoder_that_can_be_trained_on(tmp_path):
-    from tightfit.config import PretrainedModel
+    from tightfit.training.config import PretrainedModel
 
     torch.manual_seed(0)
     source = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()

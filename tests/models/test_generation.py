@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.errors import InputError
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.generation import generate, generate_text
+from tightfit.training.data.tokenizer import train_tokenizer
 
 
 class Counting(nn.Module):

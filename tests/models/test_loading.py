@@ -7,12 +7,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tightfit.config import DecoderConfig, PretrainedModel
 from tightfit.errors import ModelError, OutputError
 from tightfit.models.decoder import Decoder
 from tightfit.models.generation import generate
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.saving import load_model, save_model
+from tightfit.training.config import DecoderConfig, PretrainedModel
 
 TINY = DecoderConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=40, max_position_embeddings=24, qk_norm=True)
 LLAMA = {

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tightfit.config import PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.loading import build_model, weights_dtype, without_weights
 from tightfit.models.published import find_published, published
 from tightfit.tracing.build import build_dry
+from tightfit.training.config import PretrainedModel
 
 # The smallest of each architecture, and of each size that the table has; the slow test builds all.
 QUICK = (

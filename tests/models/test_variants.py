@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tightfit import TokenBatch, estimate
-from tightfit.config import AdapterConfig, PretrainedModel, parse_config
 from tightfit.errors import ConfigError
 from tightfit.memory.allocator import scales_of, storage_bytes
 from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.variants import as_recipe
 from tightfit.tracing.unbacked import is_unbacked
+from tightfit.training.config import AdapterConfig, PretrainedModel, parse_config
 from tiny import decoder
 from tiny_adapters import saved_llama
 

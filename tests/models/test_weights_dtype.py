@@ -7,13 +7,13 @@ import torch
 import transformers
 
 from tightfit import TokenBatch, estimate
-from tightfit.config import AdapterConfig, PretrainedModel, parse_config
 from tightfit.errors import ConfigError
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.models.loading import build_model, weights_dtype, without_weights
 from tightfit.models.saving import load_model, save_model
 from tightfit.step import StepSettings
 from tightfit.tracing.build import build_dry
+from tightfit.training.config import AdapterConfig, PretrainedModel, parse_config
 from tightfit.training.optimizer import OptimizerRecipe, rounding_note
 from tiny import allocator_peak, decoder, token_batch
 from tiny_adapters import SHAPE

@@ -14,9 +14,9 @@ import tightfit
 import tightfit.errors
 from round_device import round_device
 from tightfit.devices.own_time import own_time
-from tightfit.monitoring.record import Record
 from tightfit.runtime.activity import aside, now
 from tightfit.step import model_loss
+from tightfit.training.monitoring.record import Record
 from tiny import decoder, token_batch
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_what_is_asked_within_a_step_is_no_part_of_it(where, alone):
 
 def test_the_time_of_what_ran_aside_is_not_the_steps(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("tightfit.monitoring.watch.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("tightfit.training.monitoring.watch.time.perf_counter", lambda: clock[0])
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     with tightfit.monitor(model, optimizer, traced_step=None) as watch:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from command_line import tightfit
-from tightfit.monitoring.record import Record
+from tightfit.training.monitoring.record import Record
 
 SCRIPT = Path(__file__).parent / "training_script.py"
 

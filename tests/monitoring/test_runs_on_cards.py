@@ -5,7 +5,7 @@ import torch
 
 import tightfit
 from tightfit.errors import DeviceError
-from tightfit.monitoring.cards.history import Block, History
+from tightfit.training.monitoring.cards.history import Block, History
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch's CUDA build can run")

@@ -12,9 +12,9 @@ from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from exactness import bits
 from tightfit.errors import InputError
 from tightfit.memory import pool
-from tightfit.monitoring.real_run import RealRun
-from tightfit.monitoring.record import Record
 from tightfit.step import StepSettings, model_loss
+from tightfit.training.monitoring.real_run import RealRun
+from tightfit.training.monitoring.record import Record
 from tightfit.units import format_bytes
 from tiny import allocator_peak, decoder, token_batch
 

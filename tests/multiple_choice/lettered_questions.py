@@ -1,6 +1,6 @@
 """Questions in the layouts that are read, and a tokenizer that knows their words."""
 
-from tightfit.data.tokenizer import TextTokenizer, train_tokenizer
+from tightfit.training.data.tokenizer import TextTokenizer, train_tokenizer
 
 TEXT = "the sky is blue and grass is green, while a cat sat on the mat and ate yellow cheese with the dog. " * 3
 ASKED = [

@@ -9,12 +9,12 @@ from torch import nn
 
 from tightfit import score_choices
 from tightfit.errors import CannotFit, InputError, ModelError
-from tightfit.multiple_choice import scoring
-from tightfit.multiple_choice.batching import batched, by_tokens, equal, maximal
-from tightfit.multiple_choice.likelihood import Row, Target, batch_of, log_likelihoods, reading, rows_of
-from tightfit.multiple_choice.prompts import Request, encode_pair, lettered_context, requests_of
-from tightfit.multiple_choice.questions import subject_of
 from tightfit.tracing.step import trace_inference
+from tightfit.training.multiple_choice import scoring
+from tightfit.training.multiple_choice.batching import batched, by_tokens, equal, maximal
+from tightfit.training.multiple_choice.likelihood import Row, Target, batch_of, log_likelihoods, reading, rows_of
+from tightfit.training.multiple_choice.prompts import Request, encode_pair, lettered_context, requests_of
+from tightfit.training.multiple_choice.questions import subject_of
 from tiny import decoder
 
 

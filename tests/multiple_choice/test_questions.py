@@ -4,7 +4,7 @@ import pytest
 from lettered_questions import ASKED, CEVAL, MMLU
 
 from tightfit.errors import DataError
-from tightfit.multiple_choice.questions import read_subject, read_subjects, subject_of
+from tightfit.training.multiple_choice.questions import read_subject, read_subjects, subject_of
 
 
 def written(folder, name, content):

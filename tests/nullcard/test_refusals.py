@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from tightfit.devices.nullcard import build
+from tightfit.devices.nullcard.card import card_of
 from tightfit.errors import DeviceError
-from tightfit.nullcard import build
-from tightfit.nullcard.card import card_of
 
 
 @pytest.fixture
@@ -74,7 +74,9 @@ def test_a_card_of_ones_own_has_its_figures():
 
 def test_the_command_says_what_is_missing():
     def said(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "tightfit.nullcard", *arguments], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-m", "tightfit.devices.nullcard", *arguments], capture_output=True, text=True
+        )
 
     assert "no command: write -- and what is to be run" in said("rtx4090").stderr
     refused = said("rtx9999", "--", "true")

@@ -6,12 +6,12 @@ import pytest
 import torch
 from small_training import assert_same_weights, batches, loss_of, net, resumed_equals_uninterrupted, train
 
-from tightfit.config import TrainingConfig, parse_config
 from tightfit.errors import ConfigError, DeviceError, InputError
-from tightfit.names.optimizers import FOR_BF16, FOREIGN, OPTIMIZERS
+from tightfit.names import FOR_BF16, FOREIGN, OPTIMIZERS
 from tightfit.optim import MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.by_name import build_optimizer
 from tightfit.optim.in_backward import steps_in_backward
+from tightfit.training.config import TrainingConfig, parse_config
 from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
 
 LOW_BIT = ("adamw8bit", "adamw4bit")

@@ -8,9 +8,9 @@ from small_training import batches, loss_of, net
 
 from quick_trainings import leave_out_pictures
 from tightfit import monitor
-from tightfit.config import parse_config
 from tightfit.optim import OffloadedAdamW, step_in_backward
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 
 CORPUS = "".join(f"The house of {place} has {count} doors.\n" for count in range(80) for place in ("Rome", "Bath"))
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 32}

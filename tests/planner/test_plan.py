@@ -12,7 +12,7 @@ from tightfit import Plan, TokenBatch, plan, verify
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
 from tightfit.planner.levers import allowed_levers
 from tightfit.planner.levers.micro_batch import PARTS_SPREAD
-from tightfit.report.words import alike
+from tightfit.planner.report.words import alike
 from tightfit.units import format_bytes, format_seconds
 from tiny import allocator_peak, decoder, token_batch
 

@@ -11,10 +11,10 @@ from lever_of_a_user import BOUND, HalvedModules, lever_in_force
 
 import tightfit
 from tightfit import Plan
-from tightfit.config import parse_config
 from tightfit.errors import ConfigError, InputError
 from tightfit.planner.levers import find
 from tightfit.planner.levers.page import levers_page
+from tightfit.training.config import parse_config
 from tiny import allocator_peak, decoder, token_batch
 
 SENTENCE = "3 feed-forwards hold in bf16 what backward reads."

@@ -3,9 +3,9 @@
 import pytest
 
 from tightfit.errors import CannotFit, RankError
-from tightfit.processes import board, ending
-from tightfit.processes.launch import Launch
-from tightfit.processes.ranks import SeveralRanks
+from tightfit.ranks.processes import board, ending
+from tightfit.ranks.processes.launch import Launch
+from tightfit.ranks.processes.ranks import SeveralRanks
 
 
 class Board:

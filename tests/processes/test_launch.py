@@ -7,8 +7,8 @@ import pytest
 
 from command_line import tightfit
 from tightfit.errors import ConfigError, RankError
-from tightfit.processes.launch import NAMES, launched
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.launch import NAMES, launched
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.training.several import ranks_of
 
 TORCHRUN = dict(zip(NAMES, ("1", "4", "1", "2", "10.0.0.1", "29500"), strict=True))
@@ -79,6 +79,6 @@ def test_parallel_without_torchrun_is_one_line(tmp_path: Path):
 
 
 def config(**sections: Any) -> Any:
-    from tightfit.config import parse_config
+    from tightfit.training.config import parse_config
 
     return parse_config(sections)

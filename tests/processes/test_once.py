@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tightfit.errors import CannotFit, InputError, LeverError, PeerFailed, RankError
-from tightfit.processes import once
+from tightfit.ranks.processes import once
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 

@@ -27,7 +27,7 @@ from tightfit.planner import api, asked, shared
 from tightfit.planner.api import plan_asked as api_plan
 from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.processes import once
+from tightfit.ranks.processes import once
 from tightfit.ranks.world import DDPSettings
 from tightfit.ranks.wrapping import in_ddp, settings_of_ddp
 from tightfit.step import TokenBatch, model_loss

@@ -15,8 +15,6 @@ from made_up_devices import even
 from tightfit import TokenBatch
 from tightfit.cli.question import Question
 from tightfit.cli.recipe_subject import recipe_subject
-from tightfit.config import AdapterConfig, parse_config
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, ConfigError, DataError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
@@ -29,6 +27,8 @@ from tightfit.recipes.table import NEAREST, describe_recipes
 from tightfit.recipes.variants import optimizer_of
 from tightfit.recipes.written import Setting, next_steps, written
 from tightfit.step import StepSettings
+from tightfit.training.config import AdapterConfig, parse_config
+from tightfit.training.data.tokenizer import train_tokenizer
 from tiny import allocator_peak, decoder
 
 SHAPE = {"hidden_size": 32, "num_layers": 2}

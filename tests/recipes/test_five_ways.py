@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import tightfit
-from tightfit.config.schema import PretrainedModel
 from tightfit.errors import CannotFit
 from tightfit.models.loading import build_model
 from tightfit.recipes.records import STATES
 from tightfit.recipes.ways import WaysOut
 from tightfit.step import StepSettings, TokenBatch
+from tightfit.training.config.schema import PretrainedModel
 from tiny import allocator_peak, decoder, token_batch
 
 pytestmark = pytest.mark.slow  # each way is planned in full: a minute for each case, several for 8B

@@ -10,7 +10,6 @@ from torch import nn
 from command_line import tightfit as run
 from made_up_devices import even
 from tightfit import TokenBatch, fit, plan
-from tightfit.config import AdapterConfig
 from tightfit.errors import CannotFit, InputError
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
@@ -23,6 +22,7 @@ from tightfit.recipes.finding_of_ranks import RanksFinder
 from tightfit.recipes.of_ranks import recipes_of_ranks, sizes_of
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.sizes_of_ranks import RankStep
+from tightfit.training.config import AdapterConfig
 from tiny_adapters import adapted, saved_llama
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")

@@ -8,12 +8,12 @@ import torch
 
 from command_line import tightfit as run
 from plain_environment import plain_environment, runs
-from tightfit.config.schema import AdapterConfig
 from tightfit.errors import InputError
-from tightfit.names.optimizers import OPTIMIZERS
+from tightfit.names import OPTIMIZERS
 from tightfit.recipes.code import LIBRARIES, Job, as_code
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.written import Setting, written
+from tightfit.training.config.schema import AdapterConfig
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0, target_modules="all-linear", base="nf4")
 each_library = pytest.mark.parametrize("library", LIBRARIES)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tightfit.config import AdapterConfig
-from tightfit.names.optimizers import OPTIMIZERS
+from tightfit.names import OPTIMIZERS
 from tightfit.recipes.records import OPTIMIZERS_IN_WORDS, Largest, Outcome, Recipe, RecipesRecord
+from tightfit.training.config import AdapterConfig
 
 NF4 = AdapterConfig(r=16, base="nf4")
 

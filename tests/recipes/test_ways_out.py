@@ -10,13 +10,13 @@ import torch
 import tightfit
 from command_line import tightfit as run
 from models_by_name import Flat
-from tightfit.config import load_config
 from tightfit.errors import CannotFit, InputError
 from tightfit.recipes import choices, ways_out
 from tightfit.recipes.describe_ways import describe_ways_out
 from tightfit.recipes.smaller import length_of, shortened, with_rows
 from tightfit.recipes.ways import WaysOut
 from tightfit.step import TokenBatch, model_loss
+from tightfit.training.config import load_config
 from tiny import allocator_peak, decoder, token_batch
 
 SMALL = {"hidden_size": 64, "num_layers": 4}  # most weights are in the blocks

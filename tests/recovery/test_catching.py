@@ -9,8 +9,8 @@ import torch
 from injected_out_of_memory import CPU_WORDS, CUDA_WORDS
 from tightfit.errors import RecoveryError
 from tightfit.memory.failure import is_out_of_memory
-from tightfit.recovery.catching import TRIES, Failure, caught, insist
-from tightfit.recovery.tightening import SHARES, next_bound
+from tightfit.training.recovery.catching import TRIES, Failure, caught, insist
+from tightfit.training.recovery.tightening import SHARES, next_bound
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tightfit.errors import RecoveryError
-from tightfit.recovery import step_state
-from tightfit.recovery.step_state import OBSERVED, StepState
+from tightfit.training.recovery import step_state
+from tightfit.training.recovery.step_state import OBSERVED, StepState
 
 
 class Model(nn.Module):

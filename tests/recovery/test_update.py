@@ -10,8 +10,8 @@ from injected_out_of_memory import OutOfMemoryAt
 from tightfit.errors import RecoveryError
 from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.by_name import build_optimizer
-from tightfit.recovery.catching import caught
-from tightfit.recovery.update import UpdateGuard, one_by_one
+from tightfit.training.recovery.catching import caught
+from tightfit.training.recovery.update import UpdateGuard, one_by_one
 
 CPU = torch.device("cpu")
 KINDS = {

@@ -9,8 +9,8 @@ import pytest
 
 import tightfit
 from tightfit.errors import InputError
-from tightfit.report import tables
-from tightfit.report.plan_page import plan_page
+from tightfit.planner.report import tables
+from tightfit.planner.report.plan_page import plan_page
 from tightfit.units import format_bytes
 from tiny import decoder, token_batch
 

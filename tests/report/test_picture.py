@@ -6,7 +6,7 @@ import pytest
 from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from tightfit.errors import InputError
 from tightfit.planner.records import CurvePoint, StepFigures
-from tightfit.report.picture import COLOURS, PHASE_TINTS, curve_picture, memory_picture
+from tightfit.planner.report.picture import COLOURS, PHASE_TINTS, curve_picture, memory_picture
 from tightfit.tracing.record import Category, Phase
 
 MIB = 2**20

@@ -1,7 +1,7 @@
 from tightfit.planner.records import BlockChoice
-from tightfit.report.plan_tables import block_table
-from tightfit.report.terminal import rendered
-from tightfit.report.words import alike, keeps, kept_bytes, kept_in_words, short
+from tightfit.planner.report.plan_tables import block_table
+from tightfit.planner.report.terminal import rendered
+from tightfit.planner.report.words import alike, keeps, kept_bytes, kept_in_words, short
 
 
 def test_kept_outputs_go_by_the_names_of_modules_the_costly_ones_first():

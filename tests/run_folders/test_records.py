@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from tightfit.errors import InputError
-from tightfit.names.run_files import CHECKPOINTS, CONFIG, LOCK, METRICS, PLAN, RESULT
-from tightfit.run_folders import state
-from tightfit.run_folders.records import State, config_of, curve_of, differences, is_run, run_at, runs_in
+from tightfit.names import CHECKPOINTS, CONFIG, LOCK, METRICS, PLAN, RESULT
 from tightfit.training.lock import locked
+from tightfit.training.run_folders import state
+from tightfit.training.run_folders.records import State, config_of, curve_of, differences, is_run, run_at, runs_in
 
 
 def line(step, **figures):
@@ -173,7 +173,7 @@ def test_a_folder_with_checkpoints_alone_is_a_run(tmp_path):
 def test_listing_runs_imports_no_torch(tmp_path):
     made(tmp_path / "a")
     code = (
-        "import sys\nfrom tightfit.run_folders.records import runs_in, checkpoints_of\n"
+        "import sys\nfrom tightfit.training.run_folders.records import runs_in, checkpoints_of\n"
         f"assert runs_in({str(tmp_path)!r})\ncheckpoints_of({str(tmp_path / 'a')!r})\nassert 'torch' not in sys.modules"
     )
     subprocess.run(

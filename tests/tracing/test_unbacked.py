@@ -291,7 +291,7 @@ def test_a_process_held_to_4_gb_estimates_it(shape, length, parameters, tmp_path
         import json, resource, sys
         resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
         from tightfit import TokenBatch, build_dry, estimate
-        from tightfit.config.schema import PretrainedModel
+        from tightfit.training.config.schema import PretrainedModel
         from tightfit.memory.counters import highest_rss
         from tightfit.models.pretrained import build_pretrained
         section = PretrainedModel(path=sys.argv[1], random_init=True)

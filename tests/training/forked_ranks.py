@@ -81,8 +81,8 @@ def _keep_store(port: int) -> None:
 
 def _rank(rank: int, count: int, port: int, work: Callable[[], None], said: Path) -> None:
     from tightfit.errors import TightfitError
-    from tightfit.processes.ending import report_once
-    from tightfit.processes.launch import launched
+    from tightfit.ranks.processes.ending import report_once
+    from tightfit.ranks.processes.launch import launched
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}

@@ -127,7 +127,7 @@ def final_state(run: Path) -> dict[str, Any]:
     """Everything of a finished run that must not depend on how often it was killed: the weights' file, metrics and
     result but for times and measured bytes, and the last checkpoint: weights, optimizer states, random states, sampler.
     """
-    from tightfit.checkpoint.store import Checkpoints
+    from tightfit.training.checkpoint.store import Checkpoints
 
     result = json.loads((run / "result.json").read_text())
     last = Checkpoints(run / "checkpoints").newest_intact().checkpoint
@@ -173,8 +173,8 @@ class _Trainings:
 
     def prepare(self, raw: dict[str, Any], *, of_ranks: bool) -> None:
         """In the process that forks."""
-        from tightfit.config import parse_config
         from tightfit.devices.present import lookup_present
+        from tightfit.training.config import parse_config
         from tightfit.training.objective import CausalLMLoss, counted
 
         config, preparing = parse_config(raw), self._preparing
@@ -195,8 +195,8 @@ class _Trainings:
         preparing.fit_shards = self._fit_shards if fitted is None else lambda *_: replace(fitted, is_sharded=True)
 
     def train(self, raw: dict[str, Any], *, resume: bool) -> None:
-        from tightfit.config import parse_config
-        from tightfit.training import train
+        from tightfit.training.api import train
+        from tightfit.training.config import parse_config
 
         train(parse_config(raw), resume=resume)
 
@@ -258,7 +258,7 @@ def _child(job: dict[str, Any], trainings: _Trainings, writer: int) -> None:
 
 def _count_system_calls(killed_at: int | None) -> list[int]:
     """Every call through the seam of durable files is counted; this process is killed just before one."""
-    from tightfit.checkpoint.files import Files
+    from tightfit.training.checkpoint.files import Files
 
     calls = [0]
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tightfit.data.best_fit import Rows
-from tightfit.data.samples import BestFitSamples, PaddedSamples, Pieces
-from tightfit.data.store import TokenStore
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.training.data.best_fit import Rows
+from tightfit.training.data.samples import BestFitSamples, PaddedSamples, Pieces
+from tightfit.training.data.store import TokenStore
 
 VOCABULARY, LENGTH, PAD = 120, 32, 0
 

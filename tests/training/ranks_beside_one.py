@@ -9,7 +9,7 @@ import torch
 from forked_ranks import RanksEnded
 from safetensors.torch import load_file
 
-from tightfit.config import Config
+from tightfit.training.config import Config
 
 
 def lines(config: Config) -> list[dict[str, Any]]:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.config import parse_config
 from tightfit.devices.present import lookup_present
 from tightfit.planner.levers import Separation
 from tightfit.planner.request import Request
 from tightfit.step import StepSettings
+from tightfit.training.config import parse_config
 from tightfit.training.fitting import Fit, LeversInForce, fit
 from tightfit.training.objective import CausalLMLoss, counted, on_device
 from tightfit.training.optimizer import OptimizerRecipe
-from tightfit.training.recovery import RecoveringStepper, StepPlanner
+from tightfit.training.recovering import RecoveringStepper, StepPlanner
 from tightfit.training.stepper import Stepper
 
 VOCABULARY, BATCH, LENGTH = 40, 4, 8

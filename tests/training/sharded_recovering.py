@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from injected_out_of_memory import OutOfMemoryAt
-from tightfit.processes.launch import launched
-from tightfit.processes.ranks import ALONE, Ranks, SeveralRanks
+from tightfit.ranks.processes.launch import launched
+from tightfit.ranks.processes.ranks import ALONE, Ranks, SeveralRanks
 from tightfit.ranks.sent import SentMessages
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import StepSettings

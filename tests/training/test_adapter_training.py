@@ -3,11 +3,11 @@
 import pytest
 from tiny_training import settings
 
-from tightfit.config import parse_config
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.models.generation import generate_text
 from tightfit.models.saving import load_model
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
+from tightfit.training.data.tokenizer import load_tokenizer
 from tiny_adapters import saved_llama
 
 

@@ -5,7 +5,7 @@ import torch
 from tiny_training import Listener, settings
 
 from tightfit.models.saving import load_model
-from tightfit.training import train
+from tightfit.training.api import train
 
 
 def test_a_training_in_bf16_has_the_predicted_peak_says_how_it_rounds_and_keeps_the_dtype(tmp_path):

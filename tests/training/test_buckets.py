@@ -8,17 +8,17 @@ import torch
 from held_out import evaluation_loss
 from packed_rows import VOCABULARY, decoder
 
-from tightfit.config import parse_config
-from tightfit.data.arrange import arrange
-from tightfit.data.prepare import PreparedData
-from tightfit.data.store import TokenStore
-from tightfit.data.tokenizer import train_tokenizer
 from tightfit.devices.present import lookup_present
 from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import StepSettings
 from tightfit.training.buckets import Bucket, DryRun, sized
+from tightfit.training.config import parse_config
+from tightfit.training.data.arrange import arrange
+from tightfit.training.data.prepare import PreparedData
+from tightfit.training.data.store import TokenStore
+from tightfit.training.data.tokenizer import train_tokenizer
 from tightfit.training.fitting import fit
 from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted

@@ -8,9 +8,9 @@ from tiny_training import metrics, run, settings
 from transformers import PreTrainedTokenizerFast
 
 from command_line import tightfit
-from tightfit.data.prepare import prepare_data
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import ConfigError
+from tightfit.training.data.prepare import prepare_data
+from tightfit.training.data.tokenizer import load_tokenizer
 
 PLACES = ["Rome", "Bath", "Kiel", "Lima", "Oslo"]
 CHATS = [

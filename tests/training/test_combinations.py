@@ -10,7 +10,7 @@ import yaml
 from tiny_training import settings
 
 from command_line import tightfit
-from tightfit.names import exclusions as table
+from tightfit import names as table
 from tightfit.planner.levers.page import exclusions
 
 COMBINATIONS, SEED = 40, 110

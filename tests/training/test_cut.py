@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
-from tightfit.checkpoint.files import Files
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config, TrainingConfig, dump_config
-from tightfit.training import SilentReporter, train
+from tightfit.training.api import train
+from tightfit.training.checkpoint.files import Files
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.config import Config, TrainingConfig, dump_config
 from tightfit.training.interrupt import ENDING, Cut, Interrupt
 from tightfit.training.loop import run_steps
 from tightfit.training.objective import CausalLMLoss
+from tightfit.training.reporter import SilentReporter
 from tightfit.training.storage import RunFolder
 
 

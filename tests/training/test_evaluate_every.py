@@ -10,11 +10,12 @@ from held_out import evaluation_loss
 from tiny_training import Listener, metrics, run, settings
 
 from quick_trainings import leave_out_measuring
-from tightfit.config import parse_config
-from tightfit.data.packing import PackedSamples
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
-from tightfit.training import preparing, purpose, train, validating
+from tightfit.training import preparing, purpose, validating
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
+from tightfit.training.data.packing import PackedSamples
 from tightfit.training.evaluation import held_out_sums
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from held_out import evaluation_loss
 
-from tightfit.config import TrainingConfig
-from tightfit.data.packing import PackedSamples
 from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.planner.api import plan
+from tightfit.training.config import TrainingConfig
+from tightfit.training.data.packing import PackedSamples
 from tightfit.training.measure import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe

@@ -18,7 +18,7 @@ from tightfit.errors import OutputError
 from tightfit.models.adapters import ADAPTER_WEIGHTS
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.models.saving import WEIGHTS_FILE, load_model, save_model, saved_bytes
-from tightfit.training import train
+from tightfit.training.api import train
 from tightfit.training.storage import METRICS, RunFolder
 from tiny_adapters import adapted, saved_llama
 

@@ -9,8 +9,9 @@ from tiny_training import Listener, settings
 
 from quick_trainings import leave_out_pictures
 from tightfit.models.saving import load_model
-from tightfit.training import StepMetrics, train
+from tightfit.training.api import train
 from tightfit.training.interrupt import ENDING, Interrupt
+from tightfit.training.result import StepMetrics
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ from real_trainings import first_step, written
 from tiny_training import settings
 
 from command_line import tightfit
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config
 from tightfit.models.saving import load_model
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.config import Config
 from tightfit.training.lock import LOCK
 
 SEED, MOMENTS, RESUMES = 14, 200, 50

@@ -13,7 +13,7 @@ from command_line import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.errors import OutputError
 from tightfit.models.saving import load_model
-from tightfit.training import train
+from tightfit.training.api import train
 from tightfit.training.lock import LOCK, locked
 
 

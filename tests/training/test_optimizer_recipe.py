@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from tightfit.config import TrainingConfig
+from tightfit.training.config import TrainingConfig
 from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
 
 

@@ -9,11 +9,11 @@ from made_up_fits import leave_out_predictions
 from tiny_training import Listener, metrics, settings
 
 from quick_trainings import leave_out_pictures
-from tightfit.config import load_config
-from tightfit.data.packing import StreamPosition
-from tightfit.data.prepare import prepare_data
 from tightfit.errors import ConfigError, ModelError
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import load_config
+from tightfit.training.data.packing import StreamPosition
+from tightfit.training.data.prepare import prepare_data
 
 WORDS = ["house", "mill", "castle", "the", "of", "tower"]
 

@@ -17,7 +17,7 @@ from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.step import forward_backward
-from tightfit.training import train
+from tightfit.training.api import train
 from tightfit.training.objective import counted
 from tightfit.training.preferences import REFERENCE, PreferenceLoss, answer_log_probs, from_file, to_file
 

@@ -7,8 +7,8 @@ from tiny_training import Listener, metrics, settings
 
 from injected_out_of_memory import OutOfMemoryAt
 from tightfit.errors import CannotFit
-from tightfit.training import train
-from tightfit.training.recovery import StepPlanner
+from tightfit.training.api import train
+from tightfit.training.recovering import StepPlanner
 
 NUMBER = 150  # of the operators of a step, in the middle of it
 

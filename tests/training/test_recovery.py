@@ -11,7 +11,7 @@ from recovering import VOCABULARY, Awkward, Remembered, batch, config, plain_fit
 
 from injected_out_of_memory import OutOfMemoryAt, cpu_error, cuda_error
 from tightfit.errors import CannotFit, RecoveryError
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import is_fake
 from tightfit.training.fitting import LeversInForce

@@ -6,11 +6,11 @@ import pytest
 from tiny_training import settings
 
 from quick_trainings import leave_out_pictures
-from tightfit.config import parse_config
 from tightfit.errors import CannotFit
 from tightfit.recipes import choices
 from tightfit.recipes.describe_ways import describe_ways_out
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
 
 
 @pytest.fixture

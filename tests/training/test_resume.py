@@ -14,12 +14,13 @@ from tiny_training import Listener, metrics, run, settings
 
 from command_line import tightfit
 from quick_trainings import leave_out_pictures
-from tightfit.checkpoint.names import part_name
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config, dump_config, parse_config
 from tightfit.errors import CheckpointError, ConfigError, DataError, OutputError
-from tightfit.training import StepMetrics, TrainResult, train
+from tightfit.training.api import train
+from tightfit.training.checkpoint.names import part_name
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.config import Config, dump_config, parse_config
 from tightfit.training.evaluation import HeldOutSums
+from tightfit.training.result import StepMetrics, TrainResult
 from tiny_adapters import saved_llama
 
 EVERY_TWO = {"every_steps": 2}

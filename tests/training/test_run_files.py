@@ -11,7 +11,7 @@ from drawn_figures import drawn_figures, lines
 from quick_trainings import leave_out_pictures
 from tightfit import Plan
 from tightfit.errors import OutputError
-from tightfit.training import train
+from tightfit.training.api import train
 from tightfit.units import format_bytes
 
 BUDGET = {"budget": "0.6x", "levers": "exact"}

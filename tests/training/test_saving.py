@@ -10,12 +10,12 @@ from test_state import stepper, trained
 from tiny_training import run, settings
 
 from quick_trainings import leave_out_pictures
-from tightfit.checkpoint.background import BackgroundSaver
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import copy_bytes
 from tightfit.errors import CannotFit
 from tightfit.memory.allocator import cpu_rise
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.checkpoint.background import BackgroundSaver
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.tensors import copy_bytes
 
 BACKGROUND = {"every_steps": 1, "in_background": True}
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tightfit.config import TrainingConfig
+from tightfit.training.config import TrainingConfig
 from tightfit.training.schedule import learning_rate, moved_schedule
 
 

@@ -14,8 +14,8 @@ from ranks_beside_one import assert_one_line, assert_same, at, lines
 from safetensors.torch import load_file
 from tiny_training import settings
 
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import Config
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.config import Config
 
 SEED, MOMENTS = 18, 20
 

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.devices.known import find
 from tightfit.devices.present import lookup_present
 from tightfit.errors import CannotFit, RecoveryError
-from tightfit.processes.ranks import ALONE, Ranks
+from tightfit.ranks.processes.ranks import ALONE, Ranks
 from tightfit.ranks.sent import SentMessages
 from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import change_sharding, in_fsdp2
-from tightfit.recovery.catching import caught
 from tightfit.runtime.internals import fake_process_group, forget_placements, groups_of_state, states_of_fsdp2
 from tightfit.training.fitting import Fit
 from tightfit.training.objective import CausalLMLoss
+from tightfit.training.recovery.catching import caught
 from tightfit.training.sharded.fitting import planner_of_shards
 from tightfit.training.sharded.standing_in import TOKENS, small_parts
 from tightfit.training.sharded.steps import Stranded

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from tiny_training import settings
 
 from injected_out_of_memory import OutOfMemoryAt
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.config import AdapterConfig, Config, PretrainedModel
 from tightfit.errors import CannotFit, ConfigError, ModelError
 from tightfit.levers.micro_batch import valid_tokens
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.ranks.shards import free_gathered
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.runtime.forked import in_a_fork
 from tightfit.runtime.internals import forget_process_groups, process_group_exists
 from tightfit.step import StepSettings
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.config import AdapterConfig, Config, PretrainedModel
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.sharded.model import WholeModel, demand_shardable, demand_shardable_model
 from tightfit.training.sharded.saving import ShardedCheckpoints

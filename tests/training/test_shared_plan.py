@@ -7,11 +7,11 @@ import torch
 from tiny_training import settings
 
 from made_up_devices import even
-from tightfit.config import parse_config
-from tightfit.data.prepare import prepare_data
 from tightfit.models.loading import build_model
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.step import StepSettings
+from tightfit.training.config import parse_config
+from tightfit.training.data.prepare import prepare_data
 from tightfit.training.fitting import fit
 from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, CausalLMLoss, counted
 from tightfit.training.random_states import random_states, seed_generators

@@ -19,7 +19,7 @@ from test_resume import timeless
 from tiny_training import settings
 
 from tightfit.devices import present
-from tightfit.training import train
+from tightfit.training.api import train
 
 TOLD = Path(__file__).with_name("told_moments.py")
 ALLOWED_SECONDS = 5.0  # from the signal to the end of the process, or what its checkpoint was said to take

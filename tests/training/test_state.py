@@ -10,14 +10,14 @@ import torch
 from tiny_training import settings
 from torch import Tensor, nn
 
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import copy_bytes
-from tightfit.config import TrainingConfig
 from tightfit.devices.present import lookup_present
 from tightfit.errors import CheckpointError
 from tightfit.memory.allocator import cpu_rise, storage_bytes
 from tightfit.optim.by_name import named_states
 from tightfit.step import StepSettings
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.tensors import copy_bytes
+from tightfit.training.config import TrainingConfig
 from tightfit.training.fitting import fit
 from tightfit.training.objective import CausalLMLoss
 from tightfit.training.optimizer import OptimizerRecipe
@@ -208,8 +208,8 @@ def test_the_bytes_of_a_checkpoint_are_predicted(tmp_path: Path, name: str):
         training={"optimizer": name, "batch_size": 2},
         checkpoint={"every_steps": 1, "in_background": True},
     )
-    from tightfit.data.prepare import prepare_data
     from tightfit.models.loading import build_model
+    from tightfit.training.data.prepare import prepare_data
     from tightfit.training.objective import counted
 
     data = prepare_data(config.data, config.model)

@@ -13,10 +13,10 @@ from tiny_training import Listener, metrics, run, settings
 
 from quick_trainings import leave_out_measuring
 from tightfit.errors import ConfigError
-from tightfit.tracking import trackers as module
-from tightfit.tracking.base import FOLDER, IDENTITY, demand_packages, tracked_run
-from tightfit.tracking.trackers import Trackers
-from tightfit.training import train
+from tightfit.training.api import train
+from tightfit.training.tracking import trackers as module
+from tightfit.training.tracking.base import FOLDER, IDENTITY, demand_packages, tracked_run
+from tightfit.training.tracking.trackers import Trackers
 
 
 @pytest.fixture(autouse=True)

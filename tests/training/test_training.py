@@ -9,8 +9,6 @@ from tiny_training import Listener, metrics, run, settings
 
 import tightfit
 from quick_trainings import leave_out_pictures
-from tightfit.config import load_config
-from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import (
     BudgetError,
     CannotFit,
@@ -23,7 +21,10 @@ from tightfit.errors import (
 from tightfit.models.generation import generate_text
 from tightfit.models.saving import load_model
 from tightfit.planner.plans import Plan
-from tightfit.training import loop, train
+from tightfit.training import loop
+from tightfit.training.api import train
+from tightfit.training.config import load_config
+from tightfit.training.data.tokenizer import load_tokenizer
 from tightfit.verification import Difference, Verification
 
 BUDGET = {"budget": "0.6x", "levers": "exact"}

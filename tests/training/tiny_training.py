@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tightfit.config import Config, parse_config
-from tightfit.training import SilentReporter, Start, StepMetrics, TrainResult, train
+from tightfit.training.api import train
+from tightfit.training.config import Config, parse_config
+from tightfit.training.reporter import SilentReporter, Start
+from tightfit.training.result import StepMetrics, TrainResult
 
 CORPUS = "".join(f"The {name} of {place} has {count} doors.\n" for count in range(60) for name, place in [
     ("house", "Rome"), ("mill", "Bath"), ("castle", "Kiel"), ("tower", "Lima"), ("barn", "Oslo"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tightfit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from tightfit.config import AdapterConfig
+    from tightfit.training.config import AdapterConfig
 
 DEFAULT = "default"
 BASES = ("fp32", "bf16", "int8", "nf4")
@@ -43,7 +43,7 @@ def base_of(setting: str) -> str | None:
 
 def adapter_of(text: str, base: str | None) -> "AdapterConfig":
     """The section that the options stand for. Raises `InputError`."""
-    from tightfit.config import PretrainedModel, parse_config
+    from tightfit.training.config import PretrainedModel, parse_config
 
     setting = adapter_setting(text, base)
     try:

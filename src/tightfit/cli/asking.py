@@ -19,7 +19,7 @@ from tightfit.errors import BudgetError, InputError, OutputError, VerificationFa
 if TYPE_CHECKING:
     from tightfit import Plan
     from tightfit.cli.subject import Subject
-    from tightfit.compress.report import CompressionReport
+    from tightfit.models.compress.report import CompressionReport
 
 NARROWEST, WIDEST = 60, 120  # columns of a table
 
@@ -53,7 +53,7 @@ def estimate(
     if inference:
         show_inference(question, new_tokens, as_json, png)
         return
-    from tightfit.report.plan_tables import describe_estimate
+    from tightfit.planner.report.plan_tables import describe_estimate
 
     with answering(question), Waiting() as waiting:
         from tightfit.cli.subject import subject_of
@@ -68,8 +68,8 @@ def estimate(
 def show_inference(question: Question, new_tokens: int | None, as_json: bool, png: Path | None) -> None:
     """Answer `estimate --inference`."""
     with answering(question), Waiting() as waiting:
-        from tightfit.any_code.describe import describe_generation
-        from tightfit.report.picture import memory_picture
+        from tightfit.planner.any_code.describe import describe_generation
+        from tightfit.planner.report.picture import memory_picture
 
         waiting("running prompt and generation dry")
         found = inferred(question, new_tokens)
@@ -111,7 +111,7 @@ def plan(
         raise InputError("--maximise is of one process, and --world-size is given: leave one out")
     if multiple_of is not None and maximise is None:
         raise InputError("--multiple-of is for --maximise, which is not given: give both, or neither")
-    from tightfit.report.plan_tables import describe_plan
+    from tightfit.planner.report.plan_tables import describe_plan
 
     if maximise is not None and question.config is None and question.levers is None:
         question = replace(question, levers=LEVERS)
@@ -222,7 +222,7 @@ def columns() -> int:
 
 def show_report(report: "CompressionReport", as_json: bool, png: Path | None) -> None:
     """The report of a compression, on the terminal or as JSON, and its picture."""
-    from tightfit.compress.report import describe_report
+    from tightfit.models.compress.report import describe_report
 
     write("picture", report.to_png, png)
     show(report.to_dict() if as_json else describe_report(report, columns()))

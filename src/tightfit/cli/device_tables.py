@@ -8,7 +8,7 @@ from rich.table import Table
 from tightfit.devices.families import STREAM_UNITS, Unit
 from tightfit.devices.figures import Figures, product_rates
 from tightfit.devices.spec import AttentionPoint, DeviceSpec
-from tightfit.report.terminal import narrowed, rendered, table_of
+from tightfit.planner.report.terminal import narrowed, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
 DTYPES = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}

@@ -12,8 +12,8 @@ from tightfit.cli.training import outcome
 
 if TYPE_CHECKING:
     from tightfit.cli.progress import ProgressReporter
-    from tightfit.compress.distilling import DistilResult
-    from tightfit.compress.store_writing import StoreFigures
+    from tightfit.models.compress.distilling import DistilResult
+    from tightfit.models.compress.store_writing import StoreFigures
 
 
 def distil(
@@ -42,7 +42,7 @@ def distil(
     """
     with ends_in_order():
         from tightfit.cli.progress import ProgressReporter
-        from tightfit.compress.distilling import distil as run
+        from tightfit.models.compress.distilling import distil as run
 
         reporter = ProgressReporter()
         try:
@@ -65,7 +65,7 @@ def distil(
             return
         typer.echo(described(found, reporter))
         if found.report is not None:
-            from tightfit.compress.report import describe_report
+            from tightfit.models.compress.report import describe_report
 
             typer.echo(describe_report(found.report, columns()))
 

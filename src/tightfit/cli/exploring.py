@@ -33,7 +33,7 @@ def explore(
     if not 0 <= port < 2**16:
         raise InputError(f"--port {port} is no port: give 0 to {2**16 - 1}")
     with ends_in_order():
-        from tightfit.explorer.serving import serve
+        from tightfit.cli.explorer.serving import serve
 
         def ready(address: str) -> None:
             typer.echo(address)

@@ -9,7 +9,7 @@ import typer
 from tightfit.cli import options
 
 if TYPE_CHECKING:
-    from tightfit.compress.gguf_file import Weights
+    from tightfit.models.compress.gguf_file import Weights
     from tightfit.models.decoder import Decoder
 
 
@@ -50,13 +50,13 @@ def export(
     [dim]tightfit export runs/quickstart --to gguf_q8_0 --output exported[/]
     """
     if to.value in GGUF:
-        from tightfit.compress.gguf_file import export_gguf
+        from tightfit.models.compress.gguf_file import export_gguf
 
         name = f"{export_gguf(run, output, weights=GGUF[to.value])} as GGUF"
         typer.echo(f"{output}: {name}, {_size(output)}")
         return
-    from tightfit.data.tokenizer_files import tokenizer_files
-    from tightfit.run_folders.tokenizer_sources import tokenizer_sources
+    from tightfit.training.data.tokenizer_files import tokenizer_files
+    from tightfit.training.run_folders.tokenizer_sources import tokenizer_sources
 
     files = tokenizer_files(run, *tokenizer_sources(run))
     name = _as_decoder(run, output, files) if to is To.DECODER else _for_transformers(run, output, files)
@@ -70,9 +70,9 @@ def _size(folder: Path) -> str:
 
 
 def _for_transformers(run: Path, output: Path, files: dict[str, bytes]) -> str:
-    from tightfit.data.tokenizer import load_tokenizer
     from tightfit.models.export import export_model
     from tightfit.models.saving import load_model
+    from tightfit.training.data.tokenizer import load_tokenizer
 
     end = load_tokenizer(run).end_of_text if files else None
     return export_model(load_model(run), output, end_of_text=end, beside=files)

@@ -10,7 +10,7 @@ from tightfit.cli import options
 if TYPE_CHECKING:
     from torch import nn
 
-    from tightfit.data.tokenizer import TextTokenizer
+    from tightfit.training.data.tokenizer import TextTokenizer
 
 LARGEST_SEED = 2**63 - 1  # that `torch.Generator.manual_seed` takes
 
@@ -33,8 +33,8 @@ def generate(
 
     [dim]tightfit generate runs/quickstart --prompt "def main(" --max-new-tokens 60[/]
     """
-    from tightfit.data.tokenizer import answer_prompt
     from tightfit.models.generation import continue_ids, generate_text
+    from tightfit.training.data.tokenizer import answer_prompt
 
     model, tokenizer = loaded(run, device)
     if chat:
@@ -55,7 +55,7 @@ def loaded(run: Path, device: str) -> "tuple[nn.Module, TextTokenizer]":
     which.
     """
     from tightfit.devices.present import torch_device
-    from tightfit.run_folders.loading import load_run
+    from tightfit.training.run_folders.loading import load_run
 
     there = torch_device(device)  # before weights are read
     found = load_run(run)

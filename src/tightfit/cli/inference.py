@@ -9,8 +9,8 @@ from tightfit.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tightfit.any_code.records import GenerationRecord
     from tightfit.cli.subject import Subject
+    from tightfit.planner.any_code.records import GenerationRecord
 
 NEW_TOKENS = 128  # where a question gives no number
 
@@ -38,8 +38,8 @@ def check_inference(question: Question, is_inference: bool, new_tokens: int | No
 
 def inferred(question: Question, new_tokens: int | None) -> "GenerationRecord":
     """The estimate of the generation that a question is about."""
-    from tightfit.any_code.generation import estimate_generation
     from tightfit.cli.subject import subject_of
+    from tightfit.planner.any_code.generation import estimate_generation
 
     subject = subject_of(question, dry=True, inference=True)
     ids = _prompt(subject)[: question.batch_size or SIZE]

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from tightfit.cli.question import Question
 from tightfit.errors import CannotFit, TightfitError
-from tightfit.names.quantisation import QUANTISED_FILE
+from tightfit.names import QUANTISED_FILE
 
 NEED_A_TRACER = ("compile", "capture")  # levers that need PyTorch's compiler, or its tracers
 COMPILED = ("adamw8bit", "adamw4bit")  # optimizers whose packages compile code of theirs when they are imported

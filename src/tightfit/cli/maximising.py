@@ -10,12 +10,12 @@ from torch import nn
 from tightfit.cli import sources
 from tightfit.cli.question import Question
 from tightfit.cli.subject import Subject, budget_of, built, subject_of
-from tightfit.config import load_config
 from tightfit.errors import InputError, TightfitError
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.models.loading import position_limit
 from tightfit.planner.search.largest import Largest, maximise
 from tightfit.step import Batch
+from tightfit.training.config import load_config
 
 TOKENS = 64  # a sequence length that matrix units like
 WIDTH = 64  # and a width

@@ -16,7 +16,7 @@ from tightfit.cli.question import Question
 from tightfit.errors import CannotFit, InputError, OutputError
 
 if TYPE_CHECKING:
-    from tightfit.monitoring.watch import Monitor
+    from tightfit.training.monitoring.watch import Monitor
 
 # Everything behind SCRIPT is the script's own, options too.
 SCRIPT_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -46,8 +46,8 @@ def profile(
     """
     target = output or Path(f"{script.stem}-memory.json")
     check_writable(target)
-    from tightfit.monitoring.describe import describe_record
-    from tightfit.monitoring.script import profile_script
+    from tightfit.training.monitoring.describe import describe_record
+    from tightfit.training.monitoring.script import profile_script
 
     folder = Path.cwd()
     run = profile_script(script, arguments or [], traced_step=step)
@@ -78,7 +78,7 @@ def write_record(watch: "Monitor", target: Path) -> None:
 
 def leave(error: BaseException | None, script: Path) -> None:
     """End as the script would have ended, with the exception that ended it, if one did."""
-    from tightfit.monitoring.script import from_script_on
+    from tightfit.training.monitoring.script import from_script_on
 
     if error is None:
         return
@@ -124,9 +124,9 @@ def run(
 
     [dim]tightfit run --device a100 --count 2 -- torchrun --nproc-per-node 2 train.py[/]
     """
-    from tightfit.monitoring.cards.command import STEPS
-    from tightfit.monitoring.cards.command import run as run_on_cards
-    from tightfit.monitoring.cards.describe import describe_run, write_page
+    from tightfit.training.monitoring.cards.command import STEPS
+    from tightfit.training.monitoring.cards.command import run as run_on_cards
+    from tightfit.training.monitoring.cards.describe import describe_run, write_page
 
     if not device:
         raise InputError("--device is missing: name a card, such as --device rtx4090 (tightfit devices lists them)")
@@ -161,9 +161,9 @@ def run(
 
 def _remedies(message: str) -> str:
     """What the doctor says of an error of which the text alone is known. Where the memory was is said already."""
-    from tightfit.doctor.describe import describe_diagnosis
-    from tightfit.doctor.diagnosing import diagnose
-    from tightfit.doctor.reading import read_text
+    from tightfit.recipes.doctor.describe import describe_diagnosis
+    from tightfit.recipes.doctor.diagnosing import diagnose
+    from tightfit.recipes.doctor.reading import read_text
 
     found = diagnose(read_text(message, "the command"))
     return describe_diagnosis(replace(found, advice=()), columns())
@@ -192,9 +192,9 @@ def doctor(
 
     [dim]python train.py 2>&1 | tightfit doctor -[/]
     """
-    from tightfit.doctor.describe import describe_diagnosis
-    from tightfit.doctor.diagnosing import ASK_COMMAND, ASK_PYTHON, diagnose, diagnose_asked
-    from tightfit.doctor.reading import read_subject, read_text
+    from tightfit.recipes.doctor.describe import describe_diagnosis
+    from tightfit.recipes.doctor.diagnosing import ASK_COMMAND, ASK_PYTHON, diagnose, diagnose_asked
+    from tightfit.recipes.doctor.reading import read_subject, read_text
 
     subject = read_text(sys.stdin.read(), "stdin") if str(file) == "-" else read_subject(file)
     if question is None:

@@ -10,7 +10,7 @@ import typer
 
 from tightfit.cli.adapter import BASES
 from tightfit.cli.question import ATTENTIONS, LEVERS, OF_THE_DECODER, Question
-from tightfit.names.optimizers import OPTIMIZERS
+from tightfit.names import OPTIMIZERS
 from tightfit.planner.levers import lever_types
 
 THE_MODEL, THE_STEP, THE_BUDGET, THE_ANSWER = "The model", "The step", "The budget", "The answer"

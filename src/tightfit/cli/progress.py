@@ -9,9 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from tightfit.planner.plans import Plan
-from tightfit.report.plan_tables import summary
-from tightfit.report.terminal import rendered
-from tightfit.training import Start, StepMetrics, TrainResult
+from tightfit.planner.report.plan_tables import summary
+from tightfit.planner.report.terminal import rendered
+from tightfit.training.reporter import Start
+from tightfit.training.result import StepMetrics, TrainResult
 from tightfit.units import brief_bytes
 
 # What the figures of memory are: of the process on a CPU, of the allocator on a card.

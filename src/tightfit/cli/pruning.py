@@ -115,7 +115,7 @@ def prune(
 
     [dim]tightfit prune runs/quickstart --sparsity 0.5 --pattern wanda --calibration LICENSE --output sparse[/]
     """
-    from tightfit.compress.pruning.pipeline import prune as pruned
+    from tightfit.models.compress.pruning.pipeline import prune as pruned
 
     settings: dict[str, Any] = {
         "layers": layers, "ffn": ffn, "heads": heads, "width": width, "sparsity": sparsity, "pattern": pattern,

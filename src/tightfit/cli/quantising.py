@@ -8,7 +8,7 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.asking import show_report
 from tightfit.cli.options import THE_ANSWER
-from tightfit.names.quantisation import METHODS
+from tightfit.names import METHODS
 
 THE_QUALITY = "The quality"
 

@@ -10,7 +10,6 @@ from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, LEVERS, SIZE, Question
 from tightfit.cli.subject import budget_of, built, subject_of
 from tightfit.cli.waiting import say
-from tightfit.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.models.loading import build_model, vocabulary_size
@@ -27,6 +26,7 @@ from tightfit.recipes.search import token_count
 from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
 from tightfit.recipes.written import YAML, Setting, model_section, next_steps, written
 from tightfit.tracing.build import build_dry
+from tightfit.training.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.purpose import refuse_teacher
 

@@ -13,7 +13,7 @@ from tightfit.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tightfit.run_folders.records import CheckpointRecord, RunRecord
+    from tightfit.training.run_folders.records import CheckpointRecord, RunRecord
 
 LIST = "list"  # what `tightfit runs FOLDER` does
 LEAST_COMPARED = 2
@@ -57,7 +57,7 @@ def listed(
 
     [dim]tightfit runs runs[/]
     """
-    from tightfit.run_folders.records import runs_in
+    from tightfit.training.run_folders.records import runs_in
 
     found = runs_in(folder)
     if as_json:
@@ -84,7 +84,7 @@ def show_run(
 
     [dim]tightfit runs show runs/quickstart[/]
     """
-    from tightfit.run_folders.records import checkpoints_of, run_at
+    from tightfit.training.run_folders.records import checkpoints_of, run_at
 
     found = run_at(run)
     checkpoints = checkpoints_of(run, verify=verify)
@@ -112,14 +112,14 @@ def compare(
 
     [dim]tightfit runs compare runs/a runs/b --output losses.png[/]
     """
-    from tightfit.run_folders.records import config_of, curve_of, differences, run_at
+    from tightfit.training.run_folders.records import config_of, curve_of, differences, run_at
 
     if len(run_folders) < LEAST_COMPARED:
         raise InputError("runs compare takes the folders of two runs or more: name another one")
     found = [run_at(folder) for folder in run_folders]
     different = differences([config_of(run) for run in found])
     if output is not None:
-        from tightfit.report.loss_curves import loss_picture
+        from tightfit.planner.report.loss_curves import loss_picture
 
         curves, lines = zip(*map(curve_of, found), strict=True)
         picture = loss_picture(curves)
@@ -138,7 +138,7 @@ def compare(
 def _configurations(found: "Sequence[RunRecord]", different: dict[str, list[Any]]) -> "list[Table | str]":
     if not different:
         return ["Their configurations are the same."]
-    from tightfit.report.terminal import table_of
+    from tightfit.planner.report.terminal import table_of
 
     table = table_of("", *(run.name for run in found))
     for key, values in different.items():
@@ -147,14 +147,14 @@ def _configurations(found: "Sequence[RunRecord]", different: dict[str, list[Any]
 
 
 def as_lines(*parts: "Table | str") -> str:
-    from tightfit.report.terminal import rendered
+    from tightfit.planner.report.terminal import rendered
 
     return rendered(*parts, width=columns())
 
 
 def table_of_runs(found: "Sequence[RunRecord]", width: int) -> "tuple[Table, list[str]]":
     """One row a run, and the names of the figures for which `width` columns have no room."""
-    from tightfit.report.terminal import table_of, width_of
+    from tightfit.planner.report.terminal import table_of, width_of
 
     figures = {
         "steps": _steps,
@@ -182,7 +182,7 @@ def table_of_runs(found: "Sequence[RunRecord]", width: int) -> "tuple[Table, lis
 
 def table_of_results(found: "Sequence[RunRecord]") -> "Table":
     """One column a run."""
-    from tightfit.report.terminal import table_of
+    from tightfit.planner.report.terminal import table_of
     from tightfit.units import format_bytes
 
     def size(count: int | None) -> str:
@@ -204,7 +204,7 @@ def table_of_results(found: "Sequence[RunRecord]") -> "Table":
 
 
 def table_of_checkpoints(found: "Sequence[CheckpointRecord]") -> "Table":
-    from tightfit.report.terminal import table_of
+    from tightfit.planner.report.terminal import table_of
     from tightfit.units import format_bytes
 
     table = table_of("checkpoint", "size", "tensors", "held out", "")

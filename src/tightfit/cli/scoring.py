@@ -85,7 +85,7 @@ def score(
         return
     assert choices is not None, "one of the two is given"
     from tightfit import score_choices
-    from tightfit.multiple_choice.prompts import PROMPTS
+    from tightfit.training.multiple_choice.prompts import PROMPTS
 
     if prompt not in PROMPTS:
         raise InputError(f"--prompt {prompt!r} is unknown: use {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}")
@@ -98,8 +98,8 @@ def scored_text(run: Path, file: Path, chunk_size: int, max_tokens: int | None, 
     import torch
 
     from tightfit import score as score_ids
-    from tightfit.data.corpus import read_text
     from tightfit.errors import DataError
+    from tightfit.training.data.corpus import read_text
 
     model, tokenizer = loaded(run, device)
     ids = tokenizer.encode(read_text(file))[:max_tokens]
@@ -125,7 +125,7 @@ def text_figures(scored: "TextScore") -> dict[str, Any]:
 
 def choice_lines(found: "ChoiceScores", width: int) -> str:
     """A line for each subject and one for all; then the memory that it took."""
-    from tightfit.report.terminal import rendered, table_of
+    from tightfit.planner.report.terminal import rendered, table_of
     from tightfit.units import format_bytes, format_seconds
 
     table = table_of("", "questions", "accuracy", "by length")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tightfit.cli.question import ATTENTIONS, OF_THE_DECODER
-from tightfit.config import AdapterConfig, ModelConfig, PretrainedModel, load_config
 from tightfit.errors import InputError, ModelError, TightfitError
 from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
 from tightfit.models.attention import set_attention
@@ -28,6 +27,7 @@ from tightfit.models.quantised_record import is_quantised
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
 from tightfit.step import Batch
 from tightfit.tracing.build import build_dry
+from tightfit.training.config import AdapterConfig, ModelConfig, PretrainedModel, load_config
 
 SEED = 0  # of new weights
 SDPA = "sdpa"

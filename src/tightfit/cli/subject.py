@@ -15,9 +15,6 @@ from tightfit.cli import sources
 from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, NO_BUDGET, SIZE, Question
 from tightfit.cli.waiting import say
-from tightfit.config import Config, PretrainedModel, RecomputeConfig, load_config
-from tightfit.data.prepare import prepare_data
-from tightfit.data.samples import two_documents
 from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
@@ -26,13 +23,16 @@ from tightfit.models.batches import batch_of, tokens
 from tightfit.models.loading import build_model, without_weights
 from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.quantised_record import refuse_quantised
-from tightfit.names.optimizers import optimizer_in_words
+from tightfit.names import optimizer_in_words
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.plans import Plan
 from tightfit.step import Batch, Precision
 from tightfit.tracing.build import build_dry
+from tightfit.training.config import Config, PretrainedModel, RecomputeConfig, load_config
+from tightfit.training.data.prepare import prepare_data
+from tightfit.training.data.samples import two_documents
 from tightfit.training.fitting import recompute_by_hand
 from tightfit.training.objective import counted
 from tightfit.training.objectives import ObjectiveName, objective_of, plannable

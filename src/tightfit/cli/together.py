@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tightfit.errors import InputError, RankError
-from tightfit.processes.launch import launched
+from tightfit.ranks.processes.launch import launched
 
 ALLOWED = ("train", "profile", "doctor", "minimind")  # the last three run scripts of the user's, in each process
 
@@ -39,7 +39,7 @@ def report_and_end(error: BaseException, report: Callable[[], None], exit_code: 
     if found is None:
         report()
         return
-    from tightfit.processes.ending import report_once
+    from tightfit.ranks.processes.ending import report_once
 
     # torchrun sends it to those that are slower to end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -9,7 +9,7 @@ from tightfit.cli import options
 from tightfit.cli.asking import columns
 from tightfit.cli.ending import ends_in_order
 from tightfit.cli.together import is_silent
-from tightfit.names.run_files import PAGE, PICTURE, PLAN
+from tightfit.names import PAGE, PICTURE, PLAN
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +46,7 @@ def train(
     """
     with ends_in_order():
         from tightfit.cli.progress import ProgressReporter
-        from tightfit.training import train as run
+        from tightfit.training.api import train as run
 
         if is_silent():
             run(config, options.on_device(overrides, device), resume=resume)
@@ -64,7 +64,7 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int, resuming: st
     """Plain, predicted and measured side by side; the losses; a sample; where everything is. Of a training that was
     stopped, the command that goes on (`resuming`).
     """
-    from tightfit.report.terminal import rendered
+    from tightfit.planner.report.terminal import rendered
 
     sample = ("", "A sample:", *(f"  {line}" for line in result.sample.splitlines())) if result.sample else ()
     return rendered(
@@ -99,7 +99,7 @@ def where(result: "TrainResult") -> str:
 
 def figures(result: "TrainResult", plan: "Plan | None") -> "Table":
     """Memory and time of a step: plain, as predicted for the step that ran, and as measured."""
-    from tightfit.report.terminal import table_of
+    from tightfit.planner.report.terminal import table_of
     from tightfit.units import format_bytes, format_seconds
 
     measured = result.measured_step_seconds

@@ -11,7 +11,7 @@ from tightfit.integrations.in_force import note, take_off_earlier
 from tightfit.integrations.joined import joined_by
 from tightfit.integrations.planning import GuestStep, PlanSettings, own_peak, plan_for_all
 from tightfit.planner.apply import AppliedPlan
-from tightfit.processes.once import is_first
+from tightfit.ranks.processes.once import is_first
 from tightfit.runtime.module_paths import without_ddp
 from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
 

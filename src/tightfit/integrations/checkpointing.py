@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError
-from tightfit.processes.once import said_once
+from tightfit.ranks.processes.once import said_once
 from tightfit.units import format_bytes
 
 COMPILED = "compiled by torch.compile"

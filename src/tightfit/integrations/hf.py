@@ -36,7 +36,7 @@ from tightfit.memory.counters import read_counters
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.processes.once import is_first
+from tightfit.ranks.processes.once import is_first
 from tightfit.step import Batch, adding_up
 from tightfit.verification import verify
 

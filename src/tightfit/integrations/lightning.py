@@ -47,7 +47,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.step_figures import fingerprint
-from tightfit.processes.once import is_first
+from tightfit.ranks.processes.once import is_first
 from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch
 

@@ -15,8 +15,6 @@ from tightfit.integrations.compiling import TakenOverCompile
 from tightfit.integrations.joined import joined_by
 from tightfit.integrations.running_step import RunningRequest, running_request
 from tightfit.levers.recompute.rule import every_block
-from tightfit.monitoring.record import Record
-from tightfit.monitoring.script import Prepared, profile_script
 from tightfit.planner.api import as_plan, plan_of_ranks
 from tightfit.planner.apply import AppliedPlan
 from tightfit.planner.blocks.find import find_blocks
@@ -26,6 +24,8 @@ from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.wrapped import is_distributed
 from tightfit.runtime.module_paths import without_ddp
+from tightfit.training.monitoring.record import Record
+from tightfit.training.monitoring.script import Prepared, profile_script
 from tightfit.units import check_budget
 
 WHO = "tightfit minimind"

@@ -1,12 +1,12 @@
 """Reports a MiniMind training under a plan, as text for a terminal."""
 
 from tightfit.integrations.minimind import MiniMindRun
-from tightfit.monitoring.describe import source_in_words
-from tightfit.monitoring.recorded import RecordedTraining
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.planner.plans import Plan
-from tightfit.report.plan_tables import block_table, notes, worst_case
-from tightfit.report.terminal import WIDTH, rendered, table_of
+from tightfit.planner.report.plan_tables import block_table, notes, worst_case
+from tightfit.planner.report.terminal import WIDTH, rendered, table_of
+from tightfit.training.monitoring.describe import source_in_words
+from tightfit.training.monitoring.recorded import RecordedTraining
 from tightfit.units import format_bytes, format_count, format_seconds
 
 AS_PREDICTED = 0.001  # the accuracy of a predicted peak that docs/guarantees.md promises

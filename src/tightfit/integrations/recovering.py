@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from tightfit.planner.plans import Plan
-from tightfit.recovery.catching import Failure, caught, insist
-from tightfit.recovery.step_state import Content, RandomStates, StepState
-from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
-from tightfit.recovery.update import UpdateGuard, carry_out
 from tightfit.tracing.restore import content_changed, repeat_change
+from tightfit.training.recovery.catching import Failure, caught, insist
+from tightfit.training.recovery.step_state import Content, RandomStates, StepState
+from tightfit.training.recovery.tightening import next_bound, no_tighter_plan, tighter
+from tightfit.training.recovery.update import UpdateGuard, carry_out
 from tightfit.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from tightfit.errors import DeviceError, InputError
-from tightfit.names.allocator import parse_allocator
+from tightfit.names import parse_allocator
 from tightfit.runtime.internals import allocator_settings, set_allocator_settings
 
 # The name that torch reads, and the older one, which it still reads.

@@ -11,10 +11,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
+from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits
 from tightfit.runtime.light_imports import light_import
-from tightfit.weights.low_bit import freeze_in_low_bits, is_in_low_bits
+from tightfit.training.config.schema import AdapterConfig
 
 ALL_LINEAR = "all-linear"
 INSTALL_HINT = "pip install 'tightfit[hf]'"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Strict
 
 from tightfit.errors import ModelError
-from tightfit.names.exclusions import CHUNKED_ATTENTION_AND_DROPOUT, EXPERTS_AND_TILES, WINDOW_AND_DROPOUT
+from tightfit.names import CHUNKED_ATTENTION_AND_DROPOUT, EXPERTS_AND_TILES, WINDOW_AND_DROPOUT
 
 Count = Annotated[int, Strict(), Field(gt=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]

@@ -25,8 +25,8 @@ from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts
 from tightfit.models.layouts import Layout, from_transformers, layout_of, to_transformers
 from tightfit.models.own import CONFIG_FILE, WEIGHTS_FILE, save_decoder
 from tightfit.models.pretrained import transformers_config
-from tightfit.names.run_files import MASKS
-from tightfit.weights.low_bit import is_in_low_bits
+from tightfit.names import MASKS
+from tightfit.ops.weights.low_bit import is_in_low_bits
 
 HEAD = "lm_head.weight"
 GENERATION_CONFIG = "generation_config.json"

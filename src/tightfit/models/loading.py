@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tightfit.config.schema import ModelConfig, PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
 from tightfit.models.decoder import Decoder
@@ -15,6 +14,7 @@ from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.own import CONFIG_FILE, decoder_config, is_own, load_decoder, stated_dtype
 from tightfit.models.pretrained import build_pretrained, find, stored_dtype
 from tightfit.models.quantised_record import refuse_quantised
+from tightfit.training.config.schema import ModelConfig, PretrainedModel
 
 
 def build_model(config: ModelConfig, *, seed: int | None = None, any_task: bool = False) -> nn.Module:

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from tightfit.config.schema import ModelConfig, PretrainedModel
 from tightfit.errors import ModelError
-from tightfit.names.run_files import MASKS as MASKS_FILE
+from tightfit.names import MASKS as MASKS_FILE
+from tightfit.training.config.schema import ModelConfig, PretrainedModel
 
 SUFFIX = "_removed"  # of the buffer beside a weight
 _SHAPES, _FORMAT = "shapes", "tightfit masks: bits, 1 where a weight is zero, numpy.packbits"

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.attention import demand_support
 from tightfit.models.published import Published, find_published, is_source, published
-from tightfit.names.run_files import MASKS
+from tightfit.names import MASKS
+from tightfit.training.config.schema import PretrainedModel
 
 LONGEST = 300  # characters of what transformers says
 INSTALL_HINT = "pip install 'tightfit[hf]'"

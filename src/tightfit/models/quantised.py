@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError
 from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.own import CONFIG_FILE, QUANTISED_KEY, decoder_config, read_config, write_decoder_config
 from tightfit.models.pretrained import build_pretrained
 from tightfit.models.quantised_record import QUANTISED_FILE, QUANTISED_WEIGHTS, QuantisedRecord, read_record
-from tightfit.names.quantisation import METHODS
-from tightfit.weights.torchao_weights import Parts, demand_products, parts_of, torchao_version, weight_of
+from tightfit.names import METHODS
+from tightfit.ops.weights.torchao_weights import Parts, demand_products, parts_of, torchao_version, weight_of
+from tightfit.training.config.schema import PretrainedModel
 
 
 def write_quantised(model: Any, folder: Path, record: QuantisedRecord) -> QuantisedRecord:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import ModelError
-from tightfit.names.quantisation import QUANTISED_FILE
+from tightfit.names import QUANTISED_FILE
 
 # Not model.safetensors: other readers would find none of the names that they want, and start from random weights.
 QUANTISED_WEIGHTS = "quantised.safetensors"

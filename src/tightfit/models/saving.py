@@ -6,8 +6,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tightfit.config import load_config
-from tightfit.config.schema import PretrainedModel
 from tightfit.errors import ModelError, OutputError
 from tightfit.models.adapters import ADAPTER_CONFIG, adapter_state, is_adapted, load_adapter, save_adapter
 from tightfit.models.decoder import Decoder
@@ -15,8 +13,10 @@ from tightfit.models.loading import build_model, weights_dtype
 from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_config, save_decoder
 from tightfit.models.quantised import load_quantised
 from tightfit.models.quantised_record import is_quantised
-from tightfit.names.run_files import CONFIG as RUN_CONFIG
-from tightfit.weights.low_bit import freeze_in_low_bits
+from tightfit.names import CONFIG as RUN_CONFIG
+from tightfit.ops.weights.low_bit import freeze_in_low_bits
+from tightfit.training.config import load_config
+from tightfit.training.config.schema import PretrainedModel
 
 __all__ = ["CONFIG_FILE", "MODEL_TYPE", "RUN_CONFIG", "WEIGHTS_FILE", "load_model", "save_model", "saved_bytes"]
 

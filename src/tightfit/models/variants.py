@@ -4,11 +4,11 @@ from typing import Literal
 
 from torch import nn
 
-from tightfit.config.schema import AdapterConfig
 from tightfit.models.adapters import add_adapter
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import unbacked_copy
+from tightfit.training.config.schema import AdapterConfig
 
 WeightDtype = Literal["fp32", "bf16"]
 

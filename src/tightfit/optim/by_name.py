@@ -9,7 +9,7 @@ import torch
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
-from tightfit.names.optimizers import FOR_BF16, OptimizerName, parse_optimizer
+from tightfit.names import FOR_BF16, OptimizerName, parse_optimizer
 from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward

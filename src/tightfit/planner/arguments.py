@@ -9,8 +9,7 @@ from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import InputError
-from tightfit.names.exclusions import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
-from tightfit.names.optimizers import OF_WHOLE_MATRICES
+from tightfit.names import OF_WHOLE_MATRICES, STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, Recompute, allowed_levers, lever_types
 from tightfit.ranks.world import IN_WORDS, World

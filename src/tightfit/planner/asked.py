@@ -23,7 +23,7 @@ from tightfit.planner.arguments import (
 from tightfit.planner.levers import MicroBatches, Offload, allowed_levers
 from tightfit.planner.request import Optimizer, Request
 from tightfit.planner.wrapped import refuse_distributed
-from tightfit.processes.launch import launched
+from tightfit.ranks.processes.launch import launched
 from tightfit.ranks.world import Sharding, Shards, world_of
 from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Precision, StepSettings, model_loss

@@ -26,12 +26,12 @@ class Curve(CurveRecord):
 
     def to_png(self, path: str | Path) -> None:
         """Draw peak against step time, with the recipes. Raises `InputError` where matplotlib is not installed."""
-        from tightfit.report.picture import curve_picture
+        from tightfit.planner.report.picture import curve_picture
 
         Path(path).write_bytes(curve_picture(self.points, self.recipes))
 
     def __str__(self) -> str:
-        from tightfit.report.plan_tables import describe_curve
+        from tightfit.planner.report.plan_tables import describe_curve
 
         return describe_curve(self)
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.ops.weights.low_bit import count_weights
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures
@@ -14,7 +15,6 @@ from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.rules import ONE_SIDED
 from tightfit.units import format_bytes
-from tightfit.weights.low_bit import count_weights
 
 
 class Estimate(EstimateRecord):
@@ -30,18 +30,18 @@ class Estimate(EstimateRecord):
 
     def to_html(self, path: str | Path) -> None:
         """Write the estimate as one self-contained HTML file. Raises `InputError` if plotly is not installed."""
-        from tightfit.report.plan_page import estimate_page
+        from tightfit.planner.report.plan_page import estimate_page
 
         Path(path).write_text(estimate_page(self), encoding="utf-8")
 
     def to_png(self, path: str | Path) -> None:
         """Draw the memory of the step. Raises `InputError` if matplotlib is not installed."""
-        from tightfit.report.picture import memory_picture
+        from tightfit.planner.report.picture import memory_picture
 
         Path(path).write_bytes(memory_picture(self.step_figures, None))
 
     def __str__(self) -> str:
-        from tightfit.report.plan_tables import describe_estimate
+        from tightfit.planner.report.plan_tables import describe_estimate
 
         return describe_estimate(self)
 

@@ -71,7 +71,7 @@ class Plan(PlanRecord):
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one self-contained HTML file. Raises `InputError` if plotly is not installed."""
-        from tightfit.report.plan_page import plan_page
+        from tightfit.planner.report.plan_page import plan_page
 
         Path(path).write_text(plan_page(self), encoding="utf-8")
 
@@ -79,7 +79,7 @@ class Plan(PlanRecord):
         """Draw the memory of the step, plain and planned, and the curve if there is one. Raises `InputError` if
         matplotlib is not installed.
         """
-        from tightfit.report.picture import memory_picture
+        from tightfit.planner.report.picture import memory_picture
 
         curve = self.curve
         picture = memory_picture(
@@ -146,7 +146,7 @@ class Plan(PlanRecord):
         return cls(**fields)
 
     def __str__(self) -> str:
-        from tightfit.report.plan_tables import describe_plan
+        from tightfit.planner.report.plan_tables import describe_plan
 
         return describe_plan(self)
 

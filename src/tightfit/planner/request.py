@@ -17,7 +17,7 @@ from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_sample
 from tightfit.levers.offload import HostStore, OffloadSettings
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
-from tightfit.names.optimizers import optimizer_in_words
+from tightfit.names import optimizer_in_words
 from tightfit.optim.by_name import OptimizerFactory, optimizer_over
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.blocks.find import find_blocks

@@ -9,7 +9,7 @@ from tightfit.errors import InputError, RankError
 from tightfit.planner.asked import Asked
 from tightfit.planner.plans import Plan
 from tightfit.planner.step_figures import fingerprint
-from tightfit.processes.once import found_once, is_first, is_one_of_several
+from tightfit.ranks.processes.once import found_once, is_first, is_one_of_several
 from tightfit.runtime.internals import default_group
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import TokenBatch

@@ -6,9 +6,9 @@ import zlib
 
 from torch import nn
 
+from tightfit.ops.weights.low_bit import weights_in
 from tightfit.planner.records import StepFigures, TensorGroup
 from tightfit.tracing.record import Category, StepTrace, StorageRecord
-from tightfit.weights.low_bit import weights_in
 
 TIMELINE_POINTS = 600
 TOP_GROUPS = 20

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tightfit.config.schema import AdapterConfig, PretrainedModel
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.memory.allocator import old_objects_left_alone
@@ -30,6 +29,7 @@ from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors, twin_of
+from tightfit.training.config.schema import AdapterConfig, PretrainedModel
 
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
 RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from tightfit.config.schema import AdapterConfig
 from tightfit.devices.spec import DeviceSpec
-from tightfit.names.optimizers import parse_optimizer
+from tightfit.names import parse_optimizer
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import World
 from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
+from tightfit.training.config.schema import AdapterConfig
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
 BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tightfit.errors import InputError
-from tightfit.names.optimizers import parse_optimizer
+from tightfit.names import parse_optimizer
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.recipes.choices import EXTRAS, install_line, needed_packages
 from tightfit.recipes.lines import in_short
@@ -257,7 +257,7 @@ def _script(
     if recipe.step_in_backward:
         ours = _with_name(ours, "step_in_backward")
     if recipe.adapter is not None and recipe.adapter.base in FEW_BITS:
-        ours.append("from tightfit.weights.low_bit import freeze_in_low_bits")
+        ours.append("from tightfit.ops.weights.low_bit import freeze_in_low_bits")
     plain = sorted(line for line in third if line.startswith("import"))
     named = sorted(line for line in third if not line.startswith("import"))
     levers = sorted(allowed_levers(job.levers) - {MicroBatches.name})

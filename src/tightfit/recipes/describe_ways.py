@@ -2,8 +2,8 @@
 
 from rich.table import Table
 
+from tightfit.planner.report.terminal import WIDTH, rendered, table_of
 from tightfit.recipes.ways import WayOut, WaysOut
-from tightfit.report.terminal import WIDTH, rendered, table_of
 from tightfit.units import format_bytes
 
 SHOWN = 6  # of the ways that fit

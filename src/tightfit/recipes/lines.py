@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.config.schema import AdapterConfig
-from tightfit.names.optimizers import parse_optimizer
+from tightfit.names import parse_optimizer
 from tightfit.planner.levers import CLASSES, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.recipes.records import Recipe
+from tightfit.training.config.schema import AdapterConfig
 
 # How a loop of plain PyTorch makes each optimizer.
 IN_PYTHON = {
@@ -100,7 +100,7 @@ def _adapters(config: AdapterConfig) -> list[str]:
         lora = f"peft.LoraConfig(r={config.r}, lora_alpha={config.alpha:g}, target_modules={targets})"
         return ["import peft", f"model = peft.get_peft_model(model, {lora})"]
     return [
-        "from tightfit.config import AdapterConfig",
+        "from tightfit.training.config import AdapterConfig",
         "from tightfit.models.adapters import add_adapter",
         f"model = add_adapter(model, AdapterConfig({_keywords(_of_adapter(config))}))",
     ]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tightfit.models.adapters import is_adapted, usual_layers
-from tightfit.names.optimizers import OFFLOADED, OPTIMIZERS, parse_optimizer
+from tightfit.names import OFFLOADED, OPTIMIZERS, parse_optimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Optimizer, Request

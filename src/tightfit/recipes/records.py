@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tightfit.config.schema import AdapterConfig
-from tightfit.names.optimizers import parse_optimizer
+from tightfit.names import parse_optimizer
+from tightfit.training.config.schema import AdapterConfig
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
-from tightfit.names.optimizers import OFFLOADED, parse_optimizer
+from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.api import as_plan, levers_of
 from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness

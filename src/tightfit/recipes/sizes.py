@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tightfit.models.loading import position_limit
-from tightfit.names.optimizers import OFFLOADED, parse_optimizer
+from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.recipes.records import Largest
 from tightfit.recipes.search import Found, RecipeSearch

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
+from tightfit.planner.report.terminal import WIDTH, narrowed, rendered, table_of
 from tightfit.recipes.records import Outcome, RecipesRecord
-from tightfit.report.terminal import WIDTH, narrowed, rendered, table_of
 from tightfit.units import format_bytes, format_seconds
 
 ABSENT = "-"

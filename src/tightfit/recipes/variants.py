@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tightfit.config.schema import AdapterConfig
 from tightfit.errors import ModelError
 from tightfit.memory.allocator import scales_of, storage_bytes
 from tightfit.models.dtypes import WEIGHT_DTYPES
@@ -20,6 +19,7 @@ from tightfit.recipes.records import Autocast, Dtype, Recipe
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.step import plain_tensors
+from tightfit.training.config.schema import AdapterConfig
 
 OptimizerOf = Callable[[Recipe], Optimizer]
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightfit.config.load import parse_config
-from tightfit.config.schema import AdapterConfig
-from tightfit.config.yaml_text import write_yaml
 from tightfit.errors import InputError
 from tightfit.models.decoder_config import PRESETS
 from tightfit.models.pretrained import find
 from tightfit.models.published import published
 from tightfit.recipes.code import LIBRARIES, RATES, Job, as_code
 from tightfit.recipes.records import FEW_BITS, Outcome
+from tightfit.training.config.load import parse_config
+from tightfit.training.config.schema import AdapterConfig
+from tightfit.training.config.yaml_text import write_yaml
 
 YAML = "yaml"
 KINDS = (YAML, *LIBRARIES)

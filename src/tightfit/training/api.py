@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tightfit.config import Config, load_config, parse_config
-from tightfit.config.schema import PretrainedModel
 from tightfit.errors import CannotFit, ConfigError
+from tightfit.training.config import Config, load_config, parse_config
+from tightfit.training.config.schema import PretrainedModel
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.purpose import Purpose, refuse_teacher
 from tightfit.training.reporter import Reporter, SilentReporter
@@ -17,7 +17,7 @@ from tightfit.training.result import TrainResult
 from tightfit.training.resume import Earlier, look_back
 from tightfit.training.run import Run
 from tightfit.training.several import folder_of, ranks_of
-from tightfit.training.tracking import TrackingReporter
+from tightfit.training.tracked import TrackingReporter
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
     Example:
         >>> import tempfile, tightfit
         >>> from pathlib import Path
-        >>> from tightfit.config import parse_config
+        >>> from tightfit.training.config import parse_config
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "corpus.txt").write_text("To be, or not to be, that is the question.\\n" * 200)
         >>> shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}

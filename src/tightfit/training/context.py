@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.checkpoint.stored import Checkpoint
-from tightfit.config import Config
-from tightfit.data.prepare import PreparedData
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DataError
 from tightfit.planner.plans import Plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.training.buckets import Bucket
+from tightfit.training.checkpoint.stored import Checkpoint
+from tightfit.training.config import Config
 from tightfit.training.corrections import Corrections
+from tightfit.training.data.prepare import PreparedData
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
 from tightfit.training.reporter import Reporter

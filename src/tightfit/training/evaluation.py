@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from tightfit.data.samples import Samples
 from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.models.mode import evaluating
-from tightfit.processes.ranks import ALONE, Ranks
+from tightfit.ranks.processes.ranks import ALONE, Ranks
 from tightfit.step import Precision, autocast
+from tightfit.training.data.samples import Samples
 from tightfit.training.objective import Objective, counted
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch import nn
 
-from tightfit.config import Config, dump_config
-from tightfit.data.tokenizer import TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.models.masks import masks_bytes, masks_of
 from tightfit.models.saving import saved_bytes
-from tightfit.names.run_files import MASKS
+from tightfit.names import MASKS
+from tightfit.training.config import Config, dump_config
+from tightfit.training.data.tokenizer import TextTokenizer
 from tightfit.training.fitting import Fit
 from tightfit.training.pictures import most_bytes, write_pictures
 from tightfit.training.reporter import Reporter

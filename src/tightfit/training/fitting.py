@@ -7,13 +7,12 @@ from typing import Any, Self
 
 from torch import nn
 
-from tightfit.config.schema import Config, RecomputeConfig
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.captured import recompute
 from tightfit.levers.compiled import compile_blocks
 from tightfit.levers.micro_batch import inseparable_samples
-from tightfit.names.optimizers import optimizer_in_words
+from tightfit.names import optimizer_in_words
 from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.asked import Asked
@@ -27,6 +26,7 @@ from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss, model_loss
 from tightfit.tracing.record import Category
 from tightfit.training.buckets import Bucket, DryRun, sized
+from tightfit.training.config.schema import Config, RecomputeConfig
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.random_states import random_bytes
 from tightfit.training.state import weights

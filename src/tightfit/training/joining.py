@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError, PeerFailed
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.training.interrupt import Cut, Interrupt
 
 GOES_ON, CANNOT_FIT = 0, 1000  # what a rank says of its step; between them, the number of a signal

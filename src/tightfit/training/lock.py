@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tightfit.errors import OutputError
-from tightfit.names.run_files import LOCK
+from tightfit.names import LOCK
 
 _HELD = (errno.EAGAIN, errno.EACCES)  # EACCES: the server's answer on some NFS
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from tightfit.config.schema import TrainingConfig
 from tightfit.errors import OutputError, RecoveryError
+from tightfit.training.config.schema import TrainingConfig
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.optimizer import set_learning_rate

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Literal
 
-from tightfit.config.schema import TrainingConfig
-from tightfit.data.prepare import PreparedData
+from tightfit.training.config.schema import TrainingConfig
+from tightfit.training.data.prepare import PreparedData
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.preferences import PreferenceLoss, unreferenced
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.config.schema import TrainingConfig
-from tightfit.names.optimizers import FLASH, FOR_BF16
+from tightfit.names import FLASH, FOR_BF16
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import optimizer_by_name
+from tightfit.training.config.schema import TrainingConfig
 
 STOCHASTIC = "adamw_bf16_stochastic"
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tightfit.config import Config
+from tightfit.ops.weights.low_bit import count_weights
+from tightfit.training.config import Config
 from tightfit.training.fitting import Fit
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.result import TrainResult
 from tightfit.version import VERSION
-from tightfit.weights.low_bit import count_weights
 
 
 def result_of(

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from tightfit.errors import InputError
-from tightfit.report.picture import DOTS, HEIGHT, WIDTH, memory_picture
-from tightfit.report.plan_page import plan_page, run_page
+from tightfit.planner.report.picture import DOTS, HEIGHT, WIDTH, memory_picture
+from tightfit.planner.report.plan_page import plan_page, run_page
 from tightfit.training.fitting import Fit
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import TrainResult

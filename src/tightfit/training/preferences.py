@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.data.samples import Samples, SamplesWith
 from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.models.mode import evaluating
 from tightfit.step import Precision, autocast
+from tightfit.training.data.samples import Samples, SamplesWith
 from tightfit.training.objective import WHOLE_ROWS, model_inputs, next_tokens
 
 REFERENCE = "reference_log_probs"

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.checkpoint.stored import Checkpoint
-from tightfit.config import Config
-from tightfit.data.packing import BatchStream, StreamPosition
-from tightfit.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.saving import saved_bytes
+from tightfit.ops.weights.low_bit import count_weights
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.processes.ranks import Ranks, SeveralRanks
+from tightfit.ranks.processes.ranks import Ranks, SeveralRanks
 from tightfit.training.boundaries import demand_boundaries
+from tightfit.training.checkpoint.stored import Checkpoint
+from tightfit.training.config import Config
 from tightfit.training.context import Context
+from tightfit.training.data.packing import BatchStream, StreamPosition
+from tightfit.training.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.training.fitting import Fit, fit
 from tightfit.training.loop import Record
 from tightfit.training.objective import Objective, counted
@@ -40,7 +41,6 @@ from tightfit.training.sharded.model import demand_shardable_model, may_be_shard
 from tightfit.training.state import edges_digest
 from tightfit.training.storage import RunFolder
 from tightfit.units import format_count
-from tightfit.weights.low_bit import count_weights
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from tightfit.config import Config
-from tightfit.data.prepare import PreparedData
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import ConfigError
+from tightfit.training.config import Config
+from tightfit.training.data.prepare import PreparedData
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.objectives import objective_of
 from tightfit.training.reporter import Reporter

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tightfit.processes.ranks import ALONE, Ranks
+from tightfit.ranks.processes.ranks import ALONE, Ranks
 
 RANDOM = "random"
 _OF_OTHERS = "ranks"  # in the record: what is no tensor of the states of all ranks but the first

@@ -6,12 +6,12 @@ from typing import cast
 import numpy as np
 from torch import nn
 
-from tightfit.config.schema import TrainingConfig
-from tightfit.data.prepare import PreparedData
-from tightfit.data.samples import Samples
 from tightfit.errors import OutputError
-from tightfit.names.run_files import REFERENCE
-from tightfit.processes.ranks import Ranks
+from tightfit.names import REFERENCE
+from tightfit.ranks.processes.ranks import Ranks
+from tightfit.training.config.schema import TrainingConfig
+from tightfit.training.data.prepare import PreparedData
+from tightfit.training.data.samples import Samples
 from tightfit.training.fitting import LeversInForce
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.preferences import ReferencedSamples, from_file, reference_log_probs, to_file

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.stored import Checkpoint
-from tightfit.config import Config, load_config, parse_config
 from tightfit.errors import CheckpointError, ConfigError
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.stored import Checkpoint
+from tightfit.training.config import Config, load_config, parse_config
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import TrainResult
 from tightfit.training.storage import CONFIG, RESULT, RunFolder

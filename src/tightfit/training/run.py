@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.checkpoint.stored import Checkpoint
-from tightfit.config import Config
-from tightfit.data.packing import BatchStream
-from tightfit.data.prepare import PreparedData
 from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
 from tightfit.memory.settings import set_allocator
 from tightfit.planner.plans import Plan
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.step import StepSettings
+from tightfit.training.checkpoint.stored import Checkpoint
+from tightfit.training.config import Config
+from tightfit.training.data.packing import BatchStream
+from tightfit.training.data.prepare import PreparedData
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit_of
 from tightfit.training.interrupt import Cut, Interrupt
@@ -26,7 +26,7 @@ from tightfit.training.outcome import result_of
 from tightfit.training.preparing import Preparation, Prepared
 from tightfit.training.purpose import Purpose, loss_held_out, loss_of_step
 from tightfit.training.random_states import seed_generators
-from tightfit.training.recovery import RecoveringStepper, StepPlanner
+from tightfit.training.recovering import RecoveringStepper, StepPlanner
 from tightfit.training.reference import Reference
 from tightfit.training.reporter import Reporter, Start
 from tightfit.training.result import TrainResult

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from tightfit.data.prepare import PreparedData
-from tightfit.data.tokenizer import TextTokenizer
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.models.generation import continue_ids, generate_text
+from tightfit.training.data.prepare import PreparedData
+from tightfit.training.data.tokenizer import TextTokenizer
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50

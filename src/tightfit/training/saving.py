@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tightfit.checkpoint.background import BackgroundSaver
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import copy_bytes
-from tightfit.config.schema import CheckpointConfig
 from tightfit.errors import OutputError
+from tightfit.training.checkpoint.background import BackgroundSaver
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.tensors import copy_bytes
+from tightfit.training.config.schema import CheckpointConfig
 from tightfit.training.loop import Record
 from tightfit.training.reporter import Reporter
 from tightfit.training.sharded.saving import ShardedCheckpoints

@@ -2,7 +2,7 @@
 
 import math
 
-from tightfit.config.schema import TrainingConfig
+from tightfit.training.config.schema import TrainingConfig
 
 # Share of the steps after the warm-up in which `wsd` decays: within the 10% to 20% at which its loss meets that of the
 # cosine schedule (Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").

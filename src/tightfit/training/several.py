@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.config import Config
-from tightfit.config.schema import TrainingConfig
-from tightfit.data.tokenizer import TextTokenizer
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import ConfigError, DeviceError
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
-from tightfit.processes.launch import Launch, launched
-from tightfit.processes.ranks import ALONE, Ranks, SeveralRanks
+from tightfit.ranks.processes.launch import Launch, launched
+from tightfit.ranks.processes.ranks import ALONE, Ranks, SeveralRanks
 from tightfit.training.buckets import Bucket
+from tightfit.training.config import Config
+from tightfit.training.config.schema import TrainingConfig
+from tightfit.training.data.tokenizer import TextTokenizer
 from tightfit.training.fitting import Fit
 from tightfit.training.sharded.model import demand_shardable
 from tightfit.training.storage import RunFolder

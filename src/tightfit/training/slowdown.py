@@ -22,11 +22,11 @@ from tightfit.levers.micro_batch import as_parts, batch_size, inseparable_sample
 from tightfit.planner.levers import Offload, lever_types
 from tightfit.planner.levers.base import Exactness
 from tightfit.planner.plans import Plan
-from tightfit.recovery.catching import caught
-from tightfit.recovery.step_state import StepState
 from tightfit.step import forward_backward
 from tightfit.training.corrections import Corrections
 from tightfit.training.fitting import Fit, LeversInForce
+from tightfit.training.recovery.catching import caught
+from tightfit.training.recovery.step_state import StepState
 from tightfit.training.stepper import Stepper
 
 STEPS = 5  # whose median is looked at

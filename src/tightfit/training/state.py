@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.errors import CheckpointError
 from tightfit.memory.allocator import memory_of
-from tightfit.names.run_files import MODEL
+from tightfit.names import MODEL
 from tightfit.optim.strict_state import StrictStateOptimizer
 from tightfit.planner.wrapped import is_distributed
-from tightfit.processes.ranks import ALONE, Ranks
+from tightfit.ranks.processes.ranks import ALONE, Ranks
 from tightfit.ranks.shards import rows_of_shard
 from tightfit.training.random_states import RANDOM, random_states_of_all, set_random_states
 

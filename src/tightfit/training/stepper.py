@@ -12,14 +12,14 @@ from torch import nn
 from tightfit.levers.micro_batch import IGNORE_INDEX, as_parts, inseparable_samples, split_batch
 from tightfit.models.masks import enforce_masks
 from tightfit.optim.in_backward import steps_in_backward
-from tightfit.processes.ranks import ALONE, Ranks
-from tightfit.recovery.step_state import StepState
+from tightfit.ranks.processes.ranks import ALONE, Ranks
 from tightfit.runtime.internals import forget_unscaled
 from tightfit.step import Loss, StepSettings, clip, forward_backward, let_go
 from tightfit.training.corrections import Corrections
 from tightfit.training.interrupt import Cut, Interrupt
 from tightfit.training.joining import agree, join
 from tightfit.training.objective import counted, on_device
+from tightfit.training.recovery.step_state import StepState
 from tightfit.training.state import TrainingState
 
 

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from torch import nn
 
-from tightfit.checkpoint.files import FILES, Files
-from tightfit.checkpoint.find import checkpoint_paths
-from tightfit.checkpoint.names import PART, part_name
-from tightfit.checkpoint.reading import digest_of
-from tightfit.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from tightfit.errors import OutputError
 from tightfit.memory.disk import unwritable
 from tightfit.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tightfit.models.saving import CONFIG_FILE, WEIGHTS_FILE, save_model
-from tightfit.names.run_files import CHECKPOINTS, CONFIG, MASKS, METRICS, PAGE, PICTURE, PLAN, REFERENCE, RESULT
-from tightfit.tracking.base import FOLDER as TRACKING
-from tightfit.tracking.base import IDENTITY
+from tightfit.names import CHECKPOINTS, CONFIG, MASKS, METRICS, PAGE, PICTURE, PLAN, REFERENCE, RESULT
+from tightfit.training.checkpoint.files import FILES, Files
+from tightfit.training.checkpoint.find import checkpoint_paths
+from tightfit.training.checkpoint.names import PART, part_name
+from tightfit.training.checkpoint.reading import digest_of
+from tightfit.training.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from tightfit.training.lock import locked
+from tightfit.training.tracking.base import FOLDER as TRACKING
+from tightfit.training.tracking.base import IDENTITY
 from tightfit.units import format_bytes
 
 __all__ = ["CHECKPOINTS", "CONFIG", "METRICS", "PAGE", "PICTURE", "PLAN", "RESULT", "RUN_FILES", "RunFolder"]

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tightfit.config import Config
-from tightfit.data.prepare import PreparedData
 from tightfit.memory.settings import private_pool
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
+from tightfit.training.config import Config
+from tightfit.training.data.prepare import PreparedData
 from tightfit.training.evaluation import HeldOutSums, held_out_sums
 from tightfit.training.fitting import LeversInForce
 from tightfit.training.interrupt import Cut, Interrupt

@@ -13,7 +13,7 @@ from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.rule import Rule, every_block
 from tightfit.levers.recompute.values import OffloadStore
-from tightfit.names.exclusions import SEGMENTS_AND_REENTRANT
+from tightfit.names import SEGMENTS_AND_REENTRANT
 from tightfit.runtime.internals import ignore_hooks_around_selective_checkpoints
 from tightfit.runtime.module_paths import module_at, named_modules
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from tightfit.errors import InputError
-from tightfit.names.exclusions import Exclusion
+from tightfit.names import Exclusion
 
 if TYPE_CHECKING:
     from torch import nn

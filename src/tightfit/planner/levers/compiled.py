@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.names.exclusions import BUDGET_AND_COMPILED_BLOCKS
+from tightfit.names import BUDGET_AND_COMPILED_BLOCKS
 from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
-from tightfit.names.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
+from tightfit.names import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Separation, register
 
 if TYPE_CHECKING:

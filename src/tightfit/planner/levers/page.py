@@ -6,7 +6,7 @@
 import sys
 from collections.abc import Iterator
 
-from tightfit.names.exclusions import OF_NO_LEVER, Exclusion
+from tightfit.names import OF_NO_LEVER, Exclusion
 from tightfit.planner.levers import Exactness, Lever, lever_types
 
 _INTRODUCTION = """\

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from tightfit.names.exclusions import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
+from tightfit.names import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
 from tightfit.planner.levers.base import Block, Choice, Exactness, Lever, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:

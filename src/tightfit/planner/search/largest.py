@@ -9,7 +9,7 @@ from torch import nn
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit, InputError
 from tightfit.memory.allocator import old_objects_left_alone
-from tightfit.names.exclusions import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
+from tightfit.names import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.planner.api import as_plan
 from tightfit.planner.arguments import check_levers
 from tightfit.planner.asked import Asked

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.config.schema import Config
 from tightfit.devices.spec import DeviceSpec
 from tightfit.runtime.forked import in_a_fork
 from tightfit.runtime.internals import forget_placements, forget_process_groups, process_groups_aside
 from tightfit.step import Loss
+from tightfit.training.config.schema import Config
 from tightfit.training.fitting import Fit, fit
 from tightfit.training.several import fit_as_json, fit_from_json
 

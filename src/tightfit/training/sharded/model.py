@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.config import Config
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.models.masks import masks_of
-from tightfit.names.optimizers import parse_optimizer
-from tightfit.processes.ranks import Ranks, SeveralRanks
+from tightfit.names import parse_optimizer
 from tightfit.ranks.playing import own_copy
+from tightfit.ranks.processes.ranks import Ranks, SeveralRanks
 from tightfit.ranks.shards import whole
 from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Precision
+from tightfit.training.config import Config
 from tightfit.training.optimizer import optimizer_for
 from tightfit.training.state import edges_digest
 

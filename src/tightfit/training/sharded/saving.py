@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from tightfit.checkpoint.files import FILES, Files
-from tightfit.checkpoint.manifest import TensorsFile, parse_tensors, shard_name, tensors_section
-from tightfit.checkpoint.names import name_of
-from tightfit.checkpoint.store import Checkpoints
-from tightfit.checkpoint.tensors import write_tensors
 from tightfit.errors import OutputError
 from tightfit.memory.disk import unwritable
 from tightfit.planner.wrapped import is_distributed
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.ranks.shards import rows_of_shard
+from tightfit.training.checkpoint.files import FILES, Files
+from tightfit.training.checkpoint.manifest import TensorsFile, parse_tensors, shard_name, tensors_section
+from tightfit.training.checkpoint.names import name_of
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.tensors import write_tensors
 
 
 class ShardedCheckpoints(Checkpoints):

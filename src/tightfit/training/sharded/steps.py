@@ -17,24 +17,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from tightfit.data.samples import Samples
 from tightfit.errors import CannotFit, TightfitError
 from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.models.mode import evaluating
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.ranks.sent import SentMessages
 from tightfit.ranks.shards import free_gathered, whole
-from tightfit.recovery.catching import TRIES, Failure, caught, insist
-from tightfit.recovery.step_state import StepState
-from tightfit.recovery.update import UpdateGuard, carry_out
 from tightfit.runtime.internals import states_of_fsdp2
 from tightfit.step import forward_backward
 from tightfit.training.corrections import Corrections
+from tightfit.training.data.samples import Samples
 from tightfit.training.evaluation import HeldOutSums
 from tightfit.training.fitting import Fit
 from tightfit.training.joining import agree_on_signal
 from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, Objective, counted
+from tightfit.training.recovery.catching import TRIES, Failure, caught, insist
+from tightfit.training.recovery.step_state import StepState
+from tightfit.training.recovery.update import UpdateGuard, carry_out
 from tightfit.training.sharded.standing_in import small_parts
 from tightfit.training.sharded.tightening import TighterPlans, failures_of_all
 from tightfit.training.stepper import StepOutcome, Stepper, StepUnderWay, without_labels

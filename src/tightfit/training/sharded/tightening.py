@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
-from tightfit.config.schema import Config
 from tightfit.memory.failure import OutOfMemory
-from tightfit.processes.ranks import Ranks
+from tightfit.ranks.processes.ranks import Ranks
 from tightfit.ranks.wrapping import change_sharding
-from tightfit.recovery.catching import Failure
-from tightfit.recovery.tightening import next_bound, no_tighter_plan, tighter
+from tightfit.training.config.schema import Config
 from tightfit.training.fitting import Fit, LeversInForce
 from tightfit.training.joining import OtherCannotFit
+from tightfit.training.recovery.catching import Failure
+from tightfit.training.recovery.tightening import next_bound, no_tighter_plan, tighter
 from tightfit.training.several import fit_as_json, fit_from_json, plan_digest
 from tightfit.units import format_bytes
 

@@ -1,0 +1,264 @@
+"""The names that users write, and what goes with what, without torch: optimizers, allocator settings, ways to quantise,
+exclusions between settings; and the files of a run.
+"""
+
+import difflib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tightfit.errors import InputError
+
+# Optimizers.
+
+# What each is, as the documentation says it.
+OPTIMIZERS = {
+    "adamw": "AdamW, as PyTorch chooses its implementation",
+    "adamw_fused": "AdamW in one kernel",
+    "adamw8bit": "AdamW with 8-bit states (package bitsandbytes)",
+    "adamw4bit": "AdamW with 4-bit states (package torchao)",
+    "adamw_bf16": "AdamW for bf16 weights, with 16 more bits kept beside them: an exact fp32 master",
+    "adamw_bf16_stochastic": "AdamW for bf16 weights, rounded stochastically",
+    "flash_adamw": "AdamW with 8-bit states, and for bf16 weights 8 more bits kept beside them: 24-bit masters",
+    "offloaded_adamw": "AdamW with its states on the host; `offloaded_adamw:0.5` for half of them",
+    "adam": "Adam",
+    "muon": "Muon on matrices, AdamW on the rest",
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+}
+OFFLOADED = "offloaded_adamw"
+FLASH = "flash_adamw"
+OF_WHOLE_MATRICES = ("muon", "adafactor")  # an update of a matrix's part needs the rest
+
+
+FOR_BF16 = ("adamw_bf16", "adamw_bf16_stochastic")
+
+# The names of other trainers.
+FOREIGN = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw_fused",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+    "adamw_torch_8bit": "adamw8bit",
+    "adamw_torch_4bit": "adamw4bit",
+}
+
+
+class OptimizerName(NamedTuple):
+    """A kind of optimizer, and the share of its states on the host, where the name has one."""
+
+    kind: str
+    fraction: float | None = None
+
+
+def optimizer_in_words(name: str, step_in_backward: bool) -> str:
+    """An optimizer as tables call it."""
+    return f"{name}, step in backward" if step_in_backward else name
+
+
+def parse_optimizer(text: str) -> OptimizerName:
+    """What a name such as `adamw` or `offloaded_adamw:0.5` means. Raises `ValueError` with one clear line."""
+    kind, colon, share = text.partition(":")
+    if kind not in OPTIMIZERS:
+        near = difflib.get_close_matches(kind, OPTIMIZERS, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else f": choose one of {', '.join(OPTIMIZERS)}"
+        raise ValueError(f"optimizer {text!r} is not known{hint}")
+    if not colon:
+        return OptimizerName(kind)
+    if kind != OFFLOADED:
+        raise ValueError(f"optimizer {text!r}: only {OFFLOADED} takes a share of states, as in {OFFLOADED}:0.5")
+    try:
+        fraction = float(share)
+    except ValueError:
+        raise ValueError(f"optimizer {text!r}: {share!r} is no number: write {OFFLOADED}:0.5") from None
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"optimizer {text!r}: the share of the states on the host goes from 0 to 1")
+    return OptimizerName(kind, fraction)
+
+
+# Settings of CUDA's allocator.
+
+# Short names, and what each is in PyTorch's own words.
+SETTINGS = {"expandable_segments": "expandable_segments:True"}
+
+# What PyTorch reads (c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp, torch 2.11 to 2.13).
+KEYS = (
+    "backend",
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "graph_capture_record_stream_reuse",
+    "large_segment_size_mb",
+    "max_non_split_rounding_mb",
+    "max_split_size_mb",
+    "per_process_memory_fraction",
+    "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "release_lock_on_cudamalloc",
+    "roundup_power2_divisions",
+    "throw_on_cudamalloc_oom",
+)
+
+
+def parse_allocator(text: str) -> str:
+    """What a setting means in PyTorch's words: `expandable_segments`, or `key:value` with commas between.
+
+    Raises `ValueError` with one clear line where a key is not one; what the values may be, PyTorch says.
+    """
+    if text in SETTINGS:
+        return SETTINGS[text]
+    for part in _parts(text):
+        key, colon, value = (word.strip() for word in part.partition(":"))
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(KEYS)}"
+            raise ValueError(f"allocator {text!r}: {key!r} is no setting of CUDA's allocator: {hint}")
+        if not colon or not value:
+            raise ValueError(f"allocator {text!r}: {key!r} has no value: write {key}:VALUE")
+    return ",".join(part.strip() for part in _parts(text))
+
+
+def _parts(text: str) -> list[str]:
+    """The settings between the commas; those within brackets belong to one value."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+# Ways to quantise a model.
+
+QUANTISED_FILE = "quantisation.json"  # in the folder of a quantised model: how it was made
+METHODS: dict[str, str] = {
+    "int8_dynamic": "int8 weights, one scale a row; activations in int8, one scale a token, found as it runs",
+    "int8": "int8 weights, one scale a row; activations as they are",
+    "int8_static": "int8 weights, one scale a row; activations in int8, one scale a layer, from a calibration text",
+    "int4": "4-bit weights, one scale and zero for 32 weights of a row; all else in bf16",
+}
+# Methods of GPTQModel. 7.7.0 declares torch>=2.14.1, and 7.1.0 numpy==2.2.6: neither installs beside our versions.
+OF_GPTQMODEL = ("gptq", "awq")
+GGUF = "gguf"  # what `tightfit export` writes
+
+
+def refuse_other(name: str) -> None:
+    """Raise `InputError` for a name that is not among `METHODS`."""
+    if name in METHODS:
+        return
+    if name in OF_GPTQMODEL:
+        raise InputError(
+            f"--to {name}: GPTQModel, which has it, needs other versions of torch or numpy than tightfit is tested "
+            "with: run GPTQModel in an environment of its own, or take int4"
+        )
+    if name.startswith(GGUF):
+        raise InputError(
+            f"--to {name}: quantise writes what tightfit reads: tightfit export --to gguf_q8_0 writes GGUF, and "
+            "llama.cpp's llama-quantize makes its other types of that"
+        )
+    near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"choose {', '.join([*METHODS][:-1])} or {[*METHODS][-1]}"
+    raise InputError(f"--to {name!r} is not known: {hint}")
+
+
+# Levers and settings that exclude each other, and why: for the code that refuses them, and for the page about levers.
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two settings that cannot both be in force. `one` and `other` name them as a configuration does."""
+
+    one: str
+    other: str
+    reason: str
+    remedy: str
+
+    def refusal(self, one: str | None = None, other: str | None = None) -> str:
+        """The line for the user; `one` and `other` as they were found, where that says more than their names."""
+        return f"{one or self.one} and {other or self.other} exclude each other, since {self.reason}: {self.remedy}"
+
+
+STEP_IN_BACKWARD_AND_CLIPPING = Exclusion(
+    "step_in_backward",
+    "grad_clip",
+    "clipping needs all gradients at once",
+    "set grad_clip to null, or step_in_backward to false",
+)
+STEP_IN_BACKWARD_AND_SCALER = Exclusion(
+    "step_in_backward",
+    "precision fp16",
+    "the gradient scaler looks at all gradients before the step",
+    "use bf16, or set step_in_backward to false",
+)
+BUDGET_AND_RECOMPUTE = Exclusion(
+    "memory.budget",
+    "memory.recompute",
+    "the plan for a budget chooses what to recompute",
+    "remove one",
+)
+BUDGET_AND_COMPILED_BLOCKS = Exclusion(
+    "memory.budget",
+    "memory.compile_blocks",
+    "the plan for a budget chooses the compiled blocks",
+    "remove it, and name the lever compile in memory.levers",
+)
+RECOMPUTE_AND_COMPILED_BLOCKS = Exclusion(
+    "memory.recompute",
+    "memory.compile_blocks",
+    "recompute repeats operators, which compiled code does not show",
+    "remove one",
+)
+SEGMENTS_AND_REENTRANT = Exclusion(
+    "segments",
+    "use_reentrant",
+    "PyTorch's reentrant checkpoint keeps each block's inputs",
+    "remove one",
+)
+CHUNKED_ATTENTION_AND_DROPOUT = Exclusion(
+    "model.attention chunked",
+    "model.attention_dropout",
+    "chunked attention never materialises the weights that dropout would drop",
+    "set model.attention_dropout to 0 or model.attention to sdpa",
+)
+WINDOW_AND_DROPOUT = Exclusion(
+    "model.attention_window",
+    "model.attention_dropout",
+    "attention within a window has no dropout of attention weights",
+    "set model.attention_dropout to 0 or leave the window out",
+)
+EXPERTS_AND_TILES = Exclusion(
+    "model.num_experts",
+    "model.mlp_tile",
+    "experts take the tokens of the whole batch, sorted by expert",
+    "leave one out",
+)
+LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES = Exclusion(
+    "the largest batch_size",
+    "micro_batches auto",
+    "in enough micro-batches every batch fits",
+    "set their number, or remove micro_batches for one",
+)
+
+# Those that concern no lever; the others stand with their levers (`planner.levers`).
+OF_NO_LEVER = (
+    STEP_IN_BACKWARD_AND_CLIPPING,
+    STEP_IN_BACKWARD_AND_SCALER,
+    CHUNKED_ATTENTION_AND_DROPOUT,
+    WINDOW_AND_DROPOUT,
+    EXPERTS_AND_TILES,
+)
+
+
+# The files of a run, for those who write them and for those who only list runs.
+
+CONFIG, PLAN, METRICS, RESULT = "config.yaml", "plan.json", "metrics.jsonl", "result.json"
+PICTURE, PAGE = "memory.png", "report.html"
+REFERENCE = "reference.safetensors"  # log-probabilities of preference pairs before the first step
+CHECKPOINTS = "checkpoints"  # the folder of the checkpoints
+LOCK = ".tightfit.lock"
+MODEL = "model"  # before the names of a model's tensors in a checkpoint
+MASKS = "masks.safetensors"  # of weights that stay zero

@@ -1,1 +1,0 @@
-"""Names that users write, and what goes with what: no torch."""

@@ -1,0 +1,102 @@
+"""Freezes the linear layers of a base model in fewer bits, for training adapters.
+
+This is inexact, because the codes only approximate the weights. Every dry run sees the saved bytes, and the bytes of
+the full-width weight during a product.
+"""
+
+import importlib
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.errors import InputError, ModelError
+from tightfit.ops.weights.int8 import Int8Linear
+from tightfit.runtime.light_imports import light_import
+
+LowBits = Literal["int8", "nf4"]
+
+
+def freeze_in_low_bits(model: nn.Module, kind: LowBits, *, head: nn.Module | None = None) -> None:
+    """Freeze a model and replace the weights of its linear layers, except the output head's, by codes.
+
+    `head` is the output head of a model that does not name it as those of `transformers` do.
+
+    `int8` takes one byte for each weight, and an fp32 scale for each row. `nf4` takes half a byte for each weight, and
+    an fp32 scale for 64 weights (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` if the package is
+    missing, and `ModelError` if the model has no such layer.
+    """
+    model.requires_grad_(False)
+    layers = {path: layer for path, layer in linear_layers(model).items() if layer is not head}
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layers but its head: weights in {kind} save nothing")
+    packed = Int8Linear.of if kind == "int8" else _nf4
+    for path, layer in layers.items():
+        _replace(model, path, packed(layer))
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model by path, without the one that computes the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = None if find is None else find()
+    return {path: m for path, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+
+
+def at_full_width(model: nn.Module) -> nn.Module:
+    """Replace low-bit weights by the fp32 weights that they represent, for a reference run. Returns the model."""
+    for path, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if isinstance(module, Int8Linear):
+            _replace(model, path, _linear(module.widened(), module.bias))
+        elif isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight):
+            held: Any = weight
+            module.weight = nn.Parameter(held.dequantize().detach(), requires_grad=False)
+        elif getattr(weight, "quant_state", None) is not None:
+            held = weight
+            full = importlib.import_module("bitsandbytes").functional.dequantize_4bit(held.data, held.quant_state)
+            _replace(model, path, _linear(full, module._parameters.get("bias")))
+    return model
+
+
+def is_in_low_bits(module: nn.Module) -> bool:
+    """Whether the module's own weight is in few bits."""
+    weight = module._parameters.get("weight")
+    return (
+        isinstance(module, Int8Linear)
+        or (isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight))
+        or getattr(weight, "quant_state", None) is not None
+    )
+
+
+def weights_in(parameter: torch.Tensor) -> int:
+    """How many weights a parameter holds: two in each byte of 4-bit ones."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def count_weights(model: nn.Module) -> int:
+    """How many weights a model has, in however few bits."""
+    return sum(map(weights_in, model.parameters()))
+
+
+def _nf4(layer: nn.Linear) -> nn.Module:
+    """The layer with a 4-bit weight."""
+    try:
+        light_import("bitsandbytes")
+    except ImportError as error:
+        raise InputError("weights in nf4 need the package bitsandbytes: pip install 'tightfit[lowbit]'") from error
+    return importlib.import_module("tightfit.ops.weights.nf4").NF4Linear.of(layer)
+
+
+def _linear(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    layer.register_parameter("bias", bias)
+    return layer
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
