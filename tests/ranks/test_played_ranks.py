@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from round_device import round_device
 from tightfit import estimate
-from tightfit.cli.light import may_defer
 from tightfit.cli.question import Question
 from tightfit.errors import InputError, ModelError
 from tightfit.levers.micro_batch import as_parts, split_batch
@@ -108,7 +107,6 @@ def test_options_of_the_command_line_are_checked_before_anything_is_loaded():
         Question.of({"model": "cpu8", "world_size": 0})
     with pytest.raises(InputError, match="nodes is given without world_size"):
         Question.of({"model": "cpu8", "nodes": 2})
-    assert not may_defer(Question.of({"model": "cpu8", "world_size": 2}))
 
 
 def test_what_the_engine_refuses_is_one_line():

@@ -403,6 +403,6 @@ def test_experts_are_multiplied_in_groups_where_the_card_can(capability, grouped
 
 def test_what_an_optimizers_package_makes_when_it_is_imported_is_on_the_host(monkeypatch):
     depths = []
-    monkeypatch.setattr(low_bit, "light_import", lambda name: depths.append(now.host))
+    monkeypatch.setattr(low_bit.importlib, "import_module", lambda name: depths.append(now.host))
     low_bit._package("adamw8bit", "bitsandbytes")
     assert depths == [1]

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from tightfit.runtime.operators import traits_of
+from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.host import on_host
+from tightfit.tracing.ledger import Ledger
+from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.shapes import KNOWN_LIMIT
 from tightfit.tracing.unbacked import is_unbacked
 
@@ -45,3 +49,15 @@ def test_tied_weights_stay_one():
     model["head"].weight = model["embedding"].weight
     with on_host([p for m in model.values() for p in m.parameters()], kind="cpu"):
         assert model["head"].weight.data_ptr() == model["embedding"].weight.data_ptr()
+
+
+def test_the_arithmetic_of_a_dry_run_wakes_no_other_thread():
+    model = torch.nn.Linear(1, 1)
+    dry = DryRun(Ledger(), ModuleTracker(model))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        computed = dry.compute(traits_of(torch.ops.aten.ones.default), lambda *_: torch.get_num_threads(), (), {})
+        assert (computed, torch.get_num_threads()) == (1, 3)
+    finally:
+        torch.set_num_threads(before)

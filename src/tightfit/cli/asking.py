@@ -11,9 +11,8 @@ import typer
 
 from tightfit.cli import options
 from tightfit.cli.inference import check_inference, inferred
-from tightfit.cli.light import answering
 from tightfit.cli.question import LEVERS, NO_BUDGET, Question
-from tightfit.cli.waiting import Waiting
+from tightfit.cli.waiting import Waiting, seldom_collecting
 from tightfit.errors import BudgetError, InputError, OutputError, VerificationFailed
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def estimate(
         return
     from tightfit.planner.report.plan_tables import describe_estimate
 
-    with answering(question), Waiting() as waiting:
+    with seldom_collecting(), Waiting() as waiting:
         from tightfit.cli.subject import subject_of
 
         waiting("running the step dry")
@@ -67,7 +66,7 @@ def estimate(
 
 def show_inference(question: Question, new_tokens: int | None, as_json: bool, png: Path | None) -> None:
     """Answer `estimate --inference`."""
-    with answering(question), Waiting() as waiting:
+    with seldom_collecting(), Waiting() as waiting:
         from tightfit.planner.any_code.describe import describe_generation
         from tightfit.planner.report.picture import memory_picture
 
@@ -117,7 +116,7 @@ def plan(
         question = replace(question, levers=LEVERS)
     check_budget(question)
     largest, levers = None, None
-    with answering(question), Waiting() as waiting:
+    with seldom_collecting(), Waiting() as waiting:
         from tightfit.cli.maximising import maximised
         from tightfit.cli.subject import subject_of
 

@@ -1,5 +1,6 @@
 """The entry point of `tightfit`. Ctrl-C ends it with one exit code and without a traceback, whenever it comes."""
 
+import gc
 import signal
 from types import FrameType
 
@@ -12,9 +13,7 @@ def command() -> None:
         main()
     except SystemExit as ended:
         if ended.code == 0:
-            from tightfit.cli.light import end_at_once
-
-            end_at_once()
+            gc.freeze()  # else Python collects what ends with the process anyway, which takes a second after torch
         else:
             cancel_compilations()
         raise
@@ -32,9 +31,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, interrupt)
     try:
         from tightfit.cli.app import app
-        from tightfit.cli.light import this_process_is_ours
 
-        this_process_is_ours()
         app(prog_name="tightfit")
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

@@ -1,20 +1,17 @@
 """`fit`: which recipes train a model on a device, best first."""
 
-import gc
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tightfit.cli import options
 from tightfit.cli.asking import columns, show, write
-from tightfit.cli.light import SELDOM
 from tightfit.cli.question import LENGTH, SIZE, Question
-from tightfit.cli.waiting import Waiting
+from tightfit.cli.waiting import Waiting, seldom_collecting
 from tightfit.errors import CannotFit, InputError
 
 if TYPE_CHECKING:
@@ -87,10 +84,9 @@ def fit(
         raise InputError("--output writes a recipe of one process, and --world-size is given: leave one out")
     question = _with_tokens(question, tokens_per_step)
     from tightfit.cli.recipe_subject import recipe_subject
-    from tightfit.cli.transformers_index import read_once
     from tightfit.recipes.table import describe_recipes
 
-    with _seldom_collecting(), read_once():
+    with seldom_collecting():
         subject = recipe_subject(question)
         with Waiting() as waiting:
             found, chosen = _answered(subject, pick, output, as_, waiting)
@@ -153,14 +149,3 @@ def _with_tokens(question: Question, tokens: int | None) -> Question:
     if tokens % length:
         raise InputError(f"--tokens-per-step {tokens} is no multiple of the {length} tokens of a sequence: make it one")
     return replace(question, batch_size=max(SIZE, tokens // length), micro_batches="auto")
-
-
-@contextmanager
-def _seldom_collecting() -> Iterator[None]:
-    """A context in which the collector runs seldom, as imports and traces make much and drop little."""
-    often: Any = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*often)

@@ -4,11 +4,14 @@ A timer's signal writes it, so it goes on in the middle of a long dry run. A thr
 threads cannot be forked, and `fit` shares its recipes among forks.
 """
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +20,19 @@ import typer
 TICK = 1.0  # seconds between two looks of a terminal's line
 QUIET = 20.0  # seconds without a line that a reader of a log has to bear
 CLEAR = "\r\033[K"
+# The collector of cycles begins at 700 new objects. An import makes hundreds of thousands, and next to no garbage.
+SELDOM = (100_000, 20, 100)
+
+
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """A context in which the collector runs seldom, as imports and dry runs make much and drop little."""
+    often = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)
 
 
 def say(line: str) -> None:

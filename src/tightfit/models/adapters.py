@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) through `peft`: put on a model, and written and read in its own format."""
 
+import importlib
 import re
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from tightfit.errors import ModelError
 from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits
-from tightfit.runtime.light_imports import light_import
 from tightfit.training.config.schema import AdapterConfig
 
 ALL_LINEAR = "all-linear"
@@ -137,6 +137,6 @@ def _no_idle_warnings() -> Iterator[None]:
 def _peft() -> Any:
     """The package, imported only where it is needed: that takes seconds."""
     try:
-        return light_import("peft")
+        return importlib.import_module("peft")
     except ImportError as error:
         raise ModelError(f"model.adapter needs the package peft: {INSTALL_HINT}") from error

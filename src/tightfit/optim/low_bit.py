@@ -1,6 +1,7 @@
 """Optimizers of other packages with states in 8 or 4 bits."""
 
 import functools
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from tightfit.errors import DeviceError, InputError
 from tightfit.runtime.activity import host_memory, now
 from tightfit.runtime.cpp_compiler import demand_compiler
-from tightfit.runtime.light_imports import light_import
 
 DEVICES = ("cpu", "cuda", "xpu")
 _SMALLEST = (
@@ -88,6 +88,6 @@ def check_device(name: str, groups: Sequence[Any], known: Sequence[str]) -> str:
 def _package(name: str, package: str, module: str | None = None) -> Any:
     try:
         with host_memory():  # what a package makes when it is imported: bitsandbytes has two tables of 16 numbers
-            return light_import(module or package)
+            return importlib.import_module(module or package)
     except ImportError as error:
         raise InputError(f"optimizer {name} needs the package {package}: pip install 'tightfit[lowbit]'") from error

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.errors import InputError, ModelError
 from tightfit.ops.weights.int8 import Int8Linear
-from tightfit.runtime.light_imports import light_import
 
 LowBits = Literal["int8", "nf4"]
 
@@ -84,7 +83,7 @@ def count_weights(model: nn.Module) -> int:
 def _nf4(layer: nn.Linear) -> nn.Module:
     """The layer with a 4-bit weight."""
     try:
-        light_import("bitsandbytes")
+        importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise InputError("weights in nf4 need the package bitsandbytes: pip install 'tightfit[lowbit]'") from error
     return importlib.import_module("tightfit.ops.weights.nf4").NF4Linear.of(layer)
