@@ -1,6 +1,4 @@
-"""The recorder runs PyTorch's pure functions without its dispatch mode, and records the same operators."""
-
-from collections import Counter
+"""Functions of PyTorch that differ in one argument, recorded one after the other."""
 
 import pytest
 import torch
@@ -8,9 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tightfit import recompute
-from tightfit.levers.recompute import observer, programs
-from tightfit.levers.recompute.recorder import Recorder
-from tightfit.memory.allocator import measured_peak
 
 WIDTH = 16
 
@@ -40,53 +35,6 @@ def step(model, x):
 def model():
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(3)))
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """Counts the operators that come to a recorder's dispatch mode."""
-    counts = Counter()
-    original = Recorder.__torch_dispatch__
-
-    def counting(self, func, types, args=(), kwargs=None):
-        counts[str(func)] += 1
-        return original(self, func, types, args, kwargs)
-
-    monkeypatch.setattr(Recorder, "__torch_dispatch__", counting)
-    programs.PROGRAMS.clear()
-    return counts
-
-
-def test_functions_are_learnt_once_and_then_run_without_the_dispatch_mode(model, seen):
-    x = torch.randn(2, 5, WIDTH)
-    expected = step(model, x)
-    with recompute(model, "*"):
-        first = step(model, x)
-        # The input of the first block has no gradient, which is another signature. The third block is like the second.
-        assert seen["aten.native_layer_norm.default"] == 2
-        assert seen["aten.bernoulli_.float"] == 1
-        seen.clear()
-        second = step(model, x)
-        assert set(seen) <= {"aten.detach.default"}
-        longer = torch.randn(2, 7, WIDTH)
-        step(model, longer)
-        assert seen["aten.native_layer_norm.default"] == 2  # another shape is another signature
-    for found in (first, second):
-        assert all(map(torch.equal, expected, found))
-
-
-def test_the_bytes_are_those_of_a_recorder_that_sees_each_operator(model, monkeypatch):
-    x = torch.randn(2, 5, WIDTH)
-
-    def peak():
-        model.zero_grad()
-        return measured_peak(lambda: step(model, x), [*model.parameters(), x])
-
-    with recompute(model, "*"):
-        step(model, x)
-        learnt = peak()
-        monkeypatch.setattr(observer, "KNOWN", {})
-        assert peak() == learnt
 
 
 def call(function, *tensors):

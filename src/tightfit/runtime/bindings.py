@@ -41,17 +41,6 @@ def binding_of(operator: Any, node: Any) -> Callable[..., Any]:
     return found
 
 
-def binding_with(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The same for arguments like these, among which tensors have no memory (of the device `meta`)."""
-    if operator.namespace != "aten" or traits_of(operator).is_random:
-        return operator._op
-    call = _call_of(operator, args, kwargs)
-    found = _found.get(call)
-    if found is None:
-        found = _found[call] = _searched(operator, args, kwargs)
-    return found
-
-
 def _call_of(operator: Any, args: Any, kwargs: Any) -> tuple:
     """What PyTorch's parser of arguments sees of a call, as a key."""
 

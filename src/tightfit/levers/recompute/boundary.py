@@ -12,7 +12,6 @@ from tightfit.levers.recompute.values import (
     hold_memory,
     is_aliased,
     is_exposed,
-    later_of,
     product_of,
     set_product,
 )
@@ -43,10 +42,6 @@ def leave(outputs: Any, *, held: bool) -> None:
         if not has_plain_storage(tensor):
             continue
         storage = tensor.untyped_storage()
-        later = later_of(storage) if held else None
-        if later is not None:
-            later.run.hold(later.value, tensor)
-            continue
         product = product_of(storage)
         if product is None:
             continue

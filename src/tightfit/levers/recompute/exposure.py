@@ -4,10 +4,12 @@ The dispatcher does not see writes into that memory. From then on the memory its
 instead of recomputed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.values import (
@@ -90,3 +92,23 @@ NOTICES = {
     _DATA.__get__: notice_data,
     _DATA.__set__: refuse_exchange,
 }
+
+# These modules call `torch.overrides.has_torch_function`, and use other kernels if a function mode is active. They do
+# not expose memory, so a block that contains one runs without the mode below.
+TAKES_ANOTHER_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+class ExposureMode(TorchFunctionMode):
+    """Watches one call of one block, and calls `exposed` when a tensor's memory is handed out."""
+
+    def __init__(self, region: str, exposed: Callable[[], None]):
+        super().__init__()
+        self.region = region
+        self.exposed = exposed
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        notice = NOTICES.get(func)
+        if notice is not None:
+            self.exposed()
+            notice(self.region, args[0])
+        return func(*args, **(kwargs or {}))

@@ -3,10 +3,9 @@ again if not.
 
 Three observers are active during the forward. The dispatch mode sees every operator below autograd, and records those
 whose output is not kept. The saved-tensor hooks see every tensor that autograd saves, and save a promise instead if the
-tensor's operator is recorded. The function observer sees memory that is handed to code outside of PyTorch, and runs
-functions whose operators it has learnt without the dispatch mode (`observer.py`). The user's
-Python code never runs a second time, so its side effects (updated buffers, appended caches, hooks, random numbers of
-other libraries) happen once.
+tensor's operator is recorded. A function mode sees memory that is handed to code outside of PyTorch (`exposure.py`).
+The user's Python code never runs a second time, so its side effects (updated buffers, appended caches, hooks, random
+numbers of other libraries) happen once.
 """
 
 import weakref
@@ -18,14 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import RecomputeError
-from tightfit.levers.recompute.draft import Draft
 from tightfit.levers.recompute.expected import Ran
+from tightfit.levers.recompute.exposure import ExposureMode
 from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
-from tightfit.levers.recompute.learner import Learner
-from tightfit.levers.recompute.observer import FunctionObserver
 from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy, operands_of
-from tightfit.levers.recompute.programs import Call, Program
-from tightfit.levers.recompute.repeat import Repeat
 from tightfit.levers.recompute.saved import pack, unpack
 from tightfit.levers.recompute.saves import Noting
 from tightfit.levers.recompute.values import (
@@ -57,8 +52,6 @@ from tightfit.runtime.operators import (
     written_arguments,
 )
 
-_RECOMPUTE, _KEEP = {Decision.RECOMPUTE}, {Decision.KEEP}
-
 
 class Recorder(TorchDispatchMode):
     """The observer of one call of one block (a region)."""
@@ -76,10 +69,6 @@ class Recorder(TorchDispatchMode):
         self.counts: dict[tuple[str, str], int] = {}  # calls so far, by name and operands
         self.scope = RecordingScope()
         self.sees_functions = sees_functions
-        self.call: Call | Repeat | None = None  # a function that runs without this mode
-        self.repeat: Repeat | None = None  # the earlier run that this one repeats
-        self.draft: Draft | None = None  # the program of this run, for later ones
-        self.learner: Learner | None = None  # of a function that runs under this mode, and next time without it
         self.ran: list[Ran] | None = None  # a list: every operator is noted, to be compared with the plan's
         self.noting: Noting | None = None  # notes what becomes of saved tensors, for later runs
         self.observers = ExitStack()
@@ -88,38 +77,19 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the block runs outside of dynamo already; PyTorch would leave dynamo again for each operator
 
-    def start(self, run: Repeat | Draft | None = None) -> None:
-        """Activate the observers until `observers` exits. Call it inside of `observers`.
-
-        With a `run`, the block repeats an earlier one, or drafts a program for later ones.
-        """
+    def start(self) -> None:
+        """Activate the observers until `observers` exits. Call it inside of `observers`."""
         # Inside, so that an interrupt at any line here removes those that are active already. One that remained would
         # record the operators after this block.
         if self.offload_store is not None:
             self.offload_store.begin()
             self.observers.callback(self.offload_store.end)
         self.observers.enter_context(self)
-        # These two know the recorder. Only the stack holds them, and not for longer than the block: no cycle remains.
+        # These know the recorder. Only the stack holds them, and not for longer than the block: no cycle remains.
         if self.sees_functions:
-            self.observers.enter_context(FunctionObserver(self))
-        self.observers.callback(self.__dict__.pop, "hooks", None)  # they know the recorder
-        self.hooks = self.save, unpack
-        self.observers.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            self.observers.enter_context(ExposureMode(self.region, self.show))
+        self.observers.enter_context(torch.autograd.graph.saved_tensors_hooks(self.save, unpack))
         self.observers.callback(self._close)
-        if isinstance(run, Repeat):
-            self.repeat = run
-            self.observers.callback(run.close)
-        else:
-            self.draft = run
-
-    def interrupt(self) -> None:
-        """The block does what a program of it cannot say: end the draft, or write the records of a repeated run."""
-        if self.draft is not None:
-            self.draft.fails = True
-            self.draft = None
-        if self.repeat is not None:
-            run, self.repeat = self.repeat, None
-            run.build()
 
     def show(self) -> None:
         """The block shows its memory to code outside of PyTorch."""
@@ -132,53 +102,25 @@ class Recorder(TorchDispatchMode):
 
     def save(self, tensor: torch.Tensor) -> Any:
         """Saved-tensor hook."""
-        call = self.call
-        if call is not None:
-            return call.save(tensor)
-        if self.learner is not None:
-            self.learner.save(tensor)
         saved = pack(tensor)
         if self.noting is not None:
             self.noting.note(tensor, saved)
         return saved
-
-    def decide(self, program: Program) -> bool | None:
-        """Whether the results of a program are recorded or kept, or None if it differs or they are offloaded."""
-        policy = self.policy
-        if self.decides_for_all:
-            return None if policy.default is Decision.OFFLOAD else policy.default is Decision.RECOMPUTE
-        ahead: dict[tuple[str, str], int] = {}
-        decisions = set()
-        for step in program.steps:
-            call = step.traits.name, step.operands if self.by_operands else ""
-            ahead[call] = ahead.get(call, self.counts.get(call, 0) - 1) + 1
-            decisions.add(policy.decide(OperatorKey(call[0], ahead[call], call[1])))
-        if decisions <= _RECOMPUTE:
-            return True
-        return False if decisions == _KEEP else None
-
-    def count(self, program: Program) -> None:
-        """Count the operators of a program, if a decision depends on their number."""
-        if self.decides_for_all:
-            return
-        for step in program.steps:
-            call = step.traits.name, step.operands if self.by_operands else ""
-            self.counts[call] = self.counts.get(call, 0) + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
         if now.recomputing or now.offloading:
             return func(*args, **kwargs)  # replays and copies for offload are our own operators, not the block's
-        if self.draft is not None or self.repeat is not None:
-            self.interrupt()
         if traits.is_view:
             return func(*args, **kwargs)  # it only changes geometry
         is_watched = dispatch_is_watched()  # by modes other than this one, which ask what runs
+        policy = self.policy
+        if self.decides_for_all and not is_watched:
+            return self.run(func, traits, policy.default, args, kwargs)  # nobody needs the operator's number
         operands = operands_of((*args, *kwargs.values())) if self.by_operands or is_watched else ""
         key = self.next_key(traits.name, operands if self.by_operands else "")
-        policy = self.policy
-        decision = policy.default if self.decides_for_all else policy.decide(key)
+        decision = policy.decide(key)
         if not is_watched:
             return self.run(func, traits, decision, args, kwargs)
         known = key if self.by_operands else self.next_key(traits.name, operands)
@@ -207,8 +149,6 @@ class Recorder(TorchDispatchMode):
                 f"{self.region}: {traits.name} exchanges the memory under a tensor, which cannot be recomputed: "
                 "leave this block out"
             )
-        learner = self.learner
-        step = None if learner is None else learner.before(traits, args, kwargs)
         targets: Sequence[torch.Tensor] = ()
         if traits.written:
             targets = list(instances(torch.Tensor, written_arguments(traits, args, kwargs)))
@@ -226,8 +166,6 @@ class Recorder(TorchDispatchMode):
             if preserve(target) and self.noting is not None:
                 self.noting.fails = True
         results = func(*args, **kwargs)
-        if learner is not None:
-            learner.after(step, func, args, kwargs, results)
         if self.ran is not None:
             operands = operands_of((*args, *kwargs.values()))
             self.ran.append(Ran(traits.name, operands, bytes_made((args, kwargs), results, targets)))

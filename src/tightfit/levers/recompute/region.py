@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute.boundary import enter, leave
 from tightfit.levers.recompute.expected import Expected
-from tightfit.levers.recompute.observer import TAKES_ANOTHER_PATH
+from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder
-from tightfit.levers.recompute.repeat import KnownPrograms
 from tightfit.levers.recompute.saved import unpack
 from tightfit.levers.recompute.saves import Again, Noting, Saves
 from tightfit.levers.recompute.values import OffloadStore, RecordingScope
@@ -122,20 +121,20 @@ class RecordedForward(FrugalForward):
         self.offload_store = offload_store
         self.holds_output = holds_output
         self.expected = expected if policy.kept or policy.offloaded else None
-        self.programs = KnownPrograms()
         self.saves: dict[tuple, Saves] = {}  # where all is offloaded: by the kind of input
         self.sees_functions = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "programs": KnownPrograms(), "saves": {}}  # a copy learns its own
+        return {**super().__getstate__(), "saves": {}}  # a copy notes its own
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
-        is_alone = now.on_save is None and nothing_is_watched()
-        kind = KnownPrograms.kind_of(self.module, args, kwargs) if is_alone else ()
-        notes = is_alone and self.holds_output and self.policy.offloads_all
+        notes = (
+            self.policy.offloads_all and self.holds_output and now.on_save is None and nothing_is_watched()
+        )  # in a segment, a block reads values that another one computes
+        kind = self._kind_of(args, kwargs) if notes else ()
         saves = self.saves.get(kind) if notes else None
         if saves is not None and self.offload_store is not None:
             return self._offload_again(saves, self.offload_store, kind, args, kwargs)
@@ -143,10 +142,7 @@ class RecordedForward(FrugalForward):
             self.path, self.policy, offload_store=self.offload_store, sees_functions=self.sees_functions
         )
         with recorder.observers, self._named():
-            # In a segment, a block reads values that another one computes.
-            repeats = is_alone and self.sees_functions and self.holds_output and self.offload_store is None
-            run = self.programs.begin(kind, recorder.scope) if repeats else None
-            recorder.start(run)
+            recorder.start()
             if self.expected is not None:
                 recorder.ran = []
             if notes:
@@ -156,15 +152,17 @@ class RecordedForward(FrugalForward):
                 enter((args, kwargs), recorder.scope, self.offload_store)
             outputs = self.original(*args, **kwargs)
             recorder.observers.enter_context(without_function_modes())  # what follows is no function of the block
-            recorder.repeat = recorder.draft = None
             leave(outputs, held=self.holds_output)
-            if run is not None:
-                self.programs.end(kind, run, outputs)
             if recorder.noting is not None:
                 self._remember(kind, recorder.noting.finished())
         if self.expected is not None and recorder.ran is not None:
             self.policy, self.expected = self.expected.bind(self.policy, recorder.ran, self.path), None
         return outputs
+
+    def _kind_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """What tells inputs apart for which other tensors are saved."""
+        shapes = [item.shape for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+        return (self.module.training, *shapes)
 
     def _remember(self, kind: tuple, saves: Saves | None) -> None:
         """Let later runs on this kind of input do without the recorder."""

@@ -22,16 +22,16 @@ from tightfit.runtime.activity import offload
 from tightfit.runtime.internals import counting_alias, function_switches
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
-_ROOT, PRODUCT, HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
-EXPOSED, ALIASED = "_tightfit_exposed", "_tightfit_aliased"
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-sequence_numbers = itertools.count()
+_ROOT, _PRODUCT, _HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
+_EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_sequence_numbers = itertools.count()
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
     """Whether a storage and a geometry over it describe the tensor completely."""
     return (
-        type(tensor) in PLAIN
+        type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_inference()
         and not tensor.is_quantized
@@ -263,38 +263,6 @@ class Product:
         return self.root.base()
 
 
-class Run(Protocol):
-    """A run of a block that repeats an earlier one (`repeat.py`)."""
-
-    scope: RecordingScope
-
-    def product(self, value: int) -> "Product | None":
-        """The record of a value, while the block runs."""
-        ...
-
-    def hold(self, value: int, tensor: torch.Tensor) -> None:
-        """Hold the memory of a value that the block returns."""
-        ...
-
-    def restore(self, value: int) -> None:
-        """Compute a value for autograd, or write the records by which it is computed."""
-        ...
-
-
-class Later:
-    """A value of a run, in the place of a product that is written if somebody asks."""
-
-    __slots__ = ("run", "value")
-
-    def __init__(self, run: Run, value: int):
-        self.run = run
-        self.value = value
-
-    def settled(self) -> "Product | None":
-        """The product. None after the block, when nobody sees writes any more."""
-        return self.run.product(self.value) if self.run.scope.is_open else None
-
-
 class Reference:
     """A tensor argument of a recorded operator: a geometry over a value."""
 
@@ -343,7 +311,7 @@ class Operation:
         self.kwargs = kwargs
         self.generator_state = generator_state
         self.switches = function_switches()  # a replay must run the same kernels
-        self.sequence = next(sequence_numbers)  # the order of replay: arguments are recorded before results
+        self.sequence = next(_sequence_numbers)  # the order of replay: arguments are recorded before results
         self.references = references
         self.written: list[Reference] = []
         if traits.written:
@@ -375,7 +343,7 @@ class Fetch:
     def __init__(self, product: Product, copy: Copy):
         self.product = weakref.ref(product)
         self.copy = copy
-        self.sequence = next(sequence_numbers)
+        self.sequence = next(_sequence_numbers)
 
     def values(self) -> Iterator[Root | Product]:
         """The values that it reads: none."""
@@ -391,31 +359,18 @@ class Fetch:
 
 def product_of(storage: Any) -> Product | None:
     """The product whose value this storage holds now; None if there is none, or if the storage was written since."""
-    product = storage.__dict__.get(PRODUCT)
-    if type(product) is Later:
-        product = product.settled()
-        set_product(storage, product)
+    product = storage.__dict__.get(_PRODUCT)
     if product is None or product.is_in_storage():
         return product
-    del storage.__dict__[PRODUCT]
+    del storage.__dict__[_PRODUCT]
     return None
 
 
 def set_product(storage: Any, product: Product | None) -> None:
     if product is None:
-        storage.__dict__.pop(PRODUCT, None)
+        storage.__dict__.pop(_PRODUCT, None)
     else:
-        storage.__dict__[PRODUCT] = product
-
-
-def forget_product(storage: Any) -> None:
-    storage.__dict__.pop(PRODUCT, None)
-
-
-def later_of(storage: Any) -> Later | None:
-    """The value of a run that this storage holds, if no product was written for it."""
-    value = storage.__dict__.get(PRODUCT)
-    return value if type(value) is Later else None
+        storage.__dict__[_PRODUCT] = product
 
 
 def hold_memory(product: Product, tensor: torch.Tensor) -> None:
@@ -423,18 +378,18 @@ def hold_memory(product: Product, tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     set_product(storage, None)  # else storage, product and root would be a reference cycle
     product.hold(root_of(tensor))
-    storage.__dict__[HELD] = weakref.ref(product)
+    storage.__dict__[_HELD] = weakref.ref(product)
 
 
 def held_product(storage: Any) -> Product | None:
     """The product whose original memory this storage is, if it was not written since."""
-    reference = storage.__dict__.get(HELD)
+    reference = storage.__dict__.get(_HELD)
     product = None if reference is None else reference()
     return product if product is not None and product.root is not None and product.root.is_current() else None
 
 
 def forget_held(storage: Any) -> None:
-    storage.__dict__.pop(HELD, None)
+    storage.__dict__.pop(_HELD, None)
 
 
 def existing_root(storage: Any) -> Root | None:
@@ -458,17 +413,17 @@ def forget_root(storage: Any) -> None:
 
 def is_exposed(storage: Any) -> bool:
     """Whether code outside of PyTorch may write into the storage at any time."""
-    return EXPOSED in storage.__dict__
+    return _EXPOSED in storage.__dict__
 
 
 def expose(storage: Any) -> None:
-    storage.__dict__[EXPOSED] = True
+    storage.__dict__[_EXPOSED] = True
 
 
 def is_aliased(storage: Any) -> bool:
     """Whether a tensor over the storage exists whose writes autograd does not count (`.data`)."""
-    return ALIASED in storage.__dict__
+    return _ALIASED in storage.__dict__
 
 
 def alias(storage: Any) -> None:
-    storage.__dict__[ALIASED] = True
+    storage.__dict__[_ALIASED] = True

@@ -12,7 +12,6 @@ from torch.autograd.graph import _engine_run_backward
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
 
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls its own operators
-_top_hooks = _autograd._top_saved_tensors_default_hooks
 _COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView  # the key that gives aliases their shared version counter
 
 
@@ -39,12 +38,6 @@ def dual_numbers_are_active() -> bool:
 def autocast_is_active() -> bool:
     """Whether autocast is active for any kind of device."""
     return torch._C._is_any_autocast_enabled()
-
-
-def saves_by(hooks: tuple[Any, Any]) -> bool:
-    """Whether these are the innermost saved-tensor hooks."""
-    innermost = _top_hooks(True)
-    return innermost is not None and innermost[0] is hooks[0]
 
 
 def is_profiling() -> bool:

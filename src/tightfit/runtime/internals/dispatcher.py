@@ -57,7 +57,7 @@ _dtype, _deterministic, _mkldnn, _precision, _threads = (
 def function_switches() -> tuple:
     """The process's settings on which depends what a function of PyTorch computes, down to the last bit.
 
-    Which operators it calls, and which kernels these run. Read for each function of an observed block, so they are few
+    Which operators it calls, and which kernels these run. Read for each operator of an observed block, so they are few
     and read by names of this file.
     """
     try:
@@ -121,52 +121,9 @@ def switched_as(switches: tuple) -> Iterator[None]:
             setter(now)
 
 
-def attention_switches() -> tuple:
-    """The settings on which the choice among implementations of attention depends."""
-    enabled = torch._C
-    return (
-        enabled._get_flash_sdp_enabled(),
-        enabled._get_mem_efficient_sdp_enabled(),
-        enabled._get_math_sdp_enabled(),
-        enabled._get_cudnn_sdp_enabled(),
-        tuple(enabled._get_sdp_priority_order()),
-    )
-
-
-# Called for each function of an observed block: names of this file are found faster than those of `torch._C`.
-_watching_operators, _watching_functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_mode_at, _pop, _push = (
-    torch._C._get_dispatch_stack_at,
-    torch._C._pop_torch_dispatch_stack,
-    torch._C._push_on_torch_dispatch_stack,
-)
-_keys = torch._C._dispatch_keys
-
-
-def is_alone(mode: Any) -> bool:
-    """Whether a dispatch mode is the only active one in this thread, and no function mode is active."""
-    return _watching_operators() == 1 and not _watching_functions() and _mode_at(0) is mode
-
-
 def nothing_is_watched() -> bool:
     """Whether neither a dispatch mode nor a function mode is active in this thread."""
-    return not _watching_operators() and not _watching_functions()
-
-
-def take_away_mode() -> None:
-    """Make the innermost dispatch mode inactive."""
-    _pop(None)
-
-
-def put_back_mode(mode: Any) -> None:
-    """Make a dispatch mode that was taken away active again, if none is active."""
-    if not _watching_operators():
-        _push(mode)
-
-
-def dispatch_keys(tensor: torch.Tensor) -> int:
-    """The dispatch keys of a tensor as a number."""
-    return _keys(tensor).raw_repr()
+    return not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
 
 
 def is_active(mode: TorchDispatchMode) -> bool:
