@@ -13,7 +13,7 @@ from tightfit.levers.offload import HostStore
 from tightfit.levers.recompute import KEEP_ALL, Expected, OperatorKey, Policy, Ran
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.planner.levers import CapturedBlocks, CompiledBlocks, Lever, MicroBatches, Offload, find
+from tightfit.planner.levers import BlockLever, Lever, MicroBatches
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice, PlannedProgram
 from tightfit.planner.separation import refuse_coupled
@@ -94,17 +94,12 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
             "plan again"
         )
     policies = {c.path: policy_of(c) for c in plan.choices if c.action not in ("keep", "compile")}
-    offload = plan.lever(Offload)
-    if offload is not None:
-        offload_store = offload.offload_store()
-    else:  # plans of before offloaded choices always had their lever, where none of them copied anything
-        offload_store = HostStore() if any(policy.offloads for policy in policies.values()) else None
-    levers = [
-        lever.within([choice.path for choice in plan.choices])
-        if isinstance(lever, CapturedBlocks | CompiledBlocks)
-        else lever
-        for lever in plan.levers
-    ]
+    paths = [choice.path for choice in plan.choices]
+    levers = [lever.within(paths) if isinstance(lever, BlockLever) else lever for lever in plan.levers]
+    stores = (lever.offload_store() for lever in levers if isinstance(lever, BlockLever))
+    offload_store = next((store for store in stores if store is not None), None)
+    if offload_store is None and any(policy.offloads for policy in policies.values()):
+        offload_store = HostStore()  # plans of before offloaded choices always had their lever
     # On another kind of device, blocks run other operators: nothing is expected of them there.
     is_there = (plan.room is not None) == any(parameter.is_cuda for parameter in model.parameters())
     programs = plan.programs if is_there else ()
@@ -133,22 +128,25 @@ def apply_levers(
 
     `expected` are the operators that blocks run, by a plan. If one lever raises, the others are removed again.
     """
-    captured, compiled = find(levers, CapturedBlocks), find(levers, CompiledBlocks)
-    fused = () if compiled is None else compiled.paths
-    programs = (*(() if captured is None else captured.paths), *fused)
-    recorded = {path: policy for path, policy in policies.items() if path not in programs}
+    of_blocks = [lever for lever in levers if isinstance(lever, BlockLever)]
+    captured = {path: fused for lever in of_blocks for path, fused in lever.captured().items()}
+    compiled = {path: share for lever in of_blocks for path, share in lever.compiled().items()}
+    recorded = {path: policy for path, policy in policies.items() if path not in captured}
     handles: list[Removable] = [
         apply_policies(model, recorded, joined=joined, offload_store=offload_store, expected=expected)
     ]
     try:
-        if programs:
+        if captured:
             from tightfit.levers.captured import capture_paths
 
-            handles.append(capture_paths(model, {p: policies.get(p, KEEP_ALL) for p in programs}, fused=fused))
-        for lever in levers:
-            handle = lever.apply(model)
-            if handle is not None:
-                handles.append(handle)
+            fused = [path for path, is_fused in captured.items() if is_fused]
+            handles.append(capture_paths(model, {p: policies.get(p, KEEP_ALL) for p in captured}, fused=fused))
+        if compiled:
+            from tightfit.levers.compiled import compile_paths
+
+            handles.append(compile_paths(model, compiled))
+        # Micro-batches split the batch, and no module changes.
+        handles += (lever.apply(model) for lever in levers if not isinstance(lever, BlockLever | MicroBatches))
     except BaseException:  # Ctrl-C too: a lever without a handle could not be removed
         Applied(handles).undo()
         raise

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tightfit.devices.spec import DeviceSpec
     from tightfit.levers.handle import Removable
+    from tightfit.levers.offload import HostStore
     from tightfit.levers.recompute import OperatorKey, Policy
     from tightfit.planner.records import BlockChoice
     from tightfit.step import Batch
@@ -172,9 +173,9 @@ class Lever:
         """Why a plan for the device cannot use the lever; None if it can."""
         return None
 
-    def apply(self, model: "nn.Module") -> "Removable | None":
-        """Apply the lever to a model, and return the handle that removes it. None if the lever changes no module."""
-        raise NotImplementedError  # each lever has its own
+    def apply(self, model: "nn.Module") -> "Removable":
+        """Apply the lever to the modules of a model, and return the handle that removes it."""
+        raise NotImplementedError  # each lever of modules has its own
 
     def mixed(self, higher: Self, last: int) -> Self:
         """This setting, with the `higher` one in the `last` blocks, whose backward comes first.
@@ -210,6 +211,30 @@ class Lever:
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """The lever of a JSON mapping, without its `name`."""
         return cls(**raw)
+
+
+class BlockLever(Lever):
+    """A lever that says how blocks run, and is not applied by itself.
+
+    The choices of a plan say what each block keeps, recomputes and offloads. `apply_levers` gives each block these
+    choices together with what all levers of this type say about it, since one executor runs it.
+    """
+
+    def within(self, paths: Sequence[str]) -> Self:
+        """This setting, for those of its blocks that are among `paths`."""
+        return self
+
+    def captured(self) -> Mapping[str, bool]:
+        """The paths of blocks that run as captured programs, and whether the compiler writes these."""
+        return {}
+
+    def compiled(self) -> Mapping[str, float]:
+        """The paths of blocks that `torch.compile` compiles, with the `activation_memory_budget` of each."""
+        return {}
+
+    def offload_store(self) -> "HostStore | None":
+        """The store to which blocks offload, with room for the plan."""
+        return None
 
 
 LeverType = TypeVar("LeverType", bound=type[Lever])

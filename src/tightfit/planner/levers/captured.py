@@ -4,18 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockLever, Exactness, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tightfit.devices.spec import DeviceSpec
     from tightfit.planner.records import BlockChoice
 
 
 @register
 @dataclass(frozen=True)
-class CapturedBlocks(Lever):
+class CapturedBlocks(BlockLever):
     """The paths of the captured blocks. The plan's `choices` say what each of them keeps and recomputes."""
 
     paths: tuple[str, ...]
@@ -47,12 +45,11 @@ class CapturedBlocks(Lever):
         return None
 
     def within(self, paths: Sequence[str]) -> "CapturedBlocks":
-        """This setting, for those of its blocks that are among `paths`."""
         known = set(paths)
         return CapturedBlocks(tuple(path for path in self.paths if path in known))
 
-    def apply(self, model: "nn.Module") -> None:
-        """Changes nothing: `apply_levers` applies all choices inside blocks together."""
+    def captured(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self.paths, False)
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return f"{len(self.paths)} of {len(choices)} blocks run as captured programs."

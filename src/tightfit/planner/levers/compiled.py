@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tightfit.names import BUDGET_AND_COMPILED_BLOCKS
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockLever, Exactness, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tightfit.devices.spec import DeviceSpec
-    from tightfit.levers.handle import Applied
     from tightfit.planner.records import BlockChoice
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # PyTorch's `activation_memory_budget` of a block, the fastest first
@@ -20,7 +17,7 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # PyTorch's `activation_memory_budget` of 
 
 @register
 @dataclass(frozen=True)
-class CompiledBlocks(Lever):
+class CompiledBlocks(BlockLever):
     """Each block's path with its share: the `activation_memory_budget` with which it is compiled.
 
     The blocks at `paths` have no share: the plan's `choices` say what each of them keeps and recomputes.
@@ -66,15 +63,14 @@ class CompiledBlocks(Lever):
         return dict(self.shares).get(path)
 
     def within(self, paths: Sequence[str]) -> "CompiledBlocks":
-        """This setting, with those of its blocks without a share that are among `paths`."""
         known = set(paths)
         return CompiledBlocks(self.shares, tuple(path for path in self.paths if path in known))
 
-    def apply(self, model: "nn.Module") -> "Applied | None":
-        """Compile the blocks that have a share. `apply_levers` applies all choices inside blocks together."""
-        from tightfit.levers.compiled import compile_paths
+    def captured(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self.paths, True)
 
-        return compile_paths(model, dict(self.shares)) if self.shares else None
+    def compiled(self) -> Mapping[str, float]:
+        return dict(self.shares)
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return f"{len(self.shares) + len(self.paths)} of {len(choices)} blocks run as compiled code."

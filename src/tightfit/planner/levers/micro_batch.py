@@ -8,8 +8,6 @@ from tightfit.names import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Separation, register
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tightfit.planner.records import BlockChoice
 
 # Gradients of weights that are summed in parts (micro-batches, tiles) differ more than by the order of one product's
@@ -21,7 +19,7 @@ PARTS_SPREAD = 1.5
 @register
 @dataclass(frozen=True)
 class MicroBatches(Lever):
-    """`count` equal parts of the batch. `AppliedPlan.backward` runs them. The lever changes no module.
+    """`count` equal parts of the batch. `AppliedPlan.backward` runs them. No module changes.
 
     `tried`: that the samples of the batch can be computed apart was seen on real numbers, or is the caller's own
     decision. Otherwise the first backward tries it.
@@ -56,9 +54,6 @@ class MicroBatches(Lever):
     def beyond(cls, micro_batches: int, size: int) -> list[Self]:
         """Settings with more than `micro_batches` equal parts of `size` sequences, the fewest first."""
         return [cls(n) for n in range(micro_batches + 1, size + 1) if size % n == 0]
-
-    def apply(self, model: "nn.Module") -> None:
-        """Changes nothing: the batch is split, not the model."""
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return f"The batch runs in {self.count} micro-batches, weighted by their valid tokens."

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from tightfit.planner.levers.base import Block, Choice, Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import Block, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
 from tightfit.planner.levers.recompute import Recompute
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tightfit.devices.spec import DeviceSpec
     from tightfit.levers.offload import HostStore
     from tightfit.levers.recompute import Policy
@@ -21,7 +19,7 @@ OPTIONS_PER_KIND = 6
 
 @register
 @dataclass(frozen=True)
-class Offload(Lever):
+class Offload(BlockLever):
     """Where a plan offloads to. The plan's `choices` say which values.
 
     - `folder`: the folder of the file (None: the system's folder for temporary files).
@@ -81,9 +79,6 @@ class Offload(Lever):
         from tightfit.levers.recompute import OFFLOAD_ALL
 
         return INPUTS_ONLY if Recompute.name in allowed else OFFLOAD_ALL
-
-    def apply(self, model: "nn.Module") -> None:
-        """Changes nothing: `apply_levers` applies all choices inside blocks together, with this lever's store."""
 
     def offload_store(self) -> "HostStore":
         """An offload store with enough room for the plan.

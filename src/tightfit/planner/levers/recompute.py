@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from tightfit.names import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
-from tightfit.planner.levers.base import Block, Choice, Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import Block, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tightfit.levers.recompute import Policy
     from tightfit.planner.records import BlockChoice
 
@@ -18,7 +16,7 @@ OPTIONS_PER_KIND = 12
 
 @register
 @dataclass(frozen=True)
-class Recompute(Lever):
+class Recompute(BlockLever):
     """Has no fields: the plan's `choices` say which operators of which blocks are recomputed."""
 
     name = "recompute"
@@ -51,9 +49,6 @@ class Recompute(Lever):
         from tightfit.levers.recompute import RECOMPUTE_ALL
 
         return RECOMPUTE_ALL
-
-    def apply(self, model: "nn.Module") -> None:
-        """Changes nothing: `apply_levers` applies all choices inside blocks together."""
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         count = sum(choice.action in ("recompute", "operators") for choice in choices)
