@@ -12,7 +12,7 @@ CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
 ON_CARD := $(CARD_BIN)/python -m tightfit.devices.nullcard rtx4090
 
-.PHONY: demo test test-beside-card test-card test-all check docs published benchmarks environment clean
+.PHONY: demo test test-beside-card test-card test-all check docs dist published benchmarks environment clean
 
 environment: $(READY)
 
@@ -40,6 +40,21 @@ $(DOCS)/.ready: pyproject.toml
 
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
+# Wheel and source distribution, checked, and the wheel tried alone in an empty environment.
+RELEASE := .venv-release
+$(RELEASE)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet build twine check-wheel-contents
+	touch $(RELEASE)/.ready
+
+dist: $(RELEASE)/.ready
+	rm -rf dist
+	$(RELEASE)/bin/python -m build --outdir dist .
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(RELEASE)/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) tools/try_wheel.py dist/*.whl
+	$(PYTHON) tools/try_wheel.py dist/*.whl --extras
 
 demo: $(READY)
 	$(BIN)/tightfit train examples/quickstart.yaml
@@ -84,4 +99,4 @@ benchmarks: $(READY)
 	$(BIN)/python benchmarks/benchmarks_page.py
 
 clean:
-	rm -rf $(VENV) $(CARD) $(DOCS) runs site dist
+	rm -rf $(VENV) $(CARD) $(DOCS) $(RELEASE) runs site dist

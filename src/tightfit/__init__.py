@@ -7,8 +7,6 @@ can show its help without torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tightfit.version import VERSION
-
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
     from tightfit.levers.captured import capture, recompute
     from tightfit.levers.compiled import compile_blocks
@@ -40,7 +38,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.training.result import TrainResult
     from tightfit.verification import Verification, verify
 
-__version__ = VERSION
+__version__: str
 
 _HOMES: dict[str, str] = {
     "CardRun": "tightfit.training.monitoring.cards.command",
@@ -131,6 +129,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("tightfit.version").package_version()
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tightfit' has no attribute {name!r}")

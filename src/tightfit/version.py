@@ -1,3 +1,16 @@
-"""The version of the package: `tightfit.__version__`, which also pyproject.toml states."""
+"""The version of the package, which comes from git's newest tag when the package is built or installed."""
 
-VERSION = "0.1.0"
+import functools
+
+UNKNOWN = "0+unknown"  # of sources that are on the path and were never installed
+
+
+@functools.cache
+def package_version() -> str:
+    """What the installed package says of itself. Asked when needed: `importlib.metadata` is slow."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("tightfit")
+    except metadata.PackageNotFoundError:
+        return UNKNOWN

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -172,15 +172,23 @@ def _remedies(message: str) -> str:
 @options.asking(options.OF_A_STEP)
 def doctor(
     file: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="FILE",
             help="A record of profile, a CUDA memory snapshot, a plan or an estimate as JSON, or a log with an "
             "out-of-memory error; - reads a log from stdin.",
             show_default=False,
         ),
-    ],
+    ] = None,
     question: Question | None = None,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="Print versions, the machine and what FILE (may be left out) says, for an issue; no folder's name.",
+            rich_help_panel=options.THE_ANSWER,
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Say why memory ran out, or where it goes, and what helps.
@@ -191,12 +199,21 @@ def doctor(
     [dim]tightfit doctor train-memory.json --model cpu26 --batch-size 4[/]
 
     [dim]python train.py 2>&1 | tightfit doctor -[/]
+
+    [dim]tightfit doctor --report plan.json[/]
     """
     from tightfit.recipes.doctor.describe import describe_diagnosis
     from tightfit.recipes.doctor.diagnosing import ASK_COMMAND, ASK_PYTHON, diagnose, diagnose_asked
     from tightfit.recipes.doctor.reading import read_subject, read_text
 
-    subject = read_text(sys.stdin.read(), "stdin") if str(file) == "-" else read_subject(file)
+    if file is None and not report:
+        raise InputError("nothing to read: give a FILE, or - for a log from stdin")
+    subject = None
+    if file is not None:
+        subject = read_text(sys.stdin.read(), "stdin") if str(file) == "-" else read_subject(file)
+    if report:
+        _show_report(subject, question, as_json)
+        return
     if question is None:
         found = diagnose(subject)
         found = replace(found, advice=tuple(ASK_COMMAND if line == ASK_PYTHON else line for line in found.advice))
@@ -207,3 +224,14 @@ def doctor(
         with step.rejections():
             found = diagnose_asked(subject, replace(step.asked, micro_batches=step.asked.count))
     show(found.to_dict() if as_json else describe_diagnosis(found, columns()))
+
+
+def _show_report(subject: Any, question: Question | None, as_json: bool) -> None:
+    from tightfit.planner.plans import Plan
+    from tightfit.recipes.doctor.bug_report import bug_report
+    from tightfit.recipes.doctor.diagnosing import diagnose
+
+    if question is not None or as_json:
+        raise InputError("--report asks about no model and has no JSON: leave the other options out")
+    plan = subject if isinstance(subject, Plan) else None
+    typer.echo(bug_report(None if subject is None else diagnose(subject), plan and plan.to_dict()))

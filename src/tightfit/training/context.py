@@ -21,7 +21,7 @@ from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import Record
 from tightfit.training.reporter import Reporter
 from tightfit.training.storage import PLAN
-from tightfit.version import VERSION
+from tightfit.version import package_version
 
 _BEFORE = {"ranks": 1}  # what a checkpoint of an earlier version does not say
 
@@ -49,7 +49,7 @@ class Context:
             "device": device.name,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "tightfit": VERSION,
+            "tightfit": package_version(),
             "ranks": ranks,
         }
         return cls(config, device, data.fingerprint, around, dict(purpose or {}))

@@ -13,7 +13,7 @@ from tightfit.training.fitting import Fit
 from tightfit.training.loop import Record
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.result import TrainResult
-from tightfit.version import VERSION
+from tightfit.version import package_version
 
 
 def result_of(
@@ -51,7 +51,7 @@ def result_of(
         parameters=count_weights(model),
         precision=config.training.precision,
         device=device,
-        versions={"tightfit": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"tightfit": package_version(), "torch": torch.__version__, "python": platform.python_version()},
         sample=sample,
         skipped_lines=skipped_lines,
         resumed_from=resumed_from,

@@ -33,7 +33,7 @@ from tightfit.planner.any_code.traced import trace
 from tightfit.tracing.step import plain_tensors
 from tightfit.training.data.corpus import DEFAULT_SOURCE
 from tightfit.units import format_bytes
-from tightfit.version import VERSION
+from tightfit.version import package_version
 
 MAX_LOSS = 0.1  # share by which perplexity may rise, where nobody says
 CALIBRATION_ROWS, TEXT_ROWS = 16, 4
@@ -116,7 +116,7 @@ def quantise(
         method=method,
         kind="decoder" if isinstance(model, Decoder) else "transformers",
         dtype=dtype,
-        versions={"tightfit": VERSION, "torch": torch.__version__, "torchao": version},
+        versions={"tightfit": package_version(), "torch": torch.__version__, "torchao": version},
         source={"folder": found.folder.resolve().name, "sha256": _hashes(found)},
         layers={},
         left=dict(chosen.left),

@@ -6,7 +6,7 @@ from tightfit.planner.report.page import Page, render
 from tightfit.planner.report.plan_tables import device_footprint, summary
 from tightfit.planner.report.words import arithmetic, where, without_folders
 from tightfit.units import format_bytes, format_count, format_seconds
-from tightfit.version import VERSION
+from tightfit.version import package_version
 
 
 def estimate_page(estimate: EstimateRecord) -> str:
@@ -115,4 +115,4 @@ def _micro_batches(count: int) -> str:
 
 
 def _version() -> str:
-    return f"tightfit {VERSION}"
+    return f"tightfit {package_version()}"
