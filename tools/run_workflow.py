@@ -69,8 +69,10 @@ def reason_against(job: Mapping[str, Any], values: Mapping[str, str]) -> str | N
 
 
 def python_of(version: str) -> str | None:
-    own = ".".join(platform.python_version_tuple()[:2])
-    return sys.executable if version == own else shutil.which(f"python{version}")
+    found = shutil.which(f"python{version}")  # which may be a shim for a Python that is not there
+    if found and subprocess.run([found, "--version"], capture_output=True).returncode == 0:
+        return found
+    return sys.executable if version == ".".join(platform.python_version_tuple()[:2]) else None
 
 
 def steps_run(name: str, job: Mapping[str, Any], values: Mapping[str, str], clone: Path) -> Iterator[Done]:

@@ -21,7 +21,7 @@ QUICKSTART = ROOT / "examples" / "quickstart.yaml"  # which the README's reader 
 EXTRAS = "hf"  # of the model by name
 COMMANDS = (
     ("tightfit", "--version"),
-    ("tightfit", "fit", "--model", "qwen2.5-0.5b", "--device", "rtx3060-12", "--seq-len", "512"),
+    ("tightfit", "fit", "--model", "llama-3.1-8b", "--device", "rtx3060-12", "--seq-len", "2048"),
     ("tightfit", "train", QUICKSTART.name, "training.max_steps=2"),
     ("tightfit", "explore", "--help"),
     ("tightfit", "doctor", "--report"),

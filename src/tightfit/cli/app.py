@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 import tightfit
 from tightfit.cli import (
     asking,
+    assistants,
     distilling,
     exploring,
     exporting,
@@ -119,6 +120,7 @@ app.command()(asking.estimate)
 app.command()(asking.verify)
 app.command()(recipes.fit)
 app.command()(exploring.explore)
+app.command()(assistants.mcp)
 app.command()(generating.generate)
 app.command()(scoring.score)
 app.command()(exporting.export)
