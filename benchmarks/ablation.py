@@ -24,9 +24,9 @@ from environment import ROOT, environment
 from tightfit import TokenBatch, build_dry
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import Chain, added_seconds, least_peak, peak
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import TIGHTENINGS, Search
 from tightfit.step import Precision
@@ -193,14 +193,14 @@ def applied(search: Search, priced: Priced, choice: tuple[int, ...]) -> Candidat
 
 def rows(name: str, shares: Sequence[float] = SHARES) -> Iterator[dict[str, Any]]:
     case = CASES[name]
-    asked = Asked(
+    asked = Request.of(
         build_dry(case.build),
         case.batch.tensors(),
         precision=case.precision,
         device=device_of(case),
         levers=["recompute"],
     )
-    request = asked.request()
+    request = asked.checked()
     first = Search(request, 1)
     priced = first.baseline(request.plain).priced
     assert priced is not None, "the model has blocks"

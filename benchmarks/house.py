@@ -27,7 +27,6 @@ ANYWHERE = ("errors", "units", "version", "names")
 # Records that describe a step to be asked about, searches, records of one operator's call, as the rebuild's notes name
 # them. A name that is gone counts no more.
 STEPS = {
-    "Asked",
     "Request",
     "PlainStep",
     "StepSettings",

@@ -35,7 +35,9 @@ def now():
 def test_every_public_name_takes_what_it_took(now):
     for name, signatures in RECORDED["python"].items():
         for what, parameters in signatures.items():
-            missing = set(parameters) - set(now["python"][name][what])
+            takes = now["python"][name][what]
+            # An argument that had to be given may have a default since, where something else may be in its place.
+            missing = [each for each in parameters if each not in takes and f"{each}=None" not in takes]
             assert not missing, f"tightfit.{name} {what}: {missing}"
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.recipes.doctor.diagnosing import diagnose
     from tightfit.recipes.doctor.diagnosis import Diagnosis
     from tightfit.recipes.listed import Recipes
-    from tightfit.step import TokenBatch
+    from tightfit.step import Step, TokenBatch
     from tightfit.tracing.build import build_dry
     from tightfit.training.api import train
     from tightfit.training.monitoring.cards.command import CardRun, card, run
@@ -51,6 +51,7 @@ _HOMES: dict[str, str] = {
     "Largest": "tightfit.planner.search.largest",
     "Plan": "tightfit.planner.plans",
     "Recipes": "tightfit.recipes.listed",
+    "Step": "tightfit.step",
     "TextScore": "tightfit.models.scoring",
     "TokenBatch": "tightfit.step",
     "Traced": "tightfit.planner.any_code.traced",
@@ -94,6 +95,7 @@ __all__ = [
     "Largest",
     "Plan",
     "Recipes",
+    "Step",
     "TextScore",
     "TokenBatch",
     "Traced",

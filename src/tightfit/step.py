@@ -4,7 +4,7 @@ A step runs forward, loss and backward for each micro-batch, then clipping and t
 None, or to zero if the user's own loop does that.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,6 +18,7 @@ from tightfit.runtime.activity import accumulation
 Precision = Literal["fp32", "bf16", "fp16"]
 Batch = Any  # a dict (passed as keywords), a tuple (positional) or a TokenBatch
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Optimizer = str | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,6 +91,55 @@ class StepSettings:
     grad_clip: float | None = None
     keep_gradients: bool = False  # gradients are set to zero after a step, not to None, so they keep their memory
     step_in_backward: bool = False  # each weight is updated once its gradient is ready, which is freed then
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: what is computed, on which device, by how many ranks.
+
+    Args:
+        model: The module that is trained. Its parameters may be on meta: nothing is computed with them.
+        batch: A dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; that of one
+            rank and one update.
+        loss: `callable(model, batch) -> scalar tensor`. None means `model(**batch).loss`.
+        optimizer: A name, an optimizer, or a callable that takes the parameters and returns one.
+        precision: `"fp32"`, or autocast to `"bf16"` or `"fp16"`.
+        device: None (the one present), a `torch.device`, a name such as `"rtx4090"`, or a name with figures of your
+            own: `"rtx3080,memory=8GiB"`.
+        micro_batches: Equal parts of the batch whose gradients accumulate; `"auto"` leaves their number to a plan.
+        grad_clip: The norm to which gradients are clipped; None clips nothing.
+        keep_gradients: The loop sets gradients to zero after a step, not to None, so the next step begins with them.
+            None assumes this if the model has gradients now and all of them are zero.
+        step_in_backward: Each weight is updated once its gradient is ready, which excludes clipping and fp16.
+        world_size: Ranks that train together, each with `device`. None is one process.
+        nodes: Machines that the ranks are on (1).
+        parallel: `"fsdp2"` (the default of several ranks), `"ddp"`, `"tp"` or `"cp"`.
+        ddp: Arguments of `DistributedDataParallel` beside the model, and `"no_sync": False`, which says that every
+            micro-batch adds up its gradients.
+
+    Example:
+        >>> import tightfit, torch
+        >>> def loss(model, batch):
+        ...     return model(*batch).square().mean()
+        >>> step = tightfit.Step(torch.nn.Linear(16, 16), (torch.randn(8, 16),), loss=loss, device="rtx4090")
+        >>> tightfit.estimate(step).fits
+        True
+    """
+
+    model: nn.Module
+    batch: Batch
+    loss: Loss | None = None
+    optimizer: Optimizer = "adamw"
+    precision: Precision = "fp32"
+    device: Any = None
+    micro_batches: int | Literal["auto"] = 1
+    grad_clip: float | None = None
+    keep_gradients: bool | None = None
+    step_in_backward: bool = False
+    world_size: int | None = None
+    nodes: int | None = None
+    parallel: str | None = None
+    ddp: Mapping[str, Any] | None = None
 
 
 class Part(NamedTuple):

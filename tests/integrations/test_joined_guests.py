@@ -33,7 +33,7 @@ def one_rank():
 
 
 def test_a_guests_plan_has_the_buckets_of_its_own_ddp(one_rank, monkeypatch):
-    monkeypatch.setattr("tightfit.planner.asked.lookup", lambda device: even())
+    monkeypatch.setattr("tightfit.planner.request.lookup", lambda device: even())
     model = decoder(num_layers=1)
     joined = joined_by(DistributedDataParallel(model, gradient_as_bucket_view=True), "MemoryBudget", no_sync=False)
     assert joined.arguments == {

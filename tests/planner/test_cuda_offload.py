@@ -11,9 +11,8 @@ from tightfit.errors import LeverError
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Combination, Offload
-from tightfit.planner.request import Tracer
+from tightfit.planner.request import Request, Tracer
 from tightfit.tracing.copies import AWAY, BACK, WAIT
 
 BLOCKS = [f"layers.{i}" for i in range(6)]
@@ -37,7 +36,9 @@ def batch():
 
 
 def traced(model, batch, rate, policies):
-    request = Asked(model, batch, None, "sgd", "bf16", linked(rate), levers=["offload"]).request()
+    request = Request.of(
+        model, batch, optimizer="sgd", precision="bf16", device=linked(rate), levers=["offload"]
+    ).checked()
     return Tracer(request).whole(Combination(), policies)
 
 

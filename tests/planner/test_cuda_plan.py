@@ -16,7 +16,7 @@ from tightfit.levers.micro_batch import as_parts
 from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
+from tightfit.planner.request import Request
 from tightfit.planner.search.search import Search
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.build import build_dry
@@ -80,9 +80,9 @@ def test_an_estimate_for_a_cpu_knows_of_no_allocator():
 
 def test_a_device_without_a_known_capability_is_refused():
     unknown = replace(lookup("rtx4090"), compute_capability=None)
-    request = Asked(decoder(), BATCH, device="rtx4090").request()
+    request = Request.of(decoder(), BATCH, device="rtx4090").checked()
     with pytest.raises(DeviceError, match="capability"):
-        _ = replace(request, device=unknown).role
+        _ = request.but(device=unknown).role
 
 
 # The allocator under the trace
@@ -139,8 +139,8 @@ def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
     model = build_dry(decoder)
     plain = estimate(model, BATCH, precision="bf16", device="rtx4090")
     small = replace(card, memory_bytes=CONTEXT_BYTES + plain.peak_bytes * 95 // 100)
-    request = Asked(model, BATCH, precision="bf16", device="rtx4090").request()
-    found = Search(replace(request, device=small), "1TiB").run()
+    request = Request.of(model, BATCH, precision="bf16", device="rtx4090").checked()
+    found = Search(request.but(device=small), "1TiB").run()
     assert found.policies
     assert fits_device(found.trace, small.memory_bytes - CONTEXT_BYTES)
 
@@ -201,7 +201,7 @@ def test_where_the_device_has_no_room_that_is_the_reason_and_not_the_budget():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])  # flash, and memory-efficient attention
 def test_a_block_recomputed_whole_recomputes_its_attention(precision):
-    search = Search(Asked(build_dry(decoder), BATCH, precision=precision, device="h100").request(), "1x")
+    search = Search(Request.of(build_dry(decoder), BATCH, precision=precision, device="h100").checked(), "1x")
     every = search.tracer.part(search.request.plain, dict.fromkeys(search.paths, RECOMPUTE_ALL), search.plain)
     again = [op.name for op in every.operators if op.phase is Phase.RECOMPUTE and "attention" in op.name]
     assert len(again) == len(search.paths) == 4

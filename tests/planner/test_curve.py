@@ -9,10 +9,10 @@ import pytest
 import tightfit
 from made_up_devices import even
 from tightfit.errors import InputError
-from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve, frontier
 from tightfit.planner.levers import Combination
 from tightfit.planner.records import CurvePoint
+from tightfit.planner.request import Request
 from tightfit.planner.search import selection
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
@@ -81,7 +81,7 @@ def test_no_plan_is_slower_than_the_curve_at_its_budget(model, curve):
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_what_is_added_up_from_one_micro_batch_is_the_whole_step(model, micro_batches):
     """Else a combination could be passed over as too slow that is not: plans took more memory for less budget."""
-    search = Search(Asked(model, token_batch(8)).request(), "1x")
+    search = Search(Request.of(model, token_batch(8)).checked(), "1x")
     search.run()
     combination = Combination.of(micro_batches)
     whole = search.tracer.whole(combination, {})

@@ -14,7 +14,6 @@ from tightfit.planner.blocks.graph import block_graph
 from tightfit.planner.blocks.windows import footprint, windows
 from tightfit.planner.levers import Combination
 from tightfit.planner.request import Request, Tracer
-from tightfit.step import StepSettings, model_loss
 from tiny import VOCABULARY, decoder, token_batch
 
 
@@ -57,8 +56,7 @@ def test_the_least_is_the_same_at_every_price(build, levers):
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_the_backward_foreseen_under_a_keep_set_is_the_one_traced(build):
     model = build()
-    device, settings, levers = CALIBRATIONS["even"](), StepSettings(), frozenset({"recompute"})
-    tracer = Tracer(Request(model, token_batch(2, 64), model_loss, "adamw", settings, device, levers))
+    tracer = Tracer(Request.of(model, token_batch(2, 64), device=CALIBRATIONS["even"](), levers=["recompute"]))
     path = "inner.layers.0" if build is Repeated else next(p for p, m in model.named_modules() if p.endswith(".0"))
     plain = tracer.whole(Combination(), {path: KEEP_ALL})
     (window,) = windows(plain, [path])

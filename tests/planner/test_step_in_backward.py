@@ -9,8 +9,7 @@ from tightfit import estimate, plan
 from tightfit.errors import InputError
 from tightfit.levers.micro_batch import as_parts
 from tightfit.optim import step_in_backward
-from tightfit.planner.asked import Asked
-from tightfit.planner.request import Tracer
+from tightfit.planner.request import Request, Tracer
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tiny import allocator_peak, decoder, token_batch
 
@@ -40,7 +39,7 @@ def test_an_estimate_is_the_allocators_peak(micro_batches):
 
 
 def test_the_levels_that_price_blocks_are_those_of_the_whole_step():
-    request = Asked(model_of(), BATCH, optimizer="adamw", step_in_backward=True).request()
+    request = Request.of(model_of(), BATCH, optimizer="adamw", step_in_backward=True).checked()
     tracer = Tracer(request)
     whole = tracer.whole(request.plain, {})
     part = tracer.part(request.plain, {}, whole)

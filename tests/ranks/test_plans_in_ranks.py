@@ -23,10 +23,11 @@ from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.rule import every_block
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner import api, asked, shared
+from tightfit.planner import api, shared
+from tightfit.planner import request as asked
 from tightfit.planner.api import plan_asked as api_plan
-from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.request import Request
 from tightfit.ranks.processes import once
 from tightfit.ranks.world import DDPSettings
 from tightfit.ranks.wrapping import in_ddp, settings_of_ddp
@@ -235,7 +236,7 @@ def test_misuse_is_one_line(arguments, line):
 def test_levers_are_left_out_where_ddp_copies_what_a_model_returns_or_cannot_wait():
     for settings, allowed in (({}, True), ({"find_unused_parameters": True}, False), ({"static_graph": True}, False)):
         how = {"device": round_device(), "world_size": 2, "parallel": "ddp", "levers": "rounding", "ddp": settings}
-        levers = Asked(model(), BATCH, **how).request().levers
+        levers = Request.of(model(), BATCH, **how).checked().levers
         assert ("chunked_loss" in levers) is allowed
         assert ("micro_batch" in levers) is ("static_graph" not in settings)
 

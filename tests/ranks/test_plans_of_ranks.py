@@ -15,9 +15,9 @@ from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.rule import every_block
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.blocks.solve import least_peak
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.ranks.peaks import rows_of
@@ -150,8 +150,8 @@ def test_fsdp2_with_levers_computes_the_gradients_that_it_computes_without():
 def test_prices_of_blocks_leave_out_what_neighbours_gather_and_free_meanwhile():
     # The gathered weights of embedding and head are freed in the first block's forward, and are larger than a block.
     wide = Decoder(DecoderConfig(hidden_size=24, num_layers=3, num_heads=2, vocab_size=2048))
-    asked = Asked(wide, TokenBatch(1, 32, 2048), device=round_device(), world_size=2)
-    search = Search(asked.request(), "1x")
+    asked = Request.of(wide, TokenBatch(1, 32, 2048), device=round_device(), world_size=2)
+    search = Search(asked.checked(), "1x")
     priced = search.baseline(search.request.plain).priced
     assert all(option.kept_bytes >= 0 for option in priced.chain.options[1])
     least = least_peak(priced.chain)

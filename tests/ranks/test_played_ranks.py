@@ -13,8 +13,8 @@ from tightfit.errors import InputError, ModelError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.request import Request
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.playing import PlayedRank, own_copy
 from tightfit.ranks.world import Sharding, World
@@ -65,7 +65,7 @@ def test_ddp_holds_its_buckets_besides_what_one_process_holds():
 def test_a_card_is_played_for_each_rank_and_a_rank_with_fewer_rows_has_the_peak_of_its_whole_step():
     made = model()
     found = estimate(made, BATCH, device="h100", precision="bf16", grad_clip=1.0, world_size=5, nodes=5)
-    request = Asked(made, BATCH, device="h100", precision="bf16", world_size=5).request()
+    request = Request.of(made, BATCH, device="h100", precision="bf16", world_size=5).checked()
     rank = PlayedRank(request.world, 4, find_blocks(made), "bf16")
     settings = StepSettings(grad_clip=1.0)  # FSDP2 casts weights itself, without autocast
     whole = trace_step(own_copy(made), request.parts(1), model_loss, settings=settings, role=request.role, rank=rank)

@@ -17,8 +17,8 @@ from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.api import plan_asked
-from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.ranks.playing import PlayedRank, own_copy
@@ -129,8 +129,8 @@ OF_CARD = decoder(), BATCH
 
 
 def traced_on_card(sharding: Sharding, micro_batches: int = 1):
-    asked = Asked(*OF_CARD, device="rtx 4090", world_size=2, micro_batches=micro_batches, grad_clip=1.0)
-    return Search(replace(asked.request(), world=World(2, sharding=sharding)), "1x").plain
+    asked = Request.of(*OF_CARD, device="rtx 4090", world_size=2, micro_batches=micro_batches, grad_clip=1.0)
+    return Search(asked.checked().but(world=World(2, sharding=sharding)), "1x").plain
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -239,10 +239,10 @@ def test_gradients_are_those_of_the_plain_model(chunked):
 def test_a_model_that_is_sharded_already_keeps_its_units():
     made = decoder()
     budget = below_plain(made)
-    asked = Asked(made, BATCH, device=round_device(), world_size=2, levers=[], parallel="fsdp2")
-    assert plan_asked(replace(asked, apart=APART), budget).sharded_apart == APART
+    asked = Request.of(made, BATCH, device=round_device(), world_size=2, levers=[], parallel="fsdp2")
+    assert plan_asked(asked.but(apart=APART), budget).sharded_apart == APART
     with pytest.raises(CannotFit):
-        plan_asked(replace(asked, apart=()), budget)
+        plan_asked(asked.but(apart=()), budget)
 
 
 @pytest.mark.usefixtures("group")

@@ -12,7 +12,7 @@ import pytest
 from made_up_devices import even
 from tightfit import TokenBatch
 from tightfit.errors import ModelError
-from tightfit.planner.asked import Asked
+from tightfit.planner.request import Request
 from tightfit.recipes import api, shares
 from tightfit.recipes.choices import Wanted, recipes_for
 from tightfit.recipes.records import Recipe
@@ -152,7 +152,7 @@ def test_what_a_killed_fork_was_asked_is_done_here_and_so_is_all_that_follows():
 
 
 def test_recipes_of_a_process_that_was_ended_are_searched_anew(monkeypatch):
-    asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
+    asked = Request.of(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
     search = RecipeSearch(asked, "1000KiB")
     recipes = recipes_for(even(), Wanted(optimizer="adamw_fused"), may_adapt=False, clips=False)
     with shares.Shares(search, recipes, 1) as here:
@@ -164,7 +164,7 @@ def test_recipes_of_a_process_that_was_ended_are_searched_anew(monkeypatch):
 
 
 def test_sizes_of_recipes_of_one_part_are_shared_too(monkeypatch):
-    asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
+    asked = Request.of(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
     asked_for = []
     shared = shares.shared_out
     monkeypatch.setattr(shares, "processes_for", lambda parts: 1 if parts == 1 else 2)
@@ -184,7 +184,7 @@ def test_sizes_of_recipes_of_one_part_are_shared_too(monkeypatch):
 @pytest.mark.slow  # two searches
 def test_forks_find_what_one_process_finds(monkeypatch):
     def sizes(processes):
-        asked = Asked(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
+        asked = Request.of(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
         monkeypatch.setattr(shares, "processes_for", lambda parts: processes)
         found = api.recipes_of(asked, "1000KiB", Wanted(optimizer="adamw_fused"), processes=processes)
         return [(o.name, o.peak_bytes, o.step_seconds, o.longest_sequence, o.largest_batch) for o in found]

@@ -13,7 +13,7 @@ from tightfit import TokenBatch, fit, plan
 from tightfit.errors import CannotFit, InputError
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
+from tightfit.planner.request import Request
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
@@ -66,12 +66,12 @@ def test_rows_of_several_cards_are_searched_without_last_resorts(monkeypatch):
     tried = []
     monkeypatch.setattr(Search, "try_last_resorts", lambda search: tried.append("last resorts"))
     monkeypatch.setattr(Search, "join_segments", lambda search: tried.append("segments"))
-    asked = Asked(tiny(), BATCH, device=even(), world_size=2, parallel="ddp", levers=[])
+    asked = Request.of(tiny(), BATCH, device=even(), world_size=2, parallel="ddp", levers=[])
     least = least_bytes_of_rank(Recipe(), tiny(), World(2, "ddp")) + 2000
     row = fit(tiny(), BATCH, device=even(), dtype="fp32", budget=least, levers=[], world_size=2, parallel="ddp")[0]
     assert (row.fits, tried) == (False, [])
     with pytest.raises(CannotFit):
-        search_ranks(asked.request(), World(2, "ddp"), least)
+        search_ranks(asked.checked(), World(2, "ddp"), least)
     assert tried == ["last resorts", "segments"]
 
 
@@ -101,11 +101,11 @@ def test_what_rows_of_several_cards_do_not_have_is_one_line(arguments, message):
 @pytest.mark.parametrize("settled", [{"base": "nf4"}, {"step_in_backward": True}])
 def test_rows_of_several_cards_have_whole_weights_and_step_after_backward(settled):
     with pytest.raises(InputError, match="and world_size are both given"):
-        recipes_of_ranks(Asked(tiny(), BATCH, device=even()), Wanted(**settled), may_adapt=True)
+        recipes_of_ranks(Request.of(tiny(), BATCH, device=even()), Wanted(**settled), may_adapt=True)
 
 
 def test_adapters_are_tried_on_several_cards_where_the_model_can_have_them():
-    asked = Asked(tiny(), BATCH, device=even())
+    asked = Request.of(tiny(), BATCH, device=even())
     tried = recipes_of_ranks(asked, Wanted(), may_adapt=True)
     assert [recipe.adapter.base for recipe in tried if recipe.adapter is not None] == ["fp32"]  # a CPU's usual base
     assert tried[:-1] == recipes_of_ranks(asked, Wanted(), may_adapt=False)
@@ -160,8 +160,8 @@ def test_the_longest_sequence_and_largest_batch_of_ranks_have_a_plan(parallel):
 
 
 def sized(model, budget, parallel):
-    asked = Asked(model, BATCH, device=even(), levers="rounding", world_size=2, parallel=parallel)
-    request, world = asked.request(), World(2, parallel)
+    asked = Request.of(model, BATCH, device=even(), levers="rounding", world_size=2, parallel=parallel)
+    request, world = asked.checked(), World(2, parallel)
     return RankStep.of(
         search_ranks(request, world, budget), request, budget, least_bytes_of_rank(Recipe(), model, world)
     )

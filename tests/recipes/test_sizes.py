@@ -7,7 +7,7 @@ import pytest
 from tightfit.devices.families import Family, family_of
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.asked import Asked
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.sizes import CORRECTIONS, Dimension, Sizes, _Points
@@ -123,13 +123,13 @@ def test_where_a_kept_attention_has_the_lower_peak_a_larger_size_fits_with_it():
 
 
 def test_attention_that_is_kept_runs_once_in_each_block_of_a_card():
-    asked = Asked(
+    asked = Request.of(
         Decoder(DecoderConfig(hidden_size=64, num_layers=3, num_heads=2, vocab_size=64)).bfloat16(),
         TokenBatch(1, 128, 64),
         device="rtx4090",
         levers="rounding",
     )
-    search = VariantSearch(asked.request(), "100%")
+    search = VariantSearch(asked.checked(), "100%")
     assert search.keeping_attention is not None
     counts = [
         sum(family_of(each.name) is Family.ATTENTION for each in search.applied_part(*levers).operators)

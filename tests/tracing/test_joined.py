@@ -10,8 +10,7 @@ from tightfit.devices.present import lookup
 from tightfit.models.variants import as_recipe
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import build_optimizer
-from tightfit.planner.asked import Asked
-from tightfit.planner.request import Tracer
+from tightfit.planner.request import Request, Tracer
 from tightfit.tracing.joined import joined
 from tightfit.tracing.step import trace_part, trace_update
 from tiny import decoder, token_batch
@@ -28,7 +27,7 @@ def traces(dtype, optimizer, device, *, in_backward=False):
         made = build_optimizer(optimizer, list(parameters))
         return step_in_backward(made, model).optimizer if in_backward else made
 
-    request = Asked(model, token_batch(2, 32), optimizer=factory, device=DEVICES[device]()).request()
+    request = Request.of(model, token_batch(2, 32), optimizer=factory, device=DEVICES[device]()).checked()
     settings = {"settings": request.settings, "cost": request.cost, "role": request.role}
     whole = Tracer(request).whole(request.plain, {})
     part = trace_part(

@@ -138,7 +138,7 @@ def plan(
         show("\n".join([*head, describe_plan(found, columns())]))
 
 
-def maximised_with(question: Question, found: "Plan", levers: str | Sequence[str] | None) -> list[str]:
+def maximised_with(question: Question, found: "Plan", levers: str | Sequence[str] | frozenset[str] | None) -> list[str]:
     """How the largest one was found, since other weights and levers have other ones; and where those stand."""
     names = "exact" if levers is None else levers if isinstance(levers, str) else ", ".join(levers)
     lines = [question.as_settings(), f"With {found.weights} weights, {found.optimizer}, levers {names}."]

@@ -49,8 +49,8 @@ def inferred(question: Question, new_tokens: int | None) -> "GenerationRecord":
             subject.model,
             ids,
             new_tokens=NEW_TOKENS if new_tokens is None else new_tokens,
-            precision=asked.precision,
-            device=asked.device,
+            precision=asked.step.precision,
+            device=asked.step.device,
         )
 
 

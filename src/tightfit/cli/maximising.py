@@ -19,7 +19,7 @@ from tightfit.training.config import load_config
 
 TOKENS = 64  # a sequence length that matrix units like
 WIDTH = 64  # and a width
-Levers = str | Sequence[str] | None
+Levers = str | Sequence[str] | frozenset[str] | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def maximised(
         with latest[0].rejections():
             raise
     found = replace(found, plan=replace(found.plan, optimizer=first.optimizer))
-    return dimension.put(found.value), found, first.asked.levers
+    return dimension.put(found.value), found, first.asked.levers_named
 
 
 def _dimension(question: Question, what: str, subject: Subject) -> Dimension:
@@ -77,7 +77,7 @@ def _dimension(question: Question, what: str, subject: Subject) -> Dimension:
 
 
 def _batch_size(question: Question, subject: Subject) -> Dimension:
-    return Dimension(lambda n: replace(question, batch_size=n), subject.asked.count)
+    return Dimension(lambda n: replace(question, batch_size=n), subject.asked.micro_batches)
 
 
 def _sequence_length(question: Question, subject: Subject) -> Dimension:

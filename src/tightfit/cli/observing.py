@@ -222,7 +222,7 @@ def doctor(
 
         step = subject_of(question, dry=True)
         with step.rejections():
-            found = diagnose_asked(subject, replace(step.asked, micro_batches=step.asked.count))
+            found = diagnose_asked(subject, step.asked.counted())
     show(found.to_dict() if as_json else describe_diagnosis(found, columns()))
 
 

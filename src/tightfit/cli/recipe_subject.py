@@ -13,10 +13,9 @@ from tightfit.cli.waiting import say
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.models.loading import build_model, vocabulary_size
-from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness
 from tightfit.planner.refusal import Refusal
-from tightfit.planner.request import Optimizer
+from tightfit.planner.request import Request
 from tightfit.planner.search.search import Search
 from tightfit.recipes.api import recipes_of
 from tightfit.recipes.choices import Wanted
@@ -25,6 +24,7 @@ from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
 from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
 from tightfit.recipes.written import YAML, Setting, model_section, next_steps, written
+from tightfit.step import Optimizer
 from tightfit.tracing.build import build_dry
 from tightfit.training.config import AdapterConfig, Config, PretrainedModel, load_config
 from tightfit.training.optimizer import OptimizerRecipe
@@ -36,7 +36,7 @@ class RecipeSubject:
     """A question of `fit`, built."""
 
     question: Question
-    asked: Asked
+    asked: Request
     wanted: Wanted
     name: str
     budget: int | str | None
@@ -65,13 +65,13 @@ class RecipeSubject:
 
     def refusal(self, found: Recipes) -> Refusal:
         """What was asked for, where no recipe fits. On several cards it is the row that needs least."""
-        asked = replace(self.asked, optimizer=self.wanted.optimizer or "adamw")
-        if self.asked.world_size is not None:
+        asked = self.asked.but(optimizer=self.wanted.optimizer or "adamw")
+        if self.asked.step.world_size is not None:
             row = min(found, key=lambda row: (-row.world_size, row.needed_bytes))
             model = Models(self.asked.model).of(row.recipe)
             asked = with_recipe(self.asked, row.recipe, model, self.optimizer)
-            asked = replace(asked, parallel=row.parallel)
-        return Refusal(asked, Search(asked.request(may_choose=True), found.budget_bytes), recipes_tried=True)
+            asked = asked.but(parallel=row.parallel)
+        return Refusal(asked, Search(asked.checked(may_choose=True), found.budget_bytes), recipes_tried=True)
 
     def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
         """The outcome with the figures of the plan of the configuration that was written."""
@@ -103,7 +103,7 @@ def _of_model(question: Question) -> RecipeSubject:
     assert source is not None, "the question has a --model"
     wanted = _wanted(question, None if question.adapter is None else adapter_of(question.adapter, question.base))
     question = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
-    asked = _measured(replace(built(question, dry=True).asked, levers=question.allowed or LEVERS))
+    asked = _measured(built(question, dry=True).asked.but(levers=question.allowed or LEVERS))
 
     def setting() -> Setting:
         return Setting(
@@ -140,7 +140,7 @@ def _of_config(question: Question) -> RecipeSubject:
     else:
         bare = replace(section, dtype="fp32")
     levers = config.memory.levers or "exact"
-    asked = replace(asked, model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
+    asked = asked.but(model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
     asked = _measured(asked)
 
     def optimizer(recipe: Recipe) -> Optimizer:
@@ -171,12 +171,12 @@ def _dumped(config: Config) -> dict[str, Any]:
     return {**found, "model": found.get("model", {})}
 
 
-def _measured(asked: Asked) -> Asked:
+def _measured(asked: Request) -> Request:
     """The arguments with the device's figures, which are measured now, if ever."""
-    return replace(asked, device=lookup(asked.device, notice=say))
+    return asked.but(device=lookup(asked.step.device, notice=say))
 
 
-def _budget(budget: int | str | None, asked: Asked) -> int | str:
+def _budget(budget: int | str | None, asked: Request) -> int | str:
     return budget if budget is not None else "100%" if asked.device.kind == "cuda" else "80%"
 
 

@@ -25,9 +25,9 @@ from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.quantised_record import refuse_quantised
 from tightfit.names import optimizer_in_words
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
-from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.plans import Plan
+from tightfit.planner.request import Request
 from tightfit.step import Batch, Precision
 from tightfit.tracing.build import build_dry
 from tightfit.training.config import Config, PretrainedModel, RecomputeConfig, load_config
@@ -49,7 +49,7 @@ class Subject:
     """A model, a batch, and how their step is computed; answers the questions of the API about it."""
 
     name: str
-    asked: Asked
+    asked: Request
     optimizer: str  # by the name that the user knows
     budget: int | str | None = None
     recompute: RecomputeConfig | None = None  # set by hand
@@ -64,13 +64,13 @@ class Subject:
         return self.asked.batch
 
     def estimate(self) -> Estimate:
-        if self.asked.world_size is not None and self.recompute is not None:
+        if self.asked.step.world_size is not None and self.recompute is not None:
             raise InputError(
                 "memory.recompute is set by hand, and an estimate for several ranks is of the plain step: leave it out "
                 "with memory.recompute=null"
             )
         with self.rejections(), self.recomputing():
-            found = estimate_asked(replace(self.asked, micro_batches=self.asked.count))
+            found = estimate_asked(self.asked.counted())
         return replace(found, optimizer=self.optimizer)
 
     def plan(self, budget: int | str, *, curve: bool = False) -> Plan:
@@ -121,7 +121,7 @@ def subject_of(question: Question, *, dry: bool, inference: bool = False) -> Sub
     `InputError` and its like for what is wrong.
     """
     subject = built(question, dry=dry, inference=inference)
-    device = lookup(subject.asked.device, notice=say)  # measured now, if ever
+    device = lookup(subject.asked.step.device, notice=say)  # measured now, if ever
     if subject.attention == FLASH:
         _demand_flash(device)
     return subject
@@ -153,7 +153,7 @@ def _from_config(question: Question, dry: bool) -> Subject:
     batch, objective = _ids(model, config) if dry else _first_batch(config)
     return Subject(
         name=type(model).__name__,
-        asked=Asked(
+        asked=Request.of(
             model=model,
             batch=counted(batch),
             loss=objective_of(objective, training),
@@ -215,7 +215,7 @@ def _from_model(question: Question, dry: bool, inference: bool) -> Subject:
     optimizer = question.optimizer or "adamw"
     return Subject(
         name=f"{question.model} ({type(model).__name__})",
-        asked=Asked(
+        asked=Request.of(
             model=model,
             batch=batch,
             optimizer=optimizer,

@@ -13,13 +13,14 @@ from tightfit.errors import InputError, LeverError, ModelError, TightfitError
 from tightfit.integrations.checkpointing import COMPILED, wrapper_of
 from tightfit.integrations.compiling import TakenOverCompile
 from tightfit.integrations.joined import joined_by
-from tightfit.integrations.running_step import RunningRequest, running_request
+from tightfit.integrations.running_step import running_request
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.api import as_plan, plan_of_ranks
 from tightfit.planner.apply import AppliedPlan
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.planner.plans import Plan
+from tightfit.planner.request import Request
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.wrapped import is_distributed
@@ -134,7 +135,7 @@ class _Planner:
                 batch = request.batch
                 self.plan = joined.plan(inner, [batch], self.flags, lambda: make_plan(request, self.flags))
             self.applied.append(self.plan.apply(inner))
-            return Prepared(request.resident, is_compiled=self.plan.lever(CompiledBlocks) is not None)
+            return Prepared(request.resident or (), is_compiled=self.plan.lever(CompiledBlocks) is not None)
         except TightfitError as error:  # kept, because the script may catch the exception
             self.refusal = error
             raise
@@ -189,7 +190,7 @@ def blocks_of(model: nn.Module, flags: MemoryFlags) -> str | None:
     )
 
 
-def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:
+def make_plan(request: Request, flags: MemoryFlags) -> Plan:
     """The plan for the budget, or the plan of the rule; of several ranks, for all."""
     if flags.memory_budget is None:
         return rule_plan(request, flags.segments)
@@ -199,7 +200,7 @@ def make_plan(request: RunningRequest, flags: MemoryFlags) -> Plan:
     return as_plan(search, search.run())
 
 
-def rule_plan(request: RunningRequest, segments: int | None) -> Plan:
+def rule_plan(request: Request, segments: int | None) -> Plan:
     """A plan that recomputes every block, in segments if given. Its budget is its own peak. Raises `LeverError`."""
     search = Search(request, "1x")
     count = len(search.paths)

@@ -17,11 +17,11 @@ from tightfit.integrations.joined import ALONE, Joined
 from tightfit.levers.micro_batch import batch_size
 from tightfit.levers.samples import on_device
 from tightfit.planner.api import estimate_asked, plan_asked
-from tightfit.planner.asked import Asked, device_of_a_rank
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
+from tightfit.planner.request import Request, device_of_a_rank
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import Batch, Loss, Precision
 from tightfit.units import check_budget, format_bytes, parse_budget
@@ -65,13 +65,13 @@ class GuestStep:
     joined: Joined = ALONE
     steps: int | None = None  # updates to come, where the guest knows
 
-    def asked(self, batch: Batch, micro_batches: int) -> Asked:
+    def asked(self, batch: Batch, micro_batches: int) -> Request:
         """The planner's arguments for the step, with all its batches like this one in the worst case.
 
         They are on the host: what is planned for would lie on the card beside the training.
         """
         model, optimizer = self.joined.whole(self.model, self.optimizer)
-        return Asked(
+        return Request.of(
             model=model,
             batch=self.fullest(on_device(batch, "cpu")),
             loss=self.loss,
@@ -231,7 +231,7 @@ def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
     plans, misfits = [], []
     for count in counts:
         try:
-            asked = replace(step.asked(batch, count), levers=sorted(levers), blocks=plan_settings.blocks)
+            asked = step.asked(batch, count).but(levers=sorted(levers), blocks=plan_settings.blocks)
             plans.append(plan_asked(asked, plan_settings.budget))
         except CannotFit as error:
             misfits.append(error)

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,13 +20,12 @@ from tightfit.integrations.batches import ignores_labels, is_mask
 from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.optim.by_name import state_tensors
-from tightfit.planner.asked import device_of_a_rank
 from tightfit.planner.levers import CompiledBlocks, allowed_levers
-from tightfit.planner.request import Request
+from tightfit.planner.request import Request, device_of_a_rank
 from tightfit.ranks.world import World
 from tightfit.runtime.internals import set_version_counters
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Batch, Part, StepSettings
+from tightfit.step import Batch
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.step import plain_tensors
 
@@ -65,16 +63,6 @@ class WrittenLoss:
         return loss
 
 
-@dataclass(frozen=True)
-class RunningRequest(Request):
-    """A step of a running loop, with the loop's own micro-batches. `resident` are further tensors to count."""
-
-    resident: tuple[torch.Tensor, ...] = ()
-
-    def parts(self, micro_batches: int) -> list[Part]:
-        return [Part((self.batch, self.resident), 1.0)] * micro_batches
-
-
 @contextmanager
 def running_request(
     model: nn.Module,
@@ -83,7 +71,7 @@ def running_request(
     called: nn.Module | None = None,
     world: World | None = None,
     compiles: bool = False,
-) -> Iterator[RunningRequest]:
+) -> Iterator[Request]:
     """A context with the planner's request for the running step, called inside the call of `model` on this thread.
 
     In DDP the loop calls `called`, which holds the model, in each rank of `world`. The loss is the lines of the loop
@@ -107,13 +95,13 @@ def running_request(
     optimizer = optimizer_of(model)
     inside = without_states([tensor for tensor in tensors_in(kept) if tensor.device == here], optimizer)
     held = [tensor for other in others for tensor in (*other.parameters(), *other.buffers(), *plain_tensors(other))]
-    request = RunningRequest(
-        model=model,
-        batch=batch,
+    request = Request.of(
+        model,
+        batch,
         loss=WrittenLoss(step, names, called),
         optimizer=optimizer,
-        settings=StepSettings(grad_clip=_CLIPPED if step.clips else None),
-        device=device,
+        grad_clip=_CLIPPED if step.clips else None,
+        device=here,
         levers=allowed_levers(["exact", CompiledBlocks.name] if compiles else "exact"),
         compiles=compiles,
         blocks=blocks,

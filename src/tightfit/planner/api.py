@@ -1,7 +1,7 @@
 """The public functions `estimate`, `plan` and `curve`: how much memory a step needs, and how it can fit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -11,14 +11,13 @@ from tightfit.errors import CannotFit, InputError
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.apply import policy_of
-from tightfit.planner.asked import Asked
 from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication, of_draws
 from tightfit.planner.levers import CapturedBlocks, Combination, CompiledBlocks, Lever, MicroBatches, Offload, Recompute
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice, PlannedProgram
 from tightfit.planner.refusal import Refusal
-from tightfit.planner.request import Optimizer, Request, state_bytes
+from tightfit.planner.request import OF_THE_STEP, Request, state_bytes
 from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
@@ -29,18 +28,37 @@ from tightfit.ranks.peaks import shards_of
 from tightfit.ranks.world import Sharding
 from tightfit.runtime.activity import aside
 from tightfit.runtime.internals import process_group_exists
-from tightfit.step import Batch, Loss, Precision, TokenBatch
+from tightfit.step import Batch, Loss, Optimizer, Precision, Step, TokenBatch
 from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
 from tightfit.units import format_seconds
 
+_OF_A_PLAN = ("levers", "blocks", "offload_folder", "offload_budget", "steps")
 LEAST_GAP = 1e-7  # seconds, the last digit printed for microseconds; a smaller gap would be printed as zero
 
 
+def _request(given: Mapping[str, Any]) -> Request:
+    """The request for a function's arguments by name: those of a step, or a `Step` in the place of the model.
+
+    Raises `InputError` where a `Step` and an argument of the step are both given.
+    """
+    how = {name: value for name, value in given.items() if name in (*OF_THE_STEP, *_OF_A_PLAN)}
+    step, batch = how.pop("model"), how.pop("batch")
+    if not isinstance(step, Step):
+        return Request.of(step, batch, **how)
+    if batch is not None:
+        raise InputError("batch is given beside a Step, which has it: set it in the Step")
+    defaults = {field.name: field.default for field in fields(Step)}
+    for name in [each for each in how if each in OF_THE_STEP]:
+        if how.pop(name) is not defaults[name]:
+            raise InputError(f"{name} is given beside a Step, which has it: set it in the Step")
+    return Request.of(**vars(step), **how)
+
+
 def estimate(
-    model: nn.Module,
-    batch: Batch,
+    model: nn.Module | Step,
+    batch: Batch = None,
     *,
     loss: Loss | None = None,
     optimizer: Optimizer = "adamw",
@@ -88,17 +106,13 @@ def estimate(
         >>> found.peak_bytes > 0 and found.fits
         True
     """
-    asked = Asked(
-        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward,
-        world_size=world_size, nodes=nodes, parallel=parallel, ddp=ddp,
-    )  # fmt: skip
-    return estimate_asked(asked)
+    return estimate_asked(_request(locals()))
 
 
 def plan(
-    model: nn.Module,
-    batch: Batch,
-    budget: int | str,
+    model: nn.Module | Step,
+    batch: Batch = None,
+    budget: Any = None,
     *,
     loss: Loss | None = None,
     optimizer: Optimizer = "adamw",
@@ -170,20 +184,19 @@ def plan(
         >>> with plan.apply(model):  # while it lasts, your own loop trains within the budget
         ...     loss(model, batch).backward()
     """
-    asked = Asked(
-        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients,
-        step_in_backward, levers, blocks, offload_folder, offload_budget, world_size, nodes, parallel, steps,
-        ddp,
-    )  # fmt: skip
-    return plan_of_one_rank(asked, budget, lambda: plan_asked(asked, budget, curve=curve))
+    given = locals()
+    if isinstance(model, Step) and budget is None:  # `plan(step, budget)`
+        given["batch"], budget = None, batch
+    request = _request(given)
+    return plan_of_one_rank(request, budget, lambda: plan_asked(request, budget, curve=curve))
 
 
 @aside()
 @old_objects_left_alone()
 @real_tensors()
 def curve(
-    model: nn.Module,
-    batch: Batch,
+    model: nn.Module | Step,
+    batch: Batch = None,
     *,
     loss: Loss | None = None,
     optimizer: Optimizer = "adamw",
@@ -215,11 +228,7 @@ def curve(
         >>> peaks == sorted(peaks, reverse=True)
         True
     """
-    asked = Asked(
-        model, batch, loss, optimizer, precision, device, micro_batches, grad_clip, keep_gradients, step_in_backward,
-        levers, blocks,
-    )  # fmt: skip
-    request = asked.request()
+    request = _request(locals()).checked()
     if points < 1:
         raise InputError(f"points is {points}, wanted at least 1")
     search = Search(request, "1x")  # the plain step fits, so the search ends there and only provides traces and prices
@@ -230,17 +239,17 @@ def curve(
 @aside()
 @old_objects_left_alone()
 @real_tensors()
-def estimate_asked(asked: Asked) -> Estimate:
+def estimate_asked(asked: Request) -> Estimate:
     """`tightfit.estimate`, with its arguments as one record."""
-    return make_estimate(asked.without_levers().request())
+    return make_estimate(asked.without_levers().checked())
 
 
 @aside()
 @old_objects_left_alone()
 @real_tensors()
-def plan_asked(asked: Asked, budget: int | str, *, curve: bool = False) -> Plan:
+def plan_asked(asked: Request, budget: int | str, *, curve: bool = False) -> Plan:
     """`tightfit.plan`, with its arguments as one record."""
-    request = asked.request(may_choose=True)
+    request = asked.checked(may_choose=True)
     if request.world is not None:
         if curve:
             raise InputError("a trade-off curve is of one process, and world_size is given: leave one out")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tightfit.planner.asked import Asked
+from tightfit.planner.request import Request
 from tightfit.planner.search.search import Search
 
 
@@ -15,7 +15,7 @@ class Refusal:
     (`may_convert`), and nothing to adapt (`may_adapt`).
     """
 
-    asked: Asked
+    asked: Request
     search: Search
     recipes_tried: bool = False
     in_config: bool = False

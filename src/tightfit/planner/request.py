@@ -1,34 +1,57 @@
-"""The planner's request, with all defaults filled in, and the dry runs of it."""
+"""The planner's request: the arguments of `tightfit.plan` and what they mean; and the dry runs of it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from tightfit.devices.cost import CostModel
 from tightfit.devices.figures import CopyRates, copy_rates
+from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import DeviceError, LeverError, ModelError
+from tightfit.errors import DeviceError, InputError, LeverError, ModelError
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_samples, split_batch
-from tightfit.levers.offload import HostStore, OffloadSettings
+from tightfit.levers.offload import HostStore, OffloadSettings, positive_bytes
 from tightfit.levers.recompute import Policy
 from tightfit.memory.disk import disk_rates
 from tightfit.names import optimizer_in_words
-from tightfit.optim.by_name import OptimizerFactory, optimizer_over
+from tightfit.optim.by_name import optimizer_over
 from tightfit.planner.apply import apply_levers
+from tightfit.planner.arguments import (
+    check_levers,
+    check_settings,
+    check_step,
+    check_step_in_backward,
+    check_steps,
+    check_world,
+    levers_of_ranks,
+)
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.levers import Combination, Lever, PlainStep, Separation, lever_types
+from tightfit.planner.levers import (
+    Combination,
+    Lever,
+    MicroBatches,
+    Offload,
+    PlainStep,
+    Separation,
+    allowed_levers,
+    lever_types,
+)
 from tightfit.planner.separation import can_be_tried, refuse_coupled
+from tightfit.planner.wrapped import refuse_distributed
 from tightfit.ranks.messages import overlapped, with_messages
 from tightfit.ranks.peaks import RankTraces, trace_ranks
 from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
-from tightfit.ranks.world import World, communicator_bytes
+from tightfit.ranks.processes.launch import launched
+from tightfit.ranks.world import Sharding, Shards, World, communicator_bytes, world_of
 from tightfit.runtime.activity import now
-from tightfit.step import Batch, Loss, Part, StepSettings
+from tightfit.runtime.internals import default_group, process_group_exists
+from tightfit.step import Batch, Loss, Optimizer, Part, Step, StepSettings, model_loss
 from tightfit.tracing.copies import AWAY, BACK, TO_DEVICE, TO_HOST
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.replay import fits_device
@@ -39,35 +62,178 @@ from tightfit.tracing.recording import ExecutorCost, OperatorCost
 from tightfit.tracing.rules import ONE_SIDED, Routing
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import trace_part, trace_step, trace_update
+from tightfit.tracing.twin import has_no_memory, twin_of, with_memory
 
-Optimizer = str | OptimizerFactory | torch.optim.Optimizer
+OF_THE_STEP = frozenset(field.name for field in fields(Step))
 
 
 @dataclass(frozen=True)
 class Request:
-    """A step to plan for."""
+    """A step and what a plan of it may use, as the user gave them. What they mean is in the properties.
 
-    model: nn.Module
-    batch: Batch
-    loss: Loss
-    optimizer: Optimizer
-    settings: StepSettings
-    device: DeviceSpec
-    levers: frozenset[str]
+    `levers_named`: `"exact"`, `"rounding"`, names, or None; a frozenset is what a plan may use, checked before.
+    `divided` is the world where a search has chosen how ranks share the step. `apart` and `shards` are of a running
+    training in FSDP2: the modules that are sharded beside the blocks, and what was found around a model whose whole
+    twin is the step's model. `resident` are further tensors of a running loop, which passes its own micro-batches.
+    """
+
+    step: Step
+    levers_named: str | Sequence[str] | frozenset[str] | None = None
     blocks: str | None = None  # a glob over module paths; None: the planner finds the blocks
-    micro_batches: int = 1  # the caller's own gradient accumulation
-    fewest_micro_batches: bool = False  # stop at the first number that fits, even if a larger one would be faster
-    offload: OffloadSettings = field(default_factory=OffloadSettings)
-    world: World | None = None  # several ranks, each with a device of its own; None: one process
-    shards_leave: bool = False  # with FSDP2 on cards: shards may be on the host, where nothing else fits
+    offload_folder: str | None = None
+    offload_budget: int | str | None = None
     steps: int | None = None  # how often the step will run, where that is known
+    apart: tuple[str, ...] | None = None
+    shards: Shards | None = None
+    divided: World | None = None
     compiles: bool = False  # compiled blocks were asked for, also where the plain step fits
+    resident: tuple[torch.Tensor, ...] | None = None
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, model: nn.Module, batch: Batch, **how: Any) -> "Request":
+        """The request for the arguments of `tightfit.plan`, by their names there."""
+        if isinstance(how.get("levers"), set | frozenset):  # a user's names, which nobody has looked at
+            how = {**how, "levers": sorted(how["levers"])}
+        return cls(Step(model, batch)).but(**how)
+
+    def but(self, **changes: Any) -> "Request":
+        """The request with other arguments, by the names that `tightfit.plan` has for them."""
+        own = {_named(name): value for name, value in changes.items() if name not in OF_THE_STEP}
+        changes = {name: value for name, value in changes.items() if name in OF_THE_STEP}
+        if "model" not in changes and "twins" in self.__dict__:  # a twin is made once, and so are its traces' blocks
+            changes = {"model": self.model, "batch": self.batch, "keep_gradients": self.keep_gradients, **changes}
+        return replace(self, step=replace(self.step, **changes), **own)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments of `tightfit.plan` except model, batch and budget, by their names there."""
+        step = {name: value for name, value in vars(self.step).items() if name not in ("model", "batch")}
+        own = {name: getattr(self, name) for name in ("blocks", "offload_folder", "offload_budget", "steps")}
+        return {**step, **own, "levers": self.levers_named}
+
+    def without_levers(self) -> "Request":
+        """The step without arguments of levers. An estimate must not fail for a lever that the device refuses."""
+        return self.but(levers=None, blocks=None, offload_folder=None, offload_budget=None)
+
+    def counted(self) -> "Request":
+        """The plain step, where a plan would choose the number of its micro-batches."""
+        return self.but(micro_batches=self.micro_batches)
+
+    def checked(self, *, may_choose: bool = False) -> "Request":
+        """This request, each argument of which was looked at. With `may_choose`, `micro_batches="auto"` is allowed.
+
+        Raises `InputError`, `ModelError`, `LeverError` and `DeviceError`.
+        """
+        step = self.step
+        chooses = may_choose and self.fewest_micro_batches
+        count: Any = 1 if chooses else step.micro_batches
+        check_step(step.model, step.batch, step.loss, step.optimizer, step.precision)
+        check_settings(count, step.grad_clip, self.blocks)
+        check_step_in_backward(step.step_in_backward, step.grad_clip, step.precision)
+        check_levers(self.levers_named)
+        refuse_distributed(step.model, "a plan or an estimate")
+        check_world(self.world, step.optimizer, step.step_in_backward, 2 if chooses else count)
+        check_steps(self.steps)
+        _ = self.twins, self.levers, self.offload
+        return self
+
+    # The step
+
+    @cached_property
+    def twins(self) -> tuple[nn.Module, Batch]:
+        """Model and batch, replaced by twins that can run dry if they are on meta or fake.
+
+        Raises `InputError` and `ModelError`.
+        """
+        model, optimizer = self.step.model, self.step.optimizer
+        twin = twin_of(model)
+        if twin is not model and isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer: this {type(optimizer).__name__} holds parameters without memory (meta, or fake): give its "
+                "name, or a callable that takes parameters"
+            )
+        return twin, with_memory(self.step.batch, model)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.twins[0]
+
+    @property
+    def batch(self) -> Batch:
+        return self.twins[1]
+
+    @property
+    def loss(self) -> Loss:
+        return self.step.loss or model_loss
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.step.optimizer
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of the plain step: one if the plan chooses their number."""
+        return 1 if self.fewest_micro_batches else self.step.micro_batches  # pyright: ignore[reportReturnType] - a number
+
+    @property
+    def fewest_micro_batches(self) -> bool:
+        """Whether to stop at the first number of micro-batches that fits, even if a larger one would be faster."""
+        return self.step.micro_batches == "auto"
+
+    @cached_property
+    def keep_gradients(self) -> bool:
+        given = self.step.keep_gradients
+        return gradients_are_zero(self.step.model) if given is None else given
+
+    @cached_property
+    def settings(self) -> StepSettings:
+        step = self.step
+        return StepSettings(step.precision, step.grad_clip, self.keep_gradients, step.step_in_backward)
+
+    @cached_property
+    def device(self) -> DeviceSpec:
+        """The device as one rank has it. Raises `DeviceError`."""
+        return device_of_a_rank(self.step.device, in_ranks=self.world is not None)
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks: that of the run that this process is part of, for DDP without a number."""
+        step = self.step
+        group = default_group() if step.parallel == "ddp" and step.world_size is None else None
+        return step.world_size if group is None else group.size()
+
+    @cached_property
+    def world(self) -> World | None:
+        """Several ranks, each with a device of its own; None: one process. Raises `InputError`."""
+        if self.divided is not None:
+            return self.divided
+        step = self.step
+        world = world_of(self.ranks, step.nodes, step.parallel, step.ddp, self.shards)
+        if world is None or self.apart is None:
+            return world
+        return replace(world, sharding=Sharding(apart=self.apart), keeps_units=True)
+
+    # What a plan may use
+
+    @cached_property
+    def levers(self) -> frozenset[str]:
+        """The levers by name. Raises `InputError`, and `LeverError` for one that the device refuses."""
+        named = self.levers_named
+        levers = named if isinstance(named, frozenset) else levers_of_ranks(self.world, named, self.device)
         for kind in lever_types():
-            refusal = kind.refusal(self.device) if kind.name in self.levers else None
+            refusal = kind.refusal(self.device) if kind.name in levers else None
             if refusal is not None:
                 raise LeverError(refusal)
+        return levers | {MicroBatches.name} if self.fewest_micro_batches else levers
+
+    @cached_property
+    def offload(self) -> OffloadSettings:
+        return OffloadSettings(self.offload_folder, positive_bytes(self.offload_budget))
+
+    @property
+    def shards_leave(self) -> bool:
+        """Whether FSDP2's shards may be on the host of a card, where nothing else fits."""
+        return self.world is not None and Offload.name in allowed_levers(self.levers_named)
 
     @cached_property
     def cost(self) -> OperatorCost:
@@ -137,6 +303,8 @@ class Request:
         return Separation(None, tried=True)
 
     def parts(self, micro_batches: int) -> list[Part]:
+        if self.resident is not None:
+            return [Part((self.batch, self.resident), 1.0)] * micro_batches
         return as_parts(split_batch(as_tensors(self.batch), micro_batches), self.loss)
 
     @property
@@ -163,6 +331,28 @@ class Request:
     def optimizer_name(self) -> str:
         name = self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__
         return optimizer_in_words(name, self.settings.step_in_backward)
+
+
+def _named(name: str) -> str:
+    """The field of an argument that has another name in `tightfit.plan`."""
+    return {"levers": "levers_named", "world": "divided"}.get(name, name)
+
+
+def device_of_a_rank(named: Any, *, in_ranks: bool) -> DeviceSpec:
+    """The device as one rank has it: the ranks that torchrun started on a machine share its memory."""
+    device, launch = lookup(named), launched() if in_ranks and process_group_exists() else None
+    if launch is None or device.kind != "cpu":
+        return device
+    return replace(device, memory_bytes=device.memory_bytes // launch.local_size)
+
+
+def gradients_are_zero(model: nn.Module) -> bool:
+    """Whether the model has gradients and all of them are zero."""
+    # Only `zero_grad(set_to_none=False)` leaves such gradients: a backward leaves others (docs/lab-notes.md, "Gradients
+    # that stay"). Sparse gradients and those without memory cannot be read here.
+    held = [p.grad for p in model.parameters() if p.grad is not None]
+    known = all(g.layout is torch.strided and not has_no_memory(g) for g in held)
+    return bool(held) and known and not any(bool(g.detach().any()) for g in held)
 
 
 def _of_copies(

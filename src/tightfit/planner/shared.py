@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tightfit.errors import InputError, RankError
-from tightfit.planner.asked import Asked
 from tightfit.planner.plans import Plan
+from tightfit.planner.request import Request
 from tightfit.planner.step_figures import fingerprint
 from tightfit.ranks.processes.once import found_once, is_first, is_one_of_several
 from tightfit.runtime.internals import default_group
@@ -17,15 +17,15 @@ from tightfit.step import TokenBatch
 logger = logging.getLogger(__name__)
 
 
-def plan_of_one_rank(asked: Asked, budget: int | str, make: Callable[[], Plan]) -> Plan:
+def plan_of_one_rank(asked: Request, budget: int | str, make: Callable[[], Plan]) -> Plan:
     """The plan that `make` returns; in a rank of DDP the one that it returns on rank 0.
 
     A warning says so where a rank plans as if it were alone, since DDP's buckets are not in such a plan.
     """
     if not is_one_of_several():
         return make()
-    if asked.parallel != "ddp":
-        if asked.world_size is None and is_first():
+    if asked.step.parallel != "ddp":
+        if asked.step.world_size is None and is_first():
             logger.warning(
                 "this process is one of %d ranks, and the plan is for one process without DDP's buckets: "
                 "parallel='ddp' plans for DistributedDataParallel, once for all ranks",
@@ -34,13 +34,13 @@ def plan_of_one_rank(asked: Asked, budget: int | str, make: Callable[[], Plan]) 
         return make()
     if asked.ranks != default_group().size():
         raise InputError(
-            f"world_size is {asked.world_size}, and this process is one of {default_group().size()} ranks: leave "
+            f"world_size is {asked.step.world_size}, and this process is one of {default_group().size()} ranks: leave "
             "world_size out, or ask in a process of its own"
         )
     settings = {name: repr(value) for name, value in sorted(asked.how.items()) if name in _COMPARED}
     facts = {
-        "model": fingerprint(asked.model),
-        "batch": shapes(asked.batch),
+        "model": fingerprint(asked.step.model),
+        "batch": shapes(asked.step.batch),
         "settings": str({**settings, "budget": budget}),
     }
     return shared_plan(facts, make)

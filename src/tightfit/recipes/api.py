@@ -14,7 +14,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.api import describe_batch
-from tightfit.planner.asked import Asked
+from tightfit.planner.request import Request
 from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
 from tightfit.recipes.leaving_out import LeftOut, in_words
@@ -28,7 +28,7 @@ from tightfit.recipes.variants import OptimizerOf, optimizer_of
 from tightfit.runtime.activity import aside
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
-from tightfit.tracing.twin import real_tensors, twin_of
+from tightfit.tracing.twin import real_tensors
 from tightfit.training.config.schema import AdapterConfig, PretrainedModel
 
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
@@ -90,7 +90,7 @@ def fit(
         raise InputError(f"model is a {type(model).__name__}, wanted a torch.nn.Module or the name of a model")
     if is_adapted(model):
         raise InputError("the model has adapters already: give the model below them, and `adapter` for their shape")
-    asked = Asked(
+    asked = Request.of(
         model=model,
         batch=_batch(model) if batch is None else batch,
         loss=loss,
@@ -112,7 +112,7 @@ def fit(
 @old_objects_left_alone()
 @real_tensors()
 def recipes_of(
-    asked: Asked,
+    asked: Request,
     budget: int | str | None,
     wanted: Wanted,
     *,
@@ -125,11 +125,11 @@ def recipes_of(
     """`tightfit.fit`, with its arguments as records. The recipe of the number `pick` (from 1) is planned in full. Up to
     so many processes share the recipes, where this one can be forked.
     """
-    device = lookup(asked.device)
-    asked = replace(asked, device=device, model=twin_of(asked.model))
+    device = lookup(asked.step.device)
+    asked = asked.but(device=device, model=asked.model)
     if budget is None:
         budget = "100%" if device.kind == "cuda" else "80%"
-    if (world := world_of(asked.world_size, asked.nodes, asked.parallel)) is not None:
+    if (world := world_of(asked.step.world_size, asked.step.nodes, asked.step.parallel)) is not None:
         ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing, processes)
         tried = recipes_of_ranks(asked, wanted, may_adapt=not isinstance(asked.model, Decoder))
         if not tried:
@@ -145,7 +145,7 @@ def recipes_of(
             notes=in_words(ranks.left_out),
         )
     search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing)
-    may_adapt, clips = not isinstance(asked.model, Decoder), asked.grad_clip is not None
+    may_adapt, clips = not isinstance(asked.model, Decoder), asked.step.grad_clip is not None
     if may_adapt:
         wanted = _with_usual_layers(wanted, asked.model)
     recipes = recipes_for(device, wanted, may_adapt=may_adapt, clips=clips)

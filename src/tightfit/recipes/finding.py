@@ -14,10 +14,9 @@ from tightfit.devices.known import known_devices
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import batch_size
-from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness, Role, allowed_levers, lever_types
 from tightfit.planner.refusal import Refusal
-from tightfit.planner.request import optimizer_peak
+from tightfit.planner.request import Request, optimizer_peak
 from tightfit.planner.search.bisection import rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of, sized
@@ -72,7 +71,7 @@ class WaySearch(Search):
     `steps_unseen` says that the optimizer steps in backward and the settings of the step do not say so.
     """
 
-    asked: Asked | None = None
+    asked: Request | None = None
     steps_unseen: bool = False
 
 
@@ -91,7 +90,7 @@ class Finder:
         self.device: DeviceSpec = search.request.device
         # Figures of the device, not its name: all dry runs have the same ones. No share of the plain peak, which is
         # another one for each recipe.
-        self.asked = replace(asked, device=self.device)
+        self.asked = asked.but(device=self.device)
         self.budget: int | str = search.budget if is_share_of(search.budget, "%") else search.budget_bytes
         self.recipe = neighbours.recipe_of(search.request)
         self.levers = search.request.levers
@@ -170,7 +169,7 @@ class Finder:
             rows = batch_size(batch)
         except LeverError:  # no tensor with rows
             return
-        unit = self.asked.count * getattr(self.asked.loss, "rows_together", 1)
+        unit = self.asked.micro_batches * getattr(self.asked.loss, "rows_together", 1)
         if rows > unit:
             self.try_size("batch", with_rows, rows // unit - 1, unit)
 
@@ -181,7 +180,7 @@ class Finder:
 
         def search_of(number: int) -> WaySearch:
             if number not in searches:
-                asked = replace(self.asked, batch=of_size(self.asked.batch, number * unit))
+                asked = self.asked.but(batch=of_size(self.asked.batch, number * unit))
                 searches[number] = self.search_for(asked, self.levers)
             return searches[number]
 
@@ -227,7 +226,7 @@ class Finder:
 
     def on_card(self, key: str, spec: DeviceSpec, recipe: Recipe, levers: frozenset[str]) -> WayOut:
         """A recipe run dry on a card of the list."""
-        search = self.search_for(replace(self.asked_for(recipe), device=spec), levers, "100%")
+        search = self.search_for(self.asked_for(recipe).but(device=spec), levers, "100%")
         return self.of_card(key, recipe, levers, search, self.least(search))
 
     # What there is to try
@@ -320,7 +319,7 @@ class Finder:
         model = self.asked.model if recipe == self.recipe else self.models.of(recipe)
         return least_bytes(recipe, model, held_bytes(model))
 
-    def asked_for(self, recipe: Recipe) -> Asked:
+    def asked_for(self, recipe: Recipe) -> Request:
         """The arguments of the plan for a recipe, with the user's own optimizer where that stays."""
         if recipe == self.recipe:
             return self.asked
@@ -328,17 +327,17 @@ class Finder:
         asked = with_recipe(self.asked, recipe, self.asked.model if same else self.models.of(recipe))
         own = self.asked.optimizer
         if not remakes_optimizer(self.recipe, recipe) and (same or not isinstance(own, torch.optim.Optimizer)):
-            asked = replace(asked, optimizer=own)
+            asked = asked.but(optimizer=own)
         else:  # a plan sees what the settings say, and not what a factory does
-            asked = replace(asked, optimizer=recipe.optimizer, step_in_backward=recipe.step_in_backward)
+            asked = asked.but(optimizer=recipe.optimizer, step_in_backward=recipe.step_in_backward)
         # peft calls the model under two modules of its own, so paths that the user named do not match any more.
-        return replace(asked, blocks=asked.blocks if recipe.adapter is None else None)
+        return asked.but(blocks=asked.blocks if recipe.adapter is None else None)
 
     def search_for(
-        self, asked: Asked, levers: frozenset[str], budget: int | str | None = None, plain: StepTrace | None = None
+        self, asked: Request, levers: frozenset[str], budget: int | str | None = None, plain: StepTrace | None = None
     ) -> WaySearch:
-        asked = replace(asked, levers=sorted(levers))
-        search = WaySearch(asked.request(may_choose=True), self.budget if budget is None else budget)
+        asked = asked.but(levers=sorted(levers))
+        search = WaySearch(asked.checked(may_choose=True), self.budget if budget is None else budget)
         search.asked = asked
         if plain is not None:
             search.plain = plain  # the same step, which the refused search has traced

@@ -86,7 +86,7 @@ class RanksFinder(Finder):
 
     def on_world(self, kind: Kind, name: str, changes: str, world: World) -> bool:
         """Whether the step fits with other cards or another engine. Its way is kept in either case."""
-        asked = replace(self.asked, world_size=world.size, nodes=world.nodes, parallel=world.parallel, ddp=None)
+        asked = self.asked.but(world_size=world.size, nodes=world.nodes, parallel=world.parallel, ddp=None)
         with self.untried(name):
             search = self.search_for(asked, self.levers)
             found = self.least(search)

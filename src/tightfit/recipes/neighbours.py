@@ -9,11 +9,12 @@ from tightfit.models.adapters import is_adapted, usual_layers
 from tightfit.names import OFFLOADED, OPTIMIZERS, parse_optimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.request import Optimizer, Request
+from tightfit.planner.request import Request
 from tightfit.recipes.choices import ADAPTER, NOT_IN_BACKWARD, half_of, installed
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.variants import holds_fp32
 from tightfit.runtime.module_paths import module_at
+from tightfit.step import Optimizer
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PLAIN = ("adamw", "adamw_fused")

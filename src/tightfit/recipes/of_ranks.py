@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.errors import BudgetError, CannotFit, InputError
 from tightfit.planner.api import plan_of_ranks
-from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.ranks.world import Sharding, World
@@ -38,7 +38,7 @@ _Answer = tuple[list[Outcome], list[LeftOut]]
 class RanksSearch:
     """Mutable: the models built so far, and what was left out."""
 
-    asked: Asked
+    asked: Request
     world: World
     budget: int | str
     optimizer: OptimizerOf
@@ -58,7 +58,7 @@ class RanksSearch:
 
     def run(self, recipes: Sequence[Recipe]) -> list[Outcome]:
         """The outcomes, those of the most cards first; what does not fit stands at the end."""
-        engines = ENGINES if self.asked.parallel is None else (self.asked.parallel,)
+        engines = ENGINES if self.asked.step.parallel is None else (self.asked.step.parallel,)
         parts = [(recipe, engine) for recipe in recipes for engine in engines]
         sharing = min(self.processes, processes_for(len(parts)))
         answers = shared_out(self._searched if sharing == 1 else self._searched_apart, parts, self.notice, sharing)
@@ -103,11 +103,9 @@ class RanksSearch:
             if world.parallel != "fsdp2" or self.asked.device.kind == "cpu":
                 return replace(outcome, peak_bytes=least, needed_bytes=least + UNSEEN_BYTES), None
             world, least = replace(world, sharding=Sharding(on_host=True)), 0
-        asked = replace(
-            with_recipe(self.asked, recipe, model, self.optimizer),
-            world_size=world.size, nodes=world.nodes, parallel=world.parallel,
-        )  # fmt: skip
-        request = replace(asked.request(may_choose=True), world=world)
+        asked = with_recipe(self.asked, recipe, model, self.optimizer)
+        asked = asked.but(world_size=world.size, nodes=world.nodes, parallel=world.parallel)
+        request = asked.checked(may_choose=True).but(world=world)
         try:
             found = search_ranks(request, world, self.budget, resorts=False)
         except CannotFit as error:
@@ -144,7 +142,7 @@ def sizes_of(world: World) -> list[int]:
     return [world.size, *reversed(fewer)]
 
 
-def recipes_of_ranks(asked: Asked, wanted: Wanted, *, may_adapt: bool) -> list[Recipe]:
+def recipes_of_ranks(asked: Request, wanted: Wanted, *, may_adapt: bool) -> list[Recipe]:
     """The recipes that are tried on several cards: all weights, in each dtype, and adapters on whole weights. Raises
     `InputError`.
     """

@@ -1,7 +1,7 @@
 """Prices remedies: runs the same step dry with each lever."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -93,7 +93,7 @@ def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_T
     for kind in kinds:
         offers = kind.offers(step)
         for offer in offers:
-            asked = replace(request, levers=frozenset((kind.name,)))
+            asked = request.but(levers=frozenset((kind.name,)))
             combination = request.plain.with_lever(offer.lever)
             yield _Trial(offer.name, kind.exactness, asked, combination, offer.inside, offer.python, offer.yaml)
         if kind.role in (Role.INSIDE_BLOCKS, Role.COMBINED) and kind.name in allowed_levers("rounding"):
@@ -146,17 +146,18 @@ def _recipes(request: Request, notes: list[str]) -> Iterator[_Trial]:
 
 def _variant(request: Request, before: Recipe, recipe: Recipe, models: Models) -> Request:
     """The step as another recipe trains it."""
-    settings = replace(request.settings, precision=recipe.precision, step_in_backward=recipe.step_in_backward)
+    own = {"precision": recipe.precision, "step_in_backward": recipe.step_in_backward}
     if recipe.optimizer != before.optimizer:
-        request = replace(request, optimizer=recipe.optimizer)
+        request = request.but(optimizer=recipe.optimizer)
     if (recipe.dtype, recipe.adapter) == (before.dtype, before.adapter):
-        return replace(request, settings=settings)
+        return request.but(**own)
     optimizer = request.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):  # it holds parameters of the other model
         optimizer = recipe.optimizer
     # peft calls the model under two modules of its own, so paths that the user named do not match any more.
     blocks = None if recipe.adapter is not None else request.blocks
-    return replace(request, model=models.of(recipe), optimizer=optimizer, settings=settings, blocks=blocks)
+    kept = request.keep_gradients  # of the model that trains now, which the other one stands for
+    return request.but(model=models.of(recipe), optimizer=optimizer, blocks=blocks, keep_gradients=kept, **own)
 
 
 def _traced(trial: _Trial) -> StepTrace:
@@ -187,7 +188,7 @@ def _rounded_up(size: int) -> str:
 
 def _planned(request: Request, plain: StepTrace, limit_bytes: int) -> Remedy:
     """The fastest plan within the limit."""
-    search = Search(replace(request, levers=allowed_levers("rounding")), limit_bytes)
+    search = Search(request.but(levers=allowed_levers("rounding")), limit_bytes)
     found: Candidate = search.run()
     budget = f"{limit_bytes // 2**20}MiB"
     return Remedy(

@@ -14,9 +14,9 @@ from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
 from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.api import as_plan, levers_of
-from tightfit.planner.asked import Asked
 from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
 from tightfit.recipes.choices import least_bytes
@@ -60,7 +60,7 @@ class Found:
 class RecipeSearch:
     """Mutable: the models built, the searches of variants whose traces recipes share, and what was left out."""
 
-    asked: Asked
+    asked: Request
     budget: int | str
     optimizer: OptimizerOf = optimizer_of
     notice: Notice = lambda line: None
@@ -73,14 +73,14 @@ class RecipeSearch:
             raise BudgetError(f"budget {self.budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
         self.models = Models(self.asked.model)
 
-    def asked_for(self, recipe: Recipe) -> Asked:
+    def asked_for(self, recipe: Recipe) -> Request:
         """The arguments of a plan for a recipe."""
         return with_recipe(self.asked, recipe, self.models.of(recipe), self.optimizer)
 
     @property
     def budget_bytes(self) -> int:
         """The budget in bytes."""
-        return parse_budget(self.budget, device_bytes=lookup(self.asked.device).memory_bytes)
+        return parse_budget(self.budget, device_bytes=lookup(self.asked.step.device).memory_bytes)
 
     def parts(self, recipes: Sequence[Recipe]) -> list[list[Recipe]]:
         """The recipes in parts that share no trace. Those of the smallest weights come first: where anything fits, they
@@ -132,7 +132,7 @@ class RecipeSearch:
         held = held_bytes(model)
         asked = without_optimizer(self.asked, first, model)
         if variant not in self.searches:
-            request, frees = asked.request(may_choose=True), variant.step_in_backward
+            request, frees = asked.checked(may_choose=True), variant.step_in_backward
             self.searches[variant] = VariantSearch(request, self.budget, frees=frees, updates=self.updates)
         return self.searches[variant], model, held
 
@@ -188,7 +188,7 @@ class RecipeSearch:
 
     def whole_search(self, recipe: Recipe, variant: VariantSearch) -> Search:
         """A search whose traces are of the recipe's whole step. Its blocks are the variant's."""
-        search = Search(self.asked_for(recipe).request(may_choose=True), self.budget)
+        search = Search(self.asked_for(recipe).checked(may_choose=True), self.budget)
         # The budget is no share of the plain peak, so it needs no trace of the plain step.
         search.__dict__.update(budget_bytes=variant.budget_bytes, paths=variant.paths)
         return search
@@ -198,7 +198,7 @@ class RecipeSearch:
         variant = Variant.of(replace(recipe, step_in_backward=True))
         if variant not in self.searches:
             asked = without_optimizer(self.asked, recipe, self.models.of(recipe))
-            self.searches[variant] = VariantSearch(asked.request(may_choose=True), self.budget, frees=True)
+            self.searches[variant] = VariantSearch(asked.checked(may_choose=True), self.budget, frees=True)
         return self.searches[variant]
 
     def last_resort(self, found: Found) -> Found:
@@ -245,7 +245,7 @@ class RecipeSearch:
 
     def planned(self, recipe: Recipe, variant: VariantSearch | None = None) -> Found:
         """A recipe planned as `tightfit.plan` would."""
-        search = Search(self.asked_for(recipe).request(may_choose=True), self.budget)
+        search = Search(self.asked_for(recipe).checked(may_choose=True), self.budget)
         try:
             candidate = search.run()
         except CannotFit as error:

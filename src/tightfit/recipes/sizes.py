@@ -115,7 +115,7 @@ class Sizes:
     def of(self, found: Found, *, confirm: bool) -> Found:
         """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
         asked = self.search.asked
-        dimensions = dimensions_of(asked.model, asked.batch, asked.count)
+        dimensions = dimensions_of(asked.model, asked.batch, asked.micro_batches)
         if dimensions is None or found.variant is None or found.candidate is None:
             return found
         sequence, batch = dimensions

@@ -48,7 +48,7 @@ class RankStep:
         count = combinations[0].micro_batches
         inside = [kind.frugal_policy(request.levers) for kind in search.of_role(Role.INSIDE_BLOCKS)]
         return cls(
-            request=replace(request, world=world),
+            request=request.but(world=world),
             budget=budget,
             budget_bytes=found.budget_bytes,
             world=world,
@@ -64,7 +64,7 @@ class RankStep:
         """The bytes by which the largest rank exceeds the budget with such a batch, and whether its card has room."""
         batch = resized(self.request.batch, size, length)
         assert batch is not None, "a batch of token ids"
-        search = Search(replace(self.request, batch=batch), self.budget, routing_matters=self.routing_matters)
+        search = Search(self.request.but(batch=batch), self.budget, routing_matters=self.routing_matters)
         search.__dict__.update(budget_bytes=self.budget_bytes, paths=self.paths)  # without a trace of the plain step
         step = search.trace_applied(self.combination, self.policies)
         ranks = search.tracer.ranks(self.world, self.combination, self.policies, first=step.trace)

@@ -1,7 +1,7 @@
 """Traces and prices one variant of a model without an optimizer, for all optimizers that train it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tightfit.devices.families import Family, family_of
@@ -217,7 +217,7 @@ class VariantSearch(Search):
         """The search of the same variant with another batch, whose plain step is not traced."""
         if batch is self.request.batch:
             return self
-        other = VariantSearch(replace(self.request, batch=batch), self.budget, frees=self.frees, updates=self.updates)
+        other = VariantSearch(self.request.but(batch=batch), self.budget, frees=self.frees, updates=self.updates)
         other.paths, other.budget_bytes, other.frugal = self.paths, self.budget_bytes, self.frugal
         other.keeping_attention = self.keeping_attention
         return other

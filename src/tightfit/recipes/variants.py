@@ -1,7 +1,7 @@
 """A recipe applied to the arguments of a plan: the same step as the recipe would train it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,11 +13,10 @@ from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.variants import as_recipe
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import build_optimizer
-from tightfit.planner.asked import Asked
-from tightfit.planner.request import Optimizer
+from tightfit.planner.request import Request
 from tightfit.recipes.records import Autocast, Dtype, Recipe
 from tightfit.runtime.nested import tensors_in
-from tightfit.step import Batch, TokenBatch
+from tightfit.step import Batch, Optimizer, TokenBatch
 from tightfit.tracing.step import plain_tensors
 from tightfit.training.config.schema import AdapterConfig
 
@@ -79,14 +78,13 @@ def holds_fp32(batch: Batch) -> bool:
     return not isinstance(batch, TokenBatch) and any(t.dtype == torch.float32 for t in tensors_in(batch))
 
 
-def with_recipe(asked: Asked, recipe: Recipe, model: nn.Module, optimizer: OptimizerOf = optimizer_of) -> Asked:
+def with_recipe(asked: Request, recipe: Recipe, model: nn.Module, optimizer: OptimizerOf = optimizer_of) -> Request:
     """The arguments of a plan for the recipe. `model` is the recipe's own. Raises `ModelError`."""
     narrow = recipe.dtype == "bf16" and recipe.precision == "fp32"
     if narrow and model is not asked.model and holds_fp32(asked.batch):
         raise ModelError("the batch holds numbers in fp32, which weights in bf16 do not take")
-    clip = None if recipe.step_in_backward else asked.grad_clip
-    return replace(
-        asked,
+    clip = None if recipe.step_in_backward else asked.step.grad_clip
+    return asked.but(
         model=model,
         optimizer=optimizer(recipe),
         precision=recipe.precision,
@@ -95,9 +93,9 @@ def with_recipe(asked: Asked, recipe: Recipe, model: nn.Module, optimizer: Optim
     )
 
 
-def without_optimizer(asked: Asked, recipe: Recipe, model: nn.Module) -> Asked:
+def without_optimizer(asked: Request, recipe: Recipe, model: nn.Module) -> Request:
     """The arguments for the recipe's forward and backward, which no optimizer follows."""
-    return replace(with_recipe(asked, recipe, model), optimizer="sgd", step_in_backward=False)
+    return with_recipe(asked, recipe, model).but(optimizer="sgd", step_in_backward=False)
 
 
 def held_bytes(model: nn.Module) -> int:

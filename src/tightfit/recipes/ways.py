@@ -9,8 +9,8 @@ from tightfit.planner.levers import Exactness
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from tightfit.planner.asked import Asked
     from tightfit.planner.plans import Plan
+    from tightfit.planner.request import Request
 
 Kind = Literal["exact", "rounding", "inexact", "size", "cards", "device"]
 KINDS: tuple[Kind, ...] = ("exact", "rounding", "inexact", "size", "cards", "device")  # as ways out are ranked
@@ -57,7 +57,7 @@ class WayOut:
     flags: str
     overrides: str = ""  # of a configuration, as `key=value`; none takes another device
     budget: int | str = 0
-    asked: "Asked | None" = field(default=None, repr=False, compare=False)  # the arguments of its plan
+    asked: "Request | None" = field(default=None, repr=False, compare=False)  # the arguments of its plan
 
     @property
     def exactness(self) -> str:

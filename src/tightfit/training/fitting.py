@@ -15,15 +15,15 @@ from tightfit.levers.micro_batch import inseparable_samples
 from tightfit.names import optimizer_in_words
 from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
-from tightfit.planner.asked import Asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import MicroBatches, Recompute, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
+from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.ranks.world import Sharding
 from tightfit.runtime.module_paths import globs_of
-from tightfit.step import Loss, model_loss
+from tightfit.step import Loss
 from tightfit.tracing.record import Category
 from tightfit.training.buckets import Bucket, DryRun, sized
 from tightfit.training.config.schema import Config, RecomputeConfig
@@ -163,7 +163,7 @@ def fit(
     """
     if shards is not None:
         asked = _asked(model, batch, loss, config, device)
-        return _fit_shards(replace(asked, world_size=shards, parallel="fsdp2", apart=apart), config, device)
+        return _fit_shards(asked.but(world_size=shards, parallel="fsdp2", apart=apart), config, device)
     fitted = _fit_longest(model, batch, loss, config, device)
     if not shorter:
         return fitted
@@ -175,13 +175,13 @@ def _fit_longest(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config:
     asked = _asked(model, batch, loss, config, device)
     if memory.budget is not None and not _copies(config, device):
         return fit_within(memory.budget, model, batch, loss, config, device)
-    plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
+    plain = estimate_asked(asked.counted()).step_figures
     state = _state_bytes(model, config, plain)
     copy = state if _copies(config, device) else 0
     if memory.budget is not None:
         left = _left_of(memory.budget, copy, plain.peak_bytes, device)
         return fit_within(left, model, batch, loss, config, device)
-    count = asked.count
+    count = asked.micro_batches
     by_hand = Fit(plain, plain, count, count, None, memory.recompute, memory.compile_blocks, state, copy)
     if memory.recompute is None and not memory.compile_blocks:
         return by_hand
@@ -189,13 +189,13 @@ def _fit_longest(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config:
         return replace(by_hand, planned=estimate_asked(asked).step_figures)
 
 
-def _fit_shards(asked: Asked, config: Config, device: DeviceSpec) -> Fit:
+def _fit_shards(asked: Request, config: Config, device: DeviceSpec) -> Fit:
     model = asked.model
     if config.memory.budget is not None:
         return fit_of(plan_asked(asked, config.memory.budget), model, config, device)
-    plain = estimate_asked(replace(asked, micro_batches=asked.count)).step_figures
-    state = _state_bytes(model, config, plain, asked.world_size or 1)
-    return Fit(plain, plain, asked.count, asked.count, state_bytes=state, is_sharded=True)
+    plain = estimate_asked(asked.counted()).step_figures
+    state = _state_bytes(model, config, plain, asked.step.world_size or 1)
+    return Fit(plain, plain, asked.micro_batches, asked.micro_batches, state_bytes=state, is_sharded=True)
 
 
 def _copies(config: Config, device: DeviceSpec) -> bool:
@@ -244,14 +244,14 @@ def fit_within(
     """
     asked = _asked(model, batch, loss, config, device)
     if levers is not None:
-        asked = replace(asked, levers=sorted(allowed_levers(asked.levers) & set(levers)))
+        asked = asked.but(levers=sorted(allowed_levers(asked.levers_named) & set(levers)))
     plan = plan_asked(asked, budget)
     return fit_of(plan, model, config, device)
 
 
 def plain_peak_bytes(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> int:
     """The predicted peak of the step on this batch, in one micro-batch and without levers."""
-    return estimate_asked(replace(_asked(model, batch, loss, config, device), micro_batches=1)).peak_bytes
+    return estimate_asked(_asked(model, batch, loss, config, device).but(micro_batches=1)).peak_bytes
 
 
 def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> Fit:
@@ -272,9 +272,9 @@ def fit_of(plan: Plan, model: nn.Module, config: Config, device: DeviceSpec) -> 
     )
 
 
-def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Asked:
+def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Request:
     training, memory = config.training, config.memory
-    return Asked(
+    return Request.of(
         model=model,
         batch=batch,
         loss=loss,
@@ -291,17 +291,18 @@ def _asked(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Confi
     )
 
 
-def _buckets(asked: Asked, fitted: Fit, shorter: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
+def _buckets(asked: Request, fitted: Fit, shorter: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
     """The shorter batches under the levers of the longest, and that one, whose figures are known."""
     batches = {batch["input_ids"].shape[1]: batch for batch in shorter}
     longest = Bucket(asked.batch["input_ids"].shape[1], fitted.micro_batches, fitted.planned.peak_bytes)
-    counts, size = [asked.count], inseparable_samples(asked.batch, asked.loss or model_loss)
-    if fitted.plan is not None and (asked.micro_batches == "auto" or MicroBatches.name in allowed_levers(asked.levers)):
-        separation = asked.request(may_choose=True).separation
-        counts += [each.count for each in MicroBatches.apart(separation, asked.count, size)]
+    counts, size = [asked.micro_batches], inseparable_samples(asked.batch, asked.loss)
+    may_split = asked.fewest_micro_batches or MicroBatches.name in allowed_levers(asked.levers_named)
+    if fitted.plan is not None and may_split:
+        separation = asked.checked(may_choose=True).separation
+        counts += [each.count for each in MicroBatches.apart(separation, asked.micro_batches, size)]
 
     def run_dry(length: int, count: int) -> DryRun:
-        found = estimate_asked(replace(asked, batch=batches[length], micro_batches=count))
+        found = estimate_asked(asked.but(batch=batches[length], micro_batches=count))
         if fitted.plan is None:
             return DryRun(found.peak_bytes, fits=True)
         worst = max(found.peak_bytes, found.worst_peak_bytes or 0)

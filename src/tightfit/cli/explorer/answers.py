@@ -20,9 +20,9 @@ from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.pretrained import build_described
 from tightfit.models.variants import as_recipe
 from tightfit.planner.api import as_plan
-from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import make_estimate
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
+from tightfit.planner.request import Request
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import Tradeoff
 from tightfit.recipes.records import RecipesRecord
@@ -69,7 +69,7 @@ def build(described: Described) -> nn.Module:
 def _parts(question: PageQuestion, model: nn.Module, tell: Tell) -> Iterator[Part]:
     asked = asked_of(question, model)
     with aside(), real_tensors():
-        request = asked.request()
+        request = asked.checked()
         yield plain_data(EstimateRecord, make_estimate(request))
         tell(Progress(f"Step 2 of {STEPS}: looking for the fastest plan that fits"))
         search = Search(request, question.budget)
@@ -85,7 +85,7 @@ def _parts(question: PageQuestion, model: nn.Module, tell: Tell) -> Iterator[Par
     yield from recipes(question, model, budget, tell)  # last: they take the longest
 
 
-def asked_of(question: PageQuestion, model: nn.Module) -> Asked:
+def asked_of(question: PageQuestion, model: nn.Module) -> Request:
     """The arguments of a plan for the question. Raises `InputError`."""
     limit = position_limit(model)
     if limit is not None and question.sequence_length > limit:
@@ -95,7 +95,7 @@ def asked_of(question: PageQuestion, model: nn.Module) -> Asked:
     vocabulary = vocabulary_size(model)
     if vocabulary is None:
         raise ModelError(f"{type(model).__name__} has no embedding to make token ids for: choose a language model")
-    return Asked(
+    return Request.of(
         model=as_recipe(model, dtype=question.dtype, adapter=question.adapter),  # pyright: ignore[reportArgumentType] - checked
         batch=TokenBatch(question.batch_size, question.sequence_length, vocabulary),
         optimizer=question.optimizer,

@@ -12,11 +12,10 @@ from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.names import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
 from tightfit.planner.api import as_plan
 from tightfit.planner.arguments import check_levers
-from tightfit.planner.asked import Asked
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.refusal import Refusal
-from tightfit.planner.request import lacking
+from tightfit.planner.request import Request, lacking
 from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
@@ -195,7 +194,7 @@ class _SizeSearch:
             self.tried.append(value)
         if number not in self.recent:
             model, batch = self.case(value)
-            request = Asked(model, batch, **self.how).request(may_choose=True)
+            request = Request.of(model, batch, **self.how).checked(may_choose=True)
             self.recent[number] = Search(request, self.budget)
             for oldest in list(self.recent)[:-RECENT]:
                 del self.recent[oldest]
@@ -214,7 +213,7 @@ class _SizeSearch:
     def refusal(self, number: int) -> Refusal:
         """What was asked for with a number that was planned in full."""
         model, batch = self.case(number * self.multiple_of)
-        return Refusal(Asked(model, batch, **self.how), self.search(number))
+        return Refusal(Request.of(model, batch, **self.how), self.search(number))
 
     def rough_excess(self, number: int) -> int:
         """Bytes over the budget with the least peak without segments. The best segments are searched only once."""

@@ -140,7 +140,7 @@ class _Shardings:
         if sharding == self.world.sharding:
             return self.default
         world = replace(self.world, sharding=sharding)
-        search = Search(replace(self.request, world=world), self.default.budget, resorts=self.default.resorts)
+        search = Search(self.request.but(world=world), self.default.budget, resorts=self.default.resorts)
         if is_share_of(search.budget, "x"):  # of the plain step with FSDP2's defaults
             search.budget_bytes = self.default.budget_bytes
         return search

@@ -9,16 +9,15 @@ from torch import nn
 from tightfit.errors import InputError
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.snapshot import Snapshot, snapshot_of
-from tightfit.planner.asked import Asked
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
-from tightfit.planner.request import Optimizer
+from tightfit.planner.request import Request
 from tightfit.planner.step_figures import step_figures
 from tightfit.recipes.doctor import symptoms
 from tightfit.recipes.doctor.diagnosis import Diagnosis
 from tightfit.recipes.remedies import priced_remedies
-from tightfit.step import Batch, Loss, Precision
+from tightfit.step import Batch, Loss, Optimizer, Precision, Step
 from tightfit.tracing.record import StepTrace
 from tightfit.training.monitoring.record import Record
 from tightfit.training.monitoring.watch import Monitor
@@ -64,20 +63,22 @@ def diagnose(
         return diagnose_asked(error_or_trace, None)
     return diagnose_asked(
         error_or_trace,
-        Asked(
-            model, batch, loss, optimizer, precision, device, micro_batches, grad_clip,
-            step_in_backward=step_in_backward,
+        Request(
+            Step(
+                model, batch, loss, optimizer, precision, device, micro_batches, grad_clip,
+                step_in_backward=step_in_backward,
+            )
         ),
     )  # fmt: skip
 
 
-def diagnose_asked(error_or_trace: Any, asked: Asked | None) -> Diagnosis:
+def diagnose_asked(error_or_trace: Any, asked: Request | None) -> Diagnosis:
     """`tightfit.diagnose`, with the arguments of the step as one record, if there is one."""
     found = symptoms_of(error_or_trace)
     if asked is None:
         known = () if found.by_category or found.holders else (WATCH,)
         return replace(found, advice=(*found.advice, *known, ASK_PYTHON))
-    request = asked.without_levers().request()
+    request = asked.without_levers().checked()
     priced = priced_remedies(request, found.limit_bytes)
     expected = symptoms.of_step(found.subject, step_figures(priced.plain))
     if not found.by_category:
