@@ -18,11 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"  # which the README's reader has from the repository
-EXTRAS = "hf"  # of the model by name
+EXTRAS = "hf,lowbit"  # of a model by name, and of its recipes in 4 and 8 bits
 COMMANDS = (
     ("tightfit", "--version"),
     ("tightfit", "fit", "--model", "llama-3.1-8b", "--device", "rtx3060-12", "--seq-len", "2048"),
-    ("tightfit", "train", QUICKSTART.name, "training.max_steps=2"),
+    ("tightfit", "train", QUICKSTART.name, "training.max_steps=12"),
     ("tightfit", "explore", "--help"),
     ("tightfit", "doctor", "--report"),
 )
