@@ -2,6 +2,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -12,6 +14,7 @@ def accuracy_page():
     return module
 
 
+@pytest.mark.keeps("pages-figures-match-files")
 def test_the_page_says_what_the_results_files_say():
     module = accuracy_page()
     assert module.PAGE.read_text("utf-8") == module.page(), "run: python benchmarks/accuracy_page.py"

@@ -5,6 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "tightfit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -61,6 +63,7 @@ def test_the_table_names_every_package_and_file_and_nothing_else():
     assert {place.split(".")[0] for place in places()} == parts
 
 
+@pytest.mark.keeps("configuration-page-table-permitted")
 def test_a_module_imports_only_what_stands_above_it():
     order = {place: rank for rank, place in enumerate(places())}
     below = [

@@ -22,6 +22,7 @@ def benchmark(monkeypatch):
 WHERE = {"machine": {"cpu": "a"}, "versions": {"torch": "b"}, "commit": "c", "dirty": False, "threads": 1}
 
 
+@pytest.mark.keeps("pages-figures-match-files")
 def test_the_page_says_what_the_results_files_say(benchmark):
     page = benchmark("benchmarks_page")
     assert page.PAGE.read_text("utf-8") == page.page(page.records()), "run: make benchmarks"

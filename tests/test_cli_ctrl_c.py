@@ -27,6 +27,7 @@ def press_ctrl_c_during_an_import_that_swallows_it(**_):
         raise ImportError("cannot load module more than once per process") from None
 
 
+@pytest.mark.keeps("ctrl-c-ends-command")
 @pytest.mark.parametrize("command", [press_ctrl_c, press_ctrl_c_during_an_import_that_swallows_it])
 def test_ctrl_c_ends_with_130(monkeypatch, command):
     monkeypatch.setattr("tightfit.cli.app.app", command)
@@ -51,6 +52,7 @@ def test_where_ctrl_c_is_to_be_ignored_it_stays_ignored(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+@pytest.mark.keeps("after-signal-real-process")
 @pytest.mark.slow  # PyTorch's compiler is imported
 def test_the_end_does_not_wait_for_kernels_that_the_compiler_has_not_begun(monkeypatch):
     from torch._inductor import config

@@ -112,6 +112,7 @@ def test_a_card_that_is_not_here_cannot_be_measured():
     assert "finds no CUDA device" in tightfit("calibrate", "--device", "cuda").error
 
 
+@pytest.mark.keeps("card-present-estimated-planned")
 def test_an_estimate_for_a_card_that_is_not_here(calibrations):
     model = ("--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64)
     figures = json.loads(tightfit("estimate", *model, "--device", "RTX 4090", "--json").out)
@@ -127,6 +128,7 @@ def test_a_plan_for_a_share_of_a_card_that_is_not_here():
     assert plan["budget_bytes"] == int(0.8 * int(14.75 * 2**30))
 
 
+@pytest.mark.keeps("card-present-estimated-planned")
 def test_training_on_a_card_that_is_not_here_is_refused_before_anything_is_read(tmp_path):
     config = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
     outcome = tightfit("train", config, "training.device=rtx4090", f"output.folder={tmp_path / 'run'}")

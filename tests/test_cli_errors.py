@@ -44,6 +44,7 @@ def test_a_plan_without_a_budget_is_refused_before_its_model_is_built(monkeypatc
         assert "a plan needs a budget: give --budget" in tightfit(command, "--model", "llama-3.1-8b").error
 
 
+@pytest.mark.keeps("input-mistake-prints-line")
 def test_an_unknown_key_is_answered_with_the_nearest_name(config):
     line = mistake("estimate", config(training={"batchsize": 3}))
     assert "unknown key training.batchsize: did you mean training.batch_size?" in line
@@ -128,6 +129,7 @@ def test_a_batch_that_the_model_rejects_is_told_in_the_models_own_words():
     assert line.endswith("ValueError: at most two at a time, please")
 
 
+@pytest.mark.keeps("internal-error-never-reported")
 def test_an_error_of_ours_is_not_called_the_models(monkeypatch):
     def fails(*args, **kwargs):
         raise ZeroDivisionError("ours")
@@ -178,6 +180,7 @@ def test_an_optimizer_for_bf16_weights_is_refused_where_they_are_fp32():
     assert line.startswith("optimizer adamw_bf16 is for bf16 weights, and none that is trained here is bf16")
 
 
+@pytest.mark.keeps("wrong-argument-api-loss")
 def test_a_disk_without_room_is_one_line(monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -10,6 +10,8 @@ from tightfit.models.saving import load_model, save_model
 from tightfit.training.data.tokenizer import load_tokenizer, train_tokenizer
 from tiny import decoder
 
+pytestmark = pytest.mark.keeps("exported-decoder-logits-run")
+
 TEXT = "The house of Rome has forty doors, and the mill of Bath has six."
 
 

@@ -32,6 +32,7 @@ def settings(out):
     return dict(setting.split("=") for setting in line.removeprefix("As settings: ").split())
 
 
+@pytest.mark.keeps("largest-sequence-batch-width")
 @pytest.mark.slow  # a search for the largest value at the command line
 @pytest.mark.parametrize(
     ("what", "key", "multiple"),

@@ -69,6 +69,7 @@ def test_options_beside_a_config_stand_for_its_keys(config):
     assert tightfit("estimate", config, "--json").out != by_key.out
 
 
+@pytest.mark.keeps("you-query-models-larger")
 @pytest.mark.slow  # a model of many layers
 def test_a_model_larger_than_any_memory_here_can_be_asked_about(tmp_path):
     path = tmp_path / "llama-8b.json"

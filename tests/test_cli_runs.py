@@ -134,6 +134,7 @@ def test_the_default_folder_is_runs(runs, monkeypatch):
     assert tightfit("runs").error.startswith("runs: no such folder")
 
 
+@pytest.mark.keeps("killed-run-generates-scored")
 def test_a_killed_run_generates_and_is_scored_with_the_weights_of_its_newest_intact_checkpoint(runs, damaged):
     asked = ("--prompt", "the quick", "--max-new-tokens", "5", "--seed", "1")
     whole = tightfit("generate", damaged, *asked)

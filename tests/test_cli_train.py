@@ -94,6 +94,7 @@ def test_a_budget_that_nothing_fits_ends_with_its_own_exit_code(config):
     assert "cannot fit: the least is" in refused(config(), "memory.budget=1KB", code=3)
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup")
 def test_ctrl_c_keeps_what_is_done_and_ends_with_130(config, monkeypatch, tmp_path):
     def interrupt_after_one(self, metrics):
         if metrics.step == 1:
@@ -144,6 +145,7 @@ def test_the_bar_shows_steps_loss_speed_and_memory_on_one_line(width):
     assert len(last.removeprefix("\x1b[2K")) <= width
 
 
+@pytest.mark.keeps("figure-memory-progress-line")
 @pytest.mark.parametrize(("device", "name"), [("cpu", "process"), ("cuda", "allocated")])
 def test_each_figure_of_memory_is_named_and_explained_once(device, name):
     screen = io.StringIO()

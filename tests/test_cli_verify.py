@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from command_line import tightfit
 from tightfit.verification import Difference, Verification
 
@@ -21,6 +23,7 @@ def test_a_plan_from_a_file_is_verified_if_it_was_made_for_this_model(tmp_path):
     assert "made for a model with other parameters" in other.error
 
 
+@pytest.mark.keeps("input-mistake-prints-line")
 def test_a_plan_that_changes_something_has_its_own_exit_code_and_is_told(monkeypatch):
     broken = Verification(False, True, 9, Difference("gradient of head.weight", 0.25, "recompute", "layers.1"))
     monkeypatch.setattr("tightfit.cli.subject.verify", lambda *args, **kwargs: broken)

@@ -54,6 +54,7 @@ def test_a_log_has_a_line_when_nothing_was_said_for_a_while_and_none_for_each_st
         assert log.getvalue() == "0 s: recipe 49\n"
 
 
+@pytest.mark.keeps("command-runs-steps-dry")
 def test_a_step_that_says_nothing_itself_has_a_sign_of_life():
     log = io.StringIO()
     with Waiting(log, quiet=0.02):
@@ -91,6 +92,7 @@ def test_signals_are_as_they_were_behind_it_and_a_thread_that_has_none_writes_at
     assert log.getvalue() == "0 s: a step\n"
 
 
+@pytest.mark.keeps("command-runs-steps-dry")
 @pytest.mark.parametrize(
     "arguments",
     [

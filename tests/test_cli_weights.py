@@ -74,6 +74,7 @@ def mistake(*args):
     return outcome.error
 
 
+@pytest.mark.keeps("dtype-adapters-base-attention")
 @pytest.mark.sampled(2)
 def test_the_dtype_of_the_weights_is_an_option_for_every_kind_of_model(tmp_path, folder, config):
     for asked in (DECODER, ("--model", folder, *SIZES), (config(),)):
@@ -84,6 +85,7 @@ def test_the_dtype_of_the_weights_is_an_option_for_every_kind_of_model(tmp_path,
     assert answer(*stored)["weights"] == "fp32"
 
 
+@pytest.mark.keeps("dtype-adapters-base-attention")
 def test_adapters_and_the_base_below_them_are_options_for_every_kind_of_model(folder, config):
     lora = ("--adapter", "r=4,alpha=8")
     section = PretrainedModel(path=str(folder), adapter=AdapterConfig(r=4, alpha=8.0, base="bf16"))
@@ -130,6 +132,7 @@ def test_a_plan_with_adapters_is_verified_on_the_real_model(folder):
     assert "lora_A" in outcome.out or "equal" in outcome.out
 
 
+@pytest.mark.keeps("dtype-adapters-base-attention")
 def test_a_step_in_backward_is_an_option_and_a_key(config):
     model, batch = models_by_name.decoder(), package.TokenBatch(2, 32, models_by_name.VOCABULARY)
     found = answer(*DECODER, "--step-in-backward")
@@ -143,6 +146,7 @@ def test_a_step_in_backward_is_an_option_and_a_key(config):
     assert "step_in_backward and grad_clip 1 exclude each other" in mistake("estimate", *DECODER, *both)
 
 
+@pytest.mark.keeps("dtype-adapters-base-attention")
 @pytest.mark.slow  # a plan for each kind of attention
 def test_attention_is_chosen_by_name(tmp_path, config):
     on_card = ("--device", "rtx4090", "--precision", "bf16", "--seq-len", 256)
@@ -160,6 +164,7 @@ def test_attention_is_chosen_by_name(tmp_path, config):
     assert answer(config(), "--attention", "eager") == answer(config(), "model.attention=eager") != answer(config())
 
 
+@pytest.mark.keeps("published-model-named-spelling")
 @pytest.mark.parametrize(
     ("shape", "kind", "said"),
     [
@@ -181,6 +186,7 @@ def test_a_model_of_images_or_of_speech_has_a_batch_of_its_own(tmp_path, shape, 
     assert said in mistake("estimate", "--model", path, "--seq-len", 64)
 
 
+@pytest.mark.keeps("dtype-adapters-base-attention")
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -222,6 +222,7 @@ def test_every_alias_leads_to_a_key_that_exists():
         assert key in SECTIONS[section], alias.name
 
 
+@pytest.mark.keeps("configuration-page-table-permitted")
 def test_the_page_of_the_documentation_is_up_to_date():
     page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
     assert page == configuration_page(), "run: python -m tightfit.training.config.document > docs/configuration.md"

@@ -29,12 +29,14 @@ def linked(page):
     return [(page.parent / target).resolve() for target in targets if "://" not in target]
 
 
+@pytest.mark.keeps("page-file-public-name")
 @pages
 def test_every_link_leads_somewhere(name):
     missing = [target for target in linked(NAMES[name]) if not target.exists()]
     assert not missing
 
 
+@pytest.mark.keeps("page-file-public-name")
 @pages
 def test_every_file_that_is_named_exists(name):
     named = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|json|yaml|toml|js|css|html))(?:::\w+)?`", prose(NAMES[name]))
@@ -66,6 +68,7 @@ def is_public(name):
     return True
 
 
+@pytest.mark.keeps("page-file-public-name")
 @pages
 def test_every_public_name_is_public(name):
     named = named_in(NAMES[name].read_text("utf-8"))

@@ -45,6 +45,7 @@ def test_every_exclusion_is_tried_here():
     assert set(TOGETHER) == set(exclusions())
 
 
+@pytest.mark.keeps("levers-exclude-other-refused")
 @pytest.mark.parametrize("exclusion", exclusions(), ids=lambda e: f"{e.one} and {e.other}")
 def test_what_excludes_each_other_is_refused_with_the_reason_and_what_to_do(exclusion):
     with pytest.raises(TightfitError) as caught:
@@ -54,6 +55,7 @@ def test_what_excludes_each_other_is_refused_with_the_reason_and_what_to_do(excl
     assert "\n" not in line
 
 
+@pytest.mark.keeps("levers-exclude-other-refused")
 def test_the_page_is_made_from_the_levers():
     assert PAGE.read_text("utf-8") == levers_page(), "run python -m tightfit.planner.levers.page > docs/levers.md"
 

@@ -152,6 +152,7 @@ def drawn(seed: int) -> Iterator[random.Random]:
         yield random.Random(seed * PER_SEED + number)
 
 
+@pytest.mark.keeps("20-000-drawn-configurations")
 @pytest.mark.parametrize("seed", ALL)
 def test_a_drawn_configuration_is_valid_or_refused_in_one_line(tmp_path, seed):
     valid = 0

@@ -28,6 +28,7 @@ def test_small_cases_are_predicted_measured_and_summed_up(suite, tmp_path, capsy
     assert "4/4 tiny GPT-2" in capsys.readouterr().out
 
 
+@pytest.mark.keeps("gpu-suite-predicts-before")
 def test_a_prediction_is_in_the_file_before_its_case_runs_and_a_failure_is_recorded(
     suite, tmp_path, monkeypatch, capsys
 ):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tightfit
 from tightfit.cli.waiting import seldom_collecting
 from tightfit.runtime.idle_lines import IDLE, leave_out_idle_lines
@@ -21,11 +23,13 @@ def fresh(code):
     return json.loads(done.stdout)
 
 
+@pytest.mark.keeps("import-tightfit-tightfit-help")
 def test_importing_tightfit_imports_nothing_heavy():
     code = "import json, sys, tightfit; print(json.dumps(sorted(sys.modules)))"
     assert not set(fresh(code)) & set(HEAVY)
 
 
+@pytest.mark.keeps("import-tightfit-tightfit-help")
 def test_the_help_of_every_command_is_shown_without_torch():
     code = (
         "import contextlib, io, json, sys\n"

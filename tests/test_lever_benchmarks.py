@@ -135,6 +135,7 @@ def test_packed_and_padded_rows_are_compared_by_their_tokens(run):
     assert found["best_fit"]["fill"] > 0.999
 
 
+@pytest.mark.keeps("training-recomputes-losses-bit")
 @pytest.mark.slow  # a benchmark: two trainings
 def test_planned_steps_have_the_losses_of_plain_ones_at_half_the_peak(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -155,6 +156,7 @@ def test_planned_steps_have_the_losses_of_plain_ones_at_half_the_peak(monkeypatc
         benchmark.demand_identical(found["sides"], found["steps"])
 
 
+@pytest.mark.keeps("training-recomputes-losses-bit")
 def test_the_committed_figures_of_planned_steps_are_those_of_two_hundred_identical_ones(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     benchmark = importlib.import_module("planned_steps")

@@ -15,6 +15,7 @@ CASES = {
 }
 
 
+@pytest.mark.keeps("pages-figures-match-files")
 @pytest.mark.parametrize("name", CASES)
 def test_the_page_says_what_the_results_file_says(name, monkeypatch):
     module, results, arguments = CASES[name]

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tightfit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -42,6 +44,7 @@ def uses(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.keeps("file-tightfit-reads-pickle")
 def test_no_file_reads_a_pickle_or_runs_code():
     found = {(str(path.relative_to(PACKAGE)), use) for path in FILES for use in uses(path.read_text("utf-8"))}
 

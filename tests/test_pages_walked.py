@@ -162,6 +162,7 @@ def walked(page, run):
     return troubles
 
 
+@pytest.mark.keeps("command-readme-docs-training")
 @pytest.mark.slow  # it makes an environment from the registry and trains: a quarter of an hour a page
 @pytest.mark.parametrize("page", PAGES)
 def test_each_command_of_the_page_runs_from_an_empty_environment(page, tmp_path):

@@ -24,6 +24,7 @@ def results() -> list[dict]:
     return json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text("utf-8"))["results"]
 
 
+@pytest.mark.keeps("published-peaks-cards-predicted")
 def test_a_sample_of_published_peaks_is_predicted_within_a_percent(peaks):
     clear = [row for row in peaks.rows() if row.ambiguous is None and row.work not in SLOW]
     models = [row for row in clear if row.mode == "step"]
@@ -40,6 +41,7 @@ def test_the_results_are_of_the_rows_that_are_there(peaks):
     assert [{name: result[name] for name in described[0]} for result in results()] == described
 
 
+@pytest.mark.keeps("published-peaks-cards-predicted")
 def test_every_row_that_says_what_it_ran_is_within_a_percent_and_whole_models_within_half_of_one():
     clear = [row for row in results() if row["ambiguous"] is None]
     errors = [abs(row["error"]) for row in clear]

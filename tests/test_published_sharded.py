@@ -24,6 +24,7 @@ def results() -> list[dict]:
     return json.loads((ROOT / "benchmarks" / "results" / "published_sharded.json").read_text("utf-8"))["results"]
 
 
+@pytest.mark.keeps("ranks-fsdp2-allocate-reserve")
 @pytest.mark.slow  # the figures on the page are to be made again since allocations are replayed in their order
 def test_what_a_published_run_allocated_and_reserved_is_predicted(sharded):
     run = [row for row in sharded.rows() if row.source.endswith("6a6f755d")]

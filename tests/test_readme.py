@@ -56,6 +56,7 @@ def test_the_answer_that_the_readme_shows_is_todays(monkeypatch):
     assert module.answer() == module.results("front_page")["fit"], "run: python benchmarks/front_page.py --ask"
 
 
+@pytest.mark.keeps("configuration-page-table-permitted")
 @pytest.mark.parametrize("page", [README, GUIDE])
 def test_the_python_of_a_page_runs_in_anybodys_loop(page):
     model = decoder()
@@ -107,13 +108,3 @@ def test_the_levers_of_the_guide_are_the_planners():
     assert {row.replace(" ", "_").replace("-", "_").removesuffix("es") for row in rows} == {
         kind.name for kind in lever_types()
     }
-
-
-def test_the_tests_that_the_guarantees_name_exist():
-    path = None
-    named = re.findall(r"`(tests/[\w/]+\.py)?::(\w+)`", (ROOT / "docs" / "guarantees.md").read_text("utf-8"))
-    assert named
-    for file, test in named:
-        path = ROOT / file if file else path
-        assert path is not None
-        assert f"def {test}(" in path.read_text("utf-8"), f"{path}::{test}"

@@ -16,6 +16,7 @@ from tightfit.planner.levers import MicroBatches, Offload
 from tiny import decoder, token_batch
 
 
+@pytest.mark.keeps("verify-detects-plan-changes")
 def test_a_broken_recompute_is_found_and_named(monkeypatch):
     model, batch = decoder(), token_batch(8)
     made = plan(model, batch, "0.65x")
@@ -51,6 +52,7 @@ def offloading(monkeypatch):
     return model, batch, made
 
 
+@pytest.mark.keeps("verify-detects-plan-changes")
 def test_a_broken_offload_is_found_and_named(offloading, monkeypatch):
     model, batch, made = offloading
     victim = model.get_submodule([c.path for c in made.choices if c.offloaded][1])
@@ -81,6 +83,7 @@ def test_a_broken_offload_is_found_and_named(offloading, monkeypatch):
     assert f"caused by offload in {report.worst.module}" in str(report)
 
 
+@pytest.mark.keeps("verify-detects-plan-changes")
 def test_a_broken_recompute_beside_offload_is_named(offloading, monkeypatch):
     model, batch, made = offloading
     original = region.RecordedForward.__call__
@@ -128,6 +131,7 @@ def test_a_plain_run_that_is_not_repeatable_is_told():
     assert "two plain runs differ" in str(report)
 
 
+@pytest.mark.keeps("verify-detects-plan-changes")
 @pytest.mark.slow  # a plan with every lever
 def test_verification_leaves_the_model_as_it_was():
     model, batch = decoder(dropout=0.1), token_batch(8)
@@ -192,6 +196,7 @@ class Writing(nn.Module):
         return (self.layers(x) * self.scale + self.seen[0]).square().mean() * len(history)
 
 
+@pytest.mark.keeps("verify-dry-runs-leave")
 def test_a_forward_that_writes_into_batch_weights_and_attributes_is_verified_and_leaves_them():
     model, batch = Writing(), {"x": torch.rand(256, 64), "history": []}
     held = [batch["x"], model.scale, model.seen[0]]
@@ -207,6 +212,7 @@ def test_a_forward_that_writes_into_batch_weights_and_attributes_is_verified_and
     assert batch["history"] == []
 
 
+@pytest.mark.keeps("verify-dry-runs-leave")
 def test_a_loss_that_takes_its_labels_out_of_the_batch_is_verified():
     model, batch = Writing().layers, {"x": torch.rand(256, 64, requires_grad=True), "y": torch.rand(256, 64)}
 

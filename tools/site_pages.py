@@ -44,6 +44,7 @@ def pages() -> dict[str, str]:
         "contributing.md": from_the_root(ROOT / "CONTRIBUTING.md", "docs/"),
         "reference/command_line.md": command_line_page(),
         "reference/python.md": python_page(),
+        "reference/kept_by.md": kept_by_page(),
         "cards/index.md": cards_page(),
         **{f"cards/{size}gb.md": card_page(size) for size in CARD_SIZES},
     }
@@ -141,6 +142,14 @@ def python_page() -> str:
     for title, names in PYTHON.items():
         lines += ["", f"## {title}", *(f"\n::: tightfit.{name}" for name in names)]
     return "\n".join(lines) + "\n"
+
+
+def kept_by_page() -> str:
+    """Which test keeps which promise."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from kept_by import kept, promises, table
+
+    return f"# Which test keeps which promise\n\n{table(promises(), kept())}"
 
 
 # Recipes by card

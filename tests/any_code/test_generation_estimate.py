@@ -60,6 +60,7 @@ def measured(model, ids, new_tokens, chunk_size=512):
 SLOW = pytest.mark.slow  # the same readers as others, with windows: two seconds each
 
 
+@pytest.mark.keeps("estimate-inference-predicts-allocator")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if "window" in n else n for n in MODELS])
 def test_the_peak_of_a_generation_is_the_allocators(name):
@@ -87,6 +88,7 @@ def test_the_librarys_own_generation_is_traced_too(name):
     assert found.peak_bytes == pytest.approx(real, rel=0.001)
 
 
+@pytest.mark.keeps("estimate-inference-predicts-allocator")
 def test_the_tokens_that_are_left_out_change_neither_bytes_nor_seconds(monkeypatch):
     model, ids = decoder(**SMALL), prompts()
     short = estimate_generation(model, ids, new_tokens=30, device=DEVICE)
@@ -116,6 +118,7 @@ def test_a_model_without_a_cache_reads_everything_at_each_token():
     assert (found.peak_phase, found.cache_bytes) == ("decode", 0)
 
 
+@pytest.mark.keeps("seconds-generation-labelled-derived")
 def test_on_a_card_the_allocator_rounds_and_reserves_and_seconds_are_labelled():
     model = decoder(**SMALL).to(torch.bfloat16)
     found = estimate_generation(model, prompts(), new_tokens=20, device="rtx4090")

@@ -135,6 +135,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.keeps("tightfit-trace-predicts-allocator")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_the_peak_of_any_code_is_the_allocators(make):
     case = make()
@@ -144,6 +145,7 @@ def test_the_peak_of_any_code_is_the_allocators(make):
     assert found.step_seconds > 0
 
 
+@pytest.mark.keeps("tightfit-trace-predicts-allocator")
 @pytest.mark.parametrize("device", [DEVICE, "rtx4090"], ids=["cpu", "card"])
 def test_a_traced_loop_of_two_steps_has_the_peak_that_estimate_predicts(device):
     model, optimizer, x = trained()
@@ -204,6 +206,7 @@ class Meddling(nn.Module):
 STEPS_DONE = 0
 
 
+@pytest.mark.keeps("changes-nothing-code-reach")
 def test_nothing_of_the_callers_is_changed():
     model, x, losses, calls = Meddling(), torch.randn(16, 8), [], 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -265,6 +268,7 @@ def checksum(model):
     return [p.double().sum().item() for p in model.parameters()]
 
 
+@pytest.mark.keeps("changes-nothing-code-reach")
 def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
     model, optimizer, x = trained()
 
@@ -297,6 +301,7 @@ def test_a_block_is_recorded_and_what_it_made_is_on_meta_afterwards():
         pass
 
 
+@pytest.mark.keeps("code-own-exceptions-come")
 def test_an_exception_of_the_code_comes_through_and_everything_is_put_back():
     model, _, x = trained()
     raised = KeyError("the user's own")
@@ -324,6 +329,7 @@ def without_memory(kind):
         return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32)), torch.zeros(4, 8, dtype=torch.int64)
 
 
+@pytest.mark.keeps("changes-nothing-code-reach")
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_modules_and_inputs_without_memory_are_traced_and_stay_without(kind):
     real = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32))
@@ -346,6 +352,7 @@ def test_a_question_about_unknown_numbers_is_answered_with_its_line():
     assert [line.rpartition("assumed ")[2] for line in found.assumptions] == ["False", "1.0"]
 
 
+@pytest.mark.keeps("code-own-exceptions-come")
 def test_an_operator_that_cannot_run_dry_is_named_in_one_line():
     x = torch.randn(300, 300)
     with pytest.raises(TraceError, match=r"no_shapes.* cannot be run dry") as told:
@@ -363,6 +370,7 @@ def a_compiled_function():
     return function
 
 
+@pytest.mark.keeps("code-own-exceptions-come")
 @pytest.mark.parametrize(
     ("arguments", "kind", "expected"),
     [

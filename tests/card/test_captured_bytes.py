@@ -13,6 +13,8 @@ from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
 from tightfit.tracing.build import build_dry
 from tiny import decoder, token_batch
 
+pytestmark = pytest.mark.keeps("card-traps-captured-recomputed")
+
 
 @pytest.fixture
 def growing_segments(monkeypatch):

@@ -15,7 +15,7 @@ import tightfit
 from exactness import Outcome, assert_bit_equal, run
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
 
-pytestmark = pytest.mark.usefixtures("values")
+pytestmark = [pytest.mark.usefixtures("values"), pytest.mark.keeps("card-traps-captured-recomputed")]
 
 # Their blocks hold tensors or generators of the CPU, or call numpy: they are for CPUs.
 FOR_CPUS = frozenset(name for name in CASES if "numpy" in name) | {

@@ -36,6 +36,7 @@ def settings_of(folder, accumulated=1):
     }  # fmt: skip
 
 
+@pytest.mark.keeps("cuda-path-pytorch-own")
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_trainers_peak_is_the_planned_one_and_no_planned_batch_is_kept_on_the_card(
     tmp_path, accumulated, held_by_others
@@ -73,6 +74,7 @@ class Anchored(FrugalTrainer):
         return found.loss + (found.logits - wanted).square().mean()
 
 
+@pytest.mark.keeps("cuda-path-pytorch-own")
 def test_a_reference_model_that_the_trainer_holds_is_counted(tmp_path, held_by_others):
     trainer = Anchored(llama(), memory_budget="0.8x", **settings_of(tmp_path))
     torch.cuda.reset_peak_memory_stats()

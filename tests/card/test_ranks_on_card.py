@@ -51,12 +51,14 @@ def run_ranks(ranks, *command, folder, **setting):
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"')]
 
 
+@pytest.mark.keeps("processes-null-cards-nccl")
 def test_ranks_find_what_the_others_sent(tmp_path):
     rows = run_ranks(3, str(HERE / "collectives.py"), folder=tmp_path)
     assert sorted(row["rank"] for row in rows) == [0, 1, 2]
     assert all(row["wrong"] == [] and row["tried"] > 40 and row["unmodelled"] == 0 for row in rows), rows
 
 
+@pytest.mark.keeps("processes-null-cards-nccl")
 def test_a_rank_that_ended_is_an_error_of_the_others(tmp_path):
     (row,) = run_ranks(2, str(HERE / "collectives.py"), "ends", folder=tmp_path)
     assert "another rank ended" in row["error"]

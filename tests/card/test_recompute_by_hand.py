@@ -9,7 +9,7 @@ import tightfit
 from tightfit.errors import LeverError
 from tiny import decoder, token_batch
 
-pytestmark = pytest.mark.usefixtures("values")
+pytestmark = [pytest.mark.usefixtures("values"), pytest.mark.keeps("card-traps-captured-recomputed")]
 
 
 @pytest.fixture(scope="module")

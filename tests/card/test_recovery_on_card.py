@@ -62,6 +62,7 @@ def recovers_at(case, step, number):
     assert all(torch.equal(a, b) for a, b in zip(run.everything(), wanted, strict=True)), (step, number)
 
 
+@pytest.mark.keeps("cuda-path-too-card")
 def test_a_card_that_is_full_at_some_operators_changes_no_bit(case):
     allocating = case[-1][2]
     assert len(allocating) > 60
@@ -69,6 +70,7 @@ def test_a_card_that_is_full_at_some_operators_changes_no_bit(case):
         recovers_at(case, 2, number)
 
 
+@pytest.mark.keeps("cuda-path-too-card")
 @pytest.mark.slow  # some 800 trainings of two steps: minutes
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_card_that_is_full_at_any_operator_changes_no_bit(step, case):

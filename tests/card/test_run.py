@@ -48,6 +48,7 @@ def printed(captured, name):
     return [line.split()[1:] for line in captured.splitlines() if line.startswith(name)]
 
 
+@pytest.mark.keeps("tightfit-run-says-script")
 def test_the_peak_is_the_allocators_own_and_the_script_reads_it_too(tmp_path, capfd):
     run = tightfit.run(script(tmp_path), device="rtx4090", steps=3)
     said = printed(capfd.readouterr().out, "peak")
@@ -72,6 +73,7 @@ def test_the_peak_is_the_allocators_own_and_the_script_reads_it_too(tmp_path, ca
     assert read.count == 3
 
 
+@pytest.mark.keeps("tightfit-run-says-script")
 def test_what_the_card_has_no_room_for_does_not_fit(tmp_path, capfd):
     run = tightfit.run(script(tmp_path, rows=2**20), device="rtx4090", memory="4GiB")
     assert run.fits is False
@@ -85,6 +87,7 @@ def test_what_the_card_has_no_room_for_does_not_fit(tmp_path, capfd):
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.keeps("tightfit-run-says-script")
 def test_a_script_that_tries_again_with_less_fits(tmp_path):
     lines = TRAINING.splitlines()
     function = "\n".join([*lines[:6], "def train(rows):", *(f"    {line}" for line in lines[6:])])
@@ -103,6 +106,7 @@ def test_true_values_are_those_of_the_cpu(tmp_path, capfd):
     assert not run.steps
 
 
+@pytest.mark.keeps("tightfit-run-says-script")
 def test_the_command_line_speaks_by_its_exit_code_and_a_last_line(tmp_path):
     def ended(*words, text=TRAINING, rows=64):
         command = [sys.executable, "-m", "tightfit", "run", "--device", "rtx4090", *words, "--"]
@@ -174,6 +178,7 @@ def test_a_card_comes_into_a_process_before_torch_and_not_after():
     assert ran.stdout == "NVIDIA T4\n", ran.stderr
 
 
+@pytest.mark.keeps("tightfit-run-says-script")
 @pytest.mark.slow  # three processes that import torch, some 15 seconds
 def test_each_rank_of_torchrun_has_its_row(tmp_path):
     text = TRAINING.replace("import torch\n", "import torch, torch.distributed as dist\n", 1)

@@ -27,6 +27,7 @@ class Gate(Files):
         return super().write(descriptor, content)
 
 
+@pytest.mark.keeps("save-background-holds-values")
 def test_what_changes_after_the_call_is_not_saved(scratch: Path):
     """pytorch#144657: saves in the background wrote tensors on the CPU as they were later."""
     gate, given, noted = Gate(), tensors(1), record(1)
@@ -46,6 +47,7 @@ def test_what_changes_after_the_call_is_not_saved(scratch: Path):
     assert found.manifest.tensors.same_as == {"model.head": "model.embedding"}
 
 
+@pytest.mark.keeps("save-background-holds-values")
 def test_there_is_one_save_at_a_time(scratch: Path):
     gate = Gate()
     saver = BackgroundSaver(Checkpoints(scratch, gate))
@@ -65,6 +67,7 @@ class Full(Files):
         raise OSError(28, "No space left on device")
 
 
+@pytest.mark.keeps("save-background-holds-values")
 @pytest.mark.parametrize("how", ["save", "wait", "end"])
 def test_an_error_of_the_thread_is_one_line_at_the_next_call(scratch: Path, how: str):
     def run() -> None:
@@ -115,6 +118,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_copied(scratch: Path
     assert not saver.is_saving
 
 
+@pytest.mark.keeps("peaks-saving-loading-copying")
 def test_the_copies_take_what_is_predicted_and_are_made_once(scratch: Path):
     given = {**tensors(1), "large": torch.zeros(200, 300).t(), "tied": torch.zeros(1000)}
     given["tied too"] = given["tied"]

@@ -26,15 +26,18 @@ def check(folder: Path, count: int, seed: int) -> None:
     assert seed_of(found.checkpoint) == 10
 
 
+@pytest.mark.keeps("10-000-damaged-checkpoints")
 def test_300_damages_are_noticed(scratch: Path):
     check(scratch, 300, seed=0)
 
 
+@pytest.mark.keeps("10-000-damaged-checkpoints")
 @pytest.mark.slow  # 10,000 of them: half a minute
 def test_10000_damages_are_noticed(scratch: Path):
     check(scratch, 10_000, seed=1)
 
 
+@pytest.mark.keeps("10-000-damaged-checkpoints")
 def test_each_bit_of_a_manifest_counts(scratch: Path):
     save(scratch, 10)
     step = save(scratch, 20)

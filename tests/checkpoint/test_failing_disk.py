@@ -140,11 +140,13 @@ CHECKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.keeps("full-disk-input-output")
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_call_that_fails_is_one_line_and_what_was_intact_stays_so(base: Path, check: Callable):
     check(base, FAILURES)
 
 
+@pytest.mark.keeps("full-disk-input-output")
 @pytest.mark.slow  # both kinds of error once and for good at every call: ten seconds
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_disk_that_fails_for_good_or_is_full_once_is_one_line_too(base: Path, check: Callable):
@@ -174,6 +176,7 @@ def only_the_seam(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
+@pytest.mark.keeps("full-disk-input-output")
 def test_every_change_of_a_file_goes_through_the_seam(base: Path, only_the_seam: set[str]):
     """What is past it, the tests of power cuts and of failures do not see."""
     save(base, 30)

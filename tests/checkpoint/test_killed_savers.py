@@ -9,6 +9,7 @@ import killed_savers
 import pytest
 
 
+@pytest.mark.keeps("process-killed-random-moment")
 @pytest.mark.slow  # processes that save to a real disk for a while, and torch in one of their own: half a minute
 def test_what_was_saved_is_found_whenever_a_process_is_killed(tmp_path: Path):
     done = subprocess.run(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import malicious
+import pytest
 
 
 def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -17,6 +18,7 @@ def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.keeps("hundred-malicious-checkpoints-refused")
 def test_each_is_refused_in_one_line_without_running_anything(scratch: Path):
     """In a process with little memory, without torch, that reports what Python runs and opens."""
     done = in_a_process(scratch, malicious.__file__)
@@ -44,6 +46,7 @@ malicious.main(pathlib.Path(sys.argv[1]))
 """
 
 
+@pytest.mark.keeps("hundred-malicious-checkpoints-refused")
 def test_the_process_notices_what_is_run(scratch: Path):
     """The test above can fail: loading one of the pickles is noticed."""
     done = in_a_process(scratch, "-c", NOTICED)

@@ -90,6 +90,7 @@ def recorder(scratch: Path) -> Recorder:
     return Recorder(root)
 
 
+@pytest.mark.keeps("after-power-cut-system")
 def test_a_complete_checkpoint_is_there_after_a_cut_at_any_call(scratch: Path, recorder: Recorder):
     life(recorder.root, recorder)
 
@@ -97,6 +98,7 @@ def test_a_complete_checkpoint_is_there_after_a_cut_at_any_call(scratch: Path, r
     assert check_cuts(scratch, recorder, seed=0, more=3) > 200
 
 
+@pytest.mark.keeps("after-power-cut-system")
 @pytest.mark.slow  # 40 random selections of what was not synced at each call: a minute
 def test_a_complete_checkpoint_is_there_whatever_selection_of_what_was_not_synced_is(scratch: Path, recorder: Recorder):
     life(recorder.root, recorder)
@@ -104,6 +106,7 @@ def test_a_complete_checkpoint_is_there_whatever_selection_of_what_was_not_synce
     assert check_cuts(scratch, recorder, seed=1, more=40) > 500
 
 
+@pytest.mark.keeps("after-power-cut-system")
 @pytest.mark.slow  # a second cut at each call of the save that follows a first: half a minute
 def test_a_complete_checkpoint_is_there_after_a_second_cut(scratch: Path, recorder: Recorder):
     life(recorder.root, recorder)
@@ -148,6 +151,7 @@ class Forgetful(Recorder):
 SYNCS = 7  # of the first save: the folder's parent, the run's folder, three files, the folder they are in, its new name
 
 
+@pytest.mark.keeps("after-power-cut-system")
 @pytest.mark.parametrize("left_out", range(SYNCS))
 def test_each_sync_is_needed(scratch: Path, left_out: int):
     """The test above fails without any of them."""
@@ -172,6 +176,7 @@ def test_the_name_of_a_folder_that_a_killed_run_made_is_synced_too(scratch: Path
     check_cuts(scratch, recorder, seed=5)
 
 
+@pytest.mark.keeps("run-other-files-old")
 def test_a_file_of_the_run_is_the_old_or_the_new_one_after_a_cut_at_any_call(scratch: Path, recorder: Recorder):
     folder = RunFolder(recorder.root / "run", recorder)
     recorder.make_folders(folder.path)
@@ -188,6 +193,7 @@ def test_a_file_of_the_run_is_the_old_or_the_new_one_after_a_cut_at_any_call(scr
         shutil.rmtree(root)
 
 
+@pytest.mark.keeps("run-other-files-old")
 def test_lines_that_were_synced_are_there_after_a_cut(scratch: Path, recorder: Recorder):
     folder = RunFolder(recorder.root / "run", recorder)
     recorder.make_folders(folder.path)

@@ -31,6 +31,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.keeps("record-beside-tensors-comes")
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
 def test_any_json_comes_back_as_it_was(value):
@@ -39,6 +40,7 @@ def test_any_json_comes_back_as_it_was(value):
     assert repr(back) == repr(value)  # NaN and -0.0 too, and no integer for a float
 
 
+@pytest.mark.keeps("record-beside-tensors-comes")
 def test_floats_come_back_bit_for_bit():
     chance = random.Random(0)
     floats = [struct.unpack("<d", chance.randbytes(8))[0] for _ in range(2000)]

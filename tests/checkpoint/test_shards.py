@@ -56,6 +56,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return found.checkpoint
 
 
+@pytest.mark.keeps("checkpoint-whose-tensors-several")
 def test_tensors_are_whole_however_many_ranks_have_written_them(checkpoint: Checkpoint):
     expected = {**WHOLE, **REST}
     assert {name: spec.shape for name, spec in checkpoint.specs.items()} == {n: t.shape for n, t in expected.items()}
@@ -65,6 +66,7 @@ def test_tensors_are_whole_however_many_ranks_have_written_them(checkpoint: Chec
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.keeps("checkpoint-whose-tensors-several")
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 9])
 def test_other_numbers_of_ranks_read_their_rows(checkpoint: Checkpoint, count: int):
     each = -(-7 // count)
@@ -85,6 +87,7 @@ def test_rows_are_read_from_what_one_process_has_written(tmp_path: Path):
         assert torch.equal(rows, tensor[2:4])
 
 
+@pytest.mark.keeps("checkpoint-whose-tensors-several")
 @pytest.mark.parametrize("rank", range(3))
 def test_a_damaged_shard_is_found(tmp_path: Path, rank: int):
     path = saved(tmp_path) / shard_name(rank)
@@ -98,6 +101,7 @@ def test_a_damaged_shard_is_found(tmp_path: Path, rank: int):
     assert f"{shard_name(rank)} is missing" in Checkpoints(tmp_path).newest_intact().passed_over[0]
 
 
+@pytest.mark.keeps("checkpoint-whose-tensors-several")
 def test_where_one_rank_cannot_write_nothing_is_left(tmp_path: Path):
     Checkpoints(tmp_path).save(3, WHOLE, {})
     with pytest.raises(OutputError, match="rank 2: no space left"):
@@ -105,6 +109,7 @@ def test_where_one_rank_cannot_write_nothing_is_left(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.keeps("checkpoint-whose-tensors-several")
 @pytest.mark.parametrize("change", ["shape", "dtype", "name", "none", "same_as", "file"])
 def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path, change: str):
     content = json.loads((saved(tmp_path) / MANIFEST).read_bytes())["content"]

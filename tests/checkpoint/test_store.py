@@ -57,6 +57,7 @@ def test_the_last_are_kept(scratch: Path):
     assert newest(scratch) == 123_456_789_012
 
 
+@pytest.mark.keeps("last-best-checkpoints-kept")
 def test_the_best_are_kept_beside_the_last(scratch: Path):
     scores = {10: 3.0, 20: 1.0, 30: math.nan, 40: None, 50: 2, 60: True, 70: 2.0, 80: 9.0}
     checkpoints = scored(scratch, scores)
@@ -72,6 +73,7 @@ def test_the_highest_are_the_best_where_higher_is_better(scratch: Path):
     assert steps(scratch) == [10, 30, 40]
 
 
+@pytest.mark.keeps("last-best-checkpoints-kept")
 def test_the_newest_intact_one_stays_whatever_is_damaged(scratch: Path):
     for step in (10, 20, 30, 40):
         save(scratch, step)
@@ -153,6 +155,7 @@ def test_of_two_with_the_same_step_the_one_in_its_place_is_newer(scratch: Path):
     assert newest(scratch) == 1
 
 
+@pytest.mark.keeps("two-processes-save-once")
 def test_two_savers_at_once_save_all(scratch: Path):
     errors = []
 
@@ -176,6 +179,7 @@ def test_two_savers_at_once_save_all(scratch: Path):
     assert not [name for name in names_in(scratch) if name.startswith(".")]
 
 
+@pytest.mark.keeps("two-processes-save-once")
 def test_whoever_reads_while_another_saves_and_prunes_finds_one(scratch: Path):
     save(scratch, 1)
     is_done = threading.Event()
@@ -212,6 +216,7 @@ def test_a_saver_that_another_holds_up_for_long_is_one_line(scratch: Path, monke
     assert steps(scratch) == [10, 20]
 
 
+@pytest.mark.keeps("save-fit-disk-refused")
 def test_a_disk_without_room_is_not_filled(scratch: Path, monkeypatch: pytest.MonkeyPatch):
     step = save(scratch, 10)
     needed = sum(path.stat().st_size for path in step.iterdir() if path.name != "manifest.json")

@@ -38,6 +38,7 @@ def of_each_dtype(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.keeps("tensors-dtype-come-back")
 def test_every_dtype_comes_back_bit_for_bit(scratch: Path):
     given = of_each_dtype((3, 5))
     assert len(given) == 19
@@ -50,6 +51,7 @@ def test_every_dtype_comes_back_bit_for_bit(scratch: Path):
         assert torch.equal(bits(read), bits(tensor)), name
 
 
+@pytest.mark.keeps("tensors-dtype-come-back")
 def test_safetensors_reads_the_file(scratch: Path):
     given = {**of_each_dtype((3, 5)), "none": torch.zeros(0, 4), "one": torch.tensor(2.5), "größe": torch.ones(2)}
     given.pop("float8_e8m0fnu")  # their reader for torch does not know it
@@ -62,6 +64,7 @@ def test_safetensors_reads_the_file(scratch: Path):
         assert torch.equal(bits(read[name]), bits(tensor)), name
 
 
+@pytest.mark.keeps("tensors-dtype-come-back")
 def test_a_file_that_safetensors_wrote_is_read(scratch: Path):
     given = {**of_each_dtype((2, 3)), "none": torch.zeros(0, 4), "one": torch.tensor(2.5)}
     given.pop("float8_e8m0fnu")
@@ -78,6 +81,7 @@ def test_a_file_that_safetensors_wrote_is_read(scratch: Path):
         file.read_into({"other": torch.zeros(1)})
 
 
+@pytest.mark.keeps("tensors-dtype-come-back")
 @pytest.mark.parametrize("staging_bytes", [16, 64, 100, 1 << 20])
 def test_tensors_that_are_not_in_one_piece_go_through_the_staging_buffer(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
@@ -143,6 +147,7 @@ def test_safetensors_reads_a_tied_model(scratch: Path):
     assert torch.equal(other.head.weight, model.head.weight)
 
 
+@pytest.mark.keeps("tensors-dtype-come-back")
 def test_weights_that_are_trained_are_read_into_where_they_are(scratch: Path):
     weight = nn.Parameter(torch.randn(4, 4))
     kept = weight.detach().clone()
@@ -169,6 +174,7 @@ def test_the_same_tensors_are_the_same_bytes_in_whatever_order(scratch: Path):
         assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
 
 
+@pytest.mark.keeps("checkpoint-another-model-refused")
 def test_another_model_is_refused_before_anything_is_read(scratch: Path):
     checkpoint = saved(scratch, {"a": torch.ones(2, 3), "b": torch.ones(2)})
     good = torch.zeros(2, 3)
@@ -208,6 +214,7 @@ SIZES = {
 }
 
 
+@pytest.mark.keeps("peaks-saving-loading-copying")
 @pytest.mark.parametrize("case", SIZES)
 def test_the_peaks_of_saving_and_loading_are_the_allocators(scratch: Path, case: str):
     given = SIZES[case]

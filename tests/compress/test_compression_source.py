@@ -17,6 +17,7 @@ from tiny import decoder
 IDS = torch.arange(40).view(2, 20)
 
 
+@pytest.mark.keeps("report-leaves-weights-predictions")
 def test_a_decoder_is_opened_as_a_model_of_transformers_measured_and_written(tmp_path):
     model = decoder(hidden_size=32, num_layers=1, vocab_size=300, max_position_embeddings=64).eval()
     save_model(model, tmp_path / "run")
@@ -64,6 +65,7 @@ def test_a_report_shows_both_sides_and_what_there_is_of_them():
     assert text.endswith("a note")
 
 
+@pytest.mark.keeps("wrong-shares-patterns-texts")
 def test_what_holds_no_model_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

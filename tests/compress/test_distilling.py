@@ -84,6 +84,7 @@ def relative_gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     return (gap / sum(float(g.square().sum()) for g in one.values())) ** 0.5
 
 
+@pytest.mark.keeps("step-gradients-loop-two")
 def test_an_online_step_has_the_gradients_of_two_whole_logit_tensors_however_it_is_split():
     student, beside, batch = decoder(32, seed=1), teacher_model(), ragged_batch()
     loss = DistillationLoss(beside, DistilConfig(temperature=2.0, hard_weight=0.3))
@@ -123,6 +124,7 @@ def step_peaks(model: nn.Module, loss: Any, batch: dict[str, Any]) -> tuple[int,
     return predicted, measured_peak(step, resident_tensors(model, optimizer, batch, loss))
 
 
+@pytest.mark.keeps("step-student-6-000")
 @pytest.mark.slow  # a large vocabulary
 def test_a_step_takes_a_fraction_of_one_with_two_whole_logit_tensors():
     vocabulary = 6000
@@ -139,6 +141,7 @@ def test_a_step_takes_a_fraction_of_one_with_two_whole_logit_tensors():
     assert chunked[1] < 0.1 * naive[1]
 
 
+@pytest.mark.keeps("document-loss-move-document")
 def test_a_document_is_distilled_alike_whatever_stands_before_it_in_its_row():
     student, beside, batch = decoder(32, seed=1), teacher_model(), ragged_batch()
     batch["labels"][:, :13] = -100
@@ -186,6 +189,7 @@ def is_predicted(predicted: int | None, measured: int | None) -> bool:
     return abs(predicted / measured - 1) < 1e-3
 
 
+@pytest.mark.keeps("peak-distillation-predicted-within", "store-takes-most-120")
 def test_peaks_are_predicted_with_the_teacher_beside_the_student_and_after_it_has_left(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -224,6 +228,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.keeps("store-takes-most-120")
 def test_a_store_whose_writer_was_killed_goes_on_to_the_same_bytes(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -266,6 +271,7 @@ def test_a_store_whose_writer_was_killed_goes_on_to_the_same_bytes(
     assert shard_bytes(tmp_path / "killed") == shard_bytes(tmp_path / "whole")
 
 
+@pytest.mark.keeps("store-takes-most-120")
 def test_ids_of_large_vocabularies_take_three_bytes():
     ids = torch.tensor([[0, 65_536, 128_255], [2**24 - 1, 7, 256]], dtype=torch.int32)
     packed = packed_ids(ids, 128_256)
@@ -310,6 +316,7 @@ MISUSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.keeps("another-tokenizer-another-vocabulary")
 @pytest.mark.parametrize("line", MISUSES)
 def test_each_misuse_is_one_line(line: str, tmp_path: Path, teacher: Path, store: Path):
     asked = dict(MISUSES[line])
@@ -341,6 +348,7 @@ def divergence(teacher: Path, student: Path) -> float:
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
+@pytest.mark.keeps("student-cut-out-teacher")
 @pytest.mark.slow  # a pruning with its report, three trainings
 def test_a_student_that_is_cut_out_of_its_teacher_is_the_pruned_teacher_and_heals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -373,6 +381,7 @@ def test_a_student_that_is_cut_out_of_its_teacher_is_the_pruned_teacher_and_heal
     assert more.training.resumed_from == 6
 
 
+@pytest.mark.keeps("student-cut-out-teacher")
 def test_a_student_is_cut_by_activations_on_the_training_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A channel that reads with large weights and writes nothing goes by activation, and stays by norm."""
     leave_out_pictures(monkeypatch)
@@ -393,6 +402,7 @@ def test_a_student_is_cut_by_activations_on_the_training_samples(tmp_path: Path,
     assert stays == {"activation": False, "norm": True}
 
 
+@pytest.mark.keeps("student-cut-out-teacher")
 def test_a_cut_that_another_key_contradicts_is_one_line(tmp_path: Path, teacher: Path):
     def refusal(config: Config, *overrides: str) -> str:
         with pytest.raises(InputError) as raised:
@@ -413,6 +423,7 @@ def test_a_cut_that_another_key_contradicts_is_one_line(tmp_path: Path, teacher:
     assert "student_ffn" in refusal(plain, "distil.student_ffn=1.5")
 
 
+@pytest.mark.keeps("another-tokenizer-another-vocabulary")
 def test_train_and_estimate_refuse_a_teacher(tmp_path: Path, teacher: Path):
     with pytest.raises(InputError, match="train has no teacher: run tightfit distil"):
         train(settings(tmp_path, teacher))
@@ -422,6 +433,7 @@ def test_train_and_estimate_refuse_a_teacher(tmp_path: Path, teacher: Path):
     assert run_command("estimate", config, "distil=null").code == 0
 
 
+@pytest.mark.keeps("another-tokenizer-another-vocabulary")
 def test_a_budget_that_the_teacher_alone_exceeds_is_refused_before_it_reads(tmp_path: Path, teacher: Path):
     config = settings(tmp_path, teacher, memory={"budget": "200KiB"})
     with pytest.raises(CannotFit, match="the teacher reads one sample in") as raised:
@@ -443,6 +455,7 @@ def test_the_command_writes_a_store_and_its_figures_and_says_one_line_of_a_mista
     assert "holds distributions of other data" in wrong.error
 
 
+@pytest.mark.keeps("another-tokenizer-another-vocabulary")
 def test_a_softly_capped_head_is_refused_by_name(tmp_path: Path):
     class Capped(nn.Module):
         def __init__(self) -> None:
@@ -512,6 +525,7 @@ def test_a_student_learns_faster_from_a_teacher_than_from_the_text_alone(tmp_pat
     assert taught.validation_loss < alone.validation_loss - 0.1
 
 
+@pytest.mark.keeps("resumed-distillation-bit-exact")
 @pytest.mark.slow  # three trainings and their plans
 def test_a_resumed_distillation_is_bit_exact_and_keeps_its_teacher(tmp_path: Path, teacher: Path):
     distil = {"hidden_weight": 0.5, "hard_weight": 0.2}
@@ -535,6 +549,7 @@ def test_a_resumed_distillation_is_bit_exact_and_keeps_its_teacher(tmp_path: Pat
     assert PROJECTION.encode() not in whole
 
 
+@pytest.mark.keeps("teacher-bf16-8-bits")
 @pytest.mark.slow  # plans of several levers, and trainings in few bits
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "nf4"])
 def test_a_budget_includes_a_teacher_in_few_bits(dtype: str, tmp_path: Path, teacher: Path):

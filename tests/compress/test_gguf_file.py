@@ -44,6 +44,7 @@ def rounded(model: Any, weights: str) -> Any:
     return model
 
 
+@pytest.mark.keeps("transformers-reads-exported-gguf")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "weights"), [("llama", "f16"), ("mistral", "q8_0"), ("qwen2", "bf16"), ("qwen3", "q8_0")]
@@ -57,6 +58,7 @@ def test_transformers_reads_a_gguf_file_with_the_logits_of_the_rounded_weights(k
     assert read.config.tie_word_embeddings == model.config.tie_word_embeddings
 
 
+@pytest.mark.keeps("transformers-reads-exported-gguf")
 def test_a_run_becomes_a_gguf_file_with_its_tokenizer(tmp_path: Path):
     source = tiny_folder(tmp_path / "source", tiny_model("llama"))
     done = tightfit("export", source, "--to", "gguf_q8_0", "--output", tmp_path / "out")
@@ -90,6 +92,7 @@ def test_the_ways_to_cut_text_have_the_names_that_llama_cpp_gives_them():
         assert [known for known, is_it in CUTS.items() if is_it(part)] == [name]
 
 
+@pytest.mark.keeps("transformers-reads-exported-gguf")
 def test_what_a_gguf_file_cannot_say_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refusal(name: str, model: Any) -> str:
         source = tiny_folder(tmp_path / name, model)

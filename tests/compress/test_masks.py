@@ -24,6 +24,7 @@ def flat(weights):
     return torch.cat([weight.flatten() for weight in weights.values()])
 
 
+@pytest.mark.keeps("masks-magnitude-matrix-wanda")
 def test_magnitude_takes_the_smallest_of_each_matrix_or_of_all():
     model = tiny_model("mixtral")
     weights = maskable(model)
@@ -48,6 +49,7 @@ def test_magnitude_takes_the_smallest_of_each_matrix_or_of_all():
     assert torch.equal(flat(removed(model, "magnitude", 0.4, "global")), wanted)
 
 
+@pytest.mark.keeps("masks-magnitude-matrix-wanda")
 def test_wanda_and_two_of_four_are_what_their_definitions_say():
     model = tiny_model("qwen2")
     name = "model.layers.2.mlp.up_proj.weight"
@@ -71,6 +73,7 @@ def test_wanda_and_two_of_four_are_what_their_definitions_say():
                 assert {column for column in four if mask[row, column]} == pair
 
 
+@pytest.mark.keeps("masks-magnitude-matrix-wanda")
 def test_an_experts_inputs_are_those_of_the_tokens_that_it_gets():
     model = tiny_model("mixtral")
     found = statistics_of(model, IDS)
@@ -85,6 +88,7 @@ def test_an_experts_inputs_are_those_of_the_tokens_that_it_gets():
         torch.testing.assert_close(squares[expert], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.keeps("masked-weights-exactly-zero")
 def test_masks_come_back_from_their_file_bit_for_bit(tmp_path):
     masks = {"a": torch.rand(3, 5, 7) < 0.5, "b": torch.rand(13) < 0.5}
     (tmp_path / "masks.safetensors").write_bytes(masks_bytes(masks))
@@ -106,6 +110,7 @@ def zeros(model, masks):
     )
 
 
+@pytest.mark.keeps("masked-weights-exactly-zero")
 def test_masked_weights_stay_zero_through_steps_a_save_and_a_resume(tmp_path, monkeypatch):
     leave_out_pictures(monkeypatch)
     source = tiny_folder(tmp_path / "model", tiny_model("llama", num_hidden_layers=2))
@@ -162,6 +167,7 @@ def test_masked_weights_stay_zero_through_steps_a_save_and_a_resume(tmp_path, mo
         train(parse_config(sections))
 
 
+@pytest.mark.keeps("wrong-shares-patterns-texts")
 def test_bad_settings_are_one_line(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     source = tiny_folder(tmp_path / "model", tiny_model("llama", num_hidden_layers=1))

@@ -122,6 +122,7 @@ def measured(model, ids, new_tokens):
 SLOW = pytest.mark.slow  # the same weights once more, in other modules: two seconds each
 
 
+@pytest.mark.keeps("quantised-model-computes-torchao")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "method"),
@@ -188,6 +189,7 @@ def parts_equal(one, other, but):
     return True
 
 
+@pytest.mark.keeps("generate-score-estimate-inference")
 def test_commands_read_a_quantised_folder(folders, tmp_path):
     scored = json.loads(tightfit("score", folders.int8, "--file", folders.text, "--max-tokens", 24, "--json").out)
     assert scored["tokens"] == 23
@@ -208,6 +210,7 @@ def test_commands_read_a_quantised_folder(folders, tmp_path):
     assert tightfit("generate", tmp_path / "out", "--prompt", "Memory", "--max-new-tokens", 2).code == 0
 
 
+@pytest.mark.keeps("generate-score-estimate-inference")
 def test_what_quantised_weights_are_not_for_is_refused_by_name(folders, tmp_path):
     for arguments in (("estimate", "--model", folders.int8), ("plan", "--model", folders.int8, "--budget", "0.5x")):
         assert "is quantised (int8): it is for generate" in tightfit(*arguments, "--seq-len", 8).error
@@ -221,6 +224,7 @@ def test_what_quantised_weights_are_not_for_is_refused_by_name(folders, tmp_path
         build_model(PretrainedModel(path=str(folders.int8)))
 
 
+@pytest.mark.keeps("perplexity-rises-more-allowed")
 def test_too_great_a_loss_is_refused_and_leaves_nothing_unless_forced(folders, tmp_path, tmp_path_factory):
     model = load_model(folders.run)
     for block in model.layers:
@@ -244,6 +248,7 @@ def test_too_great_a_loss_is_refused_and_leaves_nothing_unless_forced(folders, t
     assert load_model(tmp_path / "out") is not None
 
 
+@pytest.mark.keeps("perplexity-rises-more-allowed")
 @pytest.mark.parametrize(
     ("loss", "force", "refused"),
     [(0.1, False, False), (0.11, False, True), (-0.2, False, False), (0.5, True, False), (None, False, False),
@@ -257,6 +262,7 @@ def test_the_gate(loss, force, refused):
         check_quality(loss, 0.1, "int4", force)
 
 
+@pytest.mark.keeps("wrong-input-missing-other")
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
@@ -282,6 +288,7 @@ def test_wrong_input_is_one_line_that_says_what_to_do(folders, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.keeps("wrong-input-missing-other")
 def test_what_this_machine_lacks_is_one_line(folders, tmp_path, monkeypatch):
     def quantise(**changed):
         package.quantise(**{"source": folders.run, "to": "int4", "output": tmp_path / "out", **changed})
@@ -306,6 +313,7 @@ def test_what_this_machine_lacks_is_one_line(folders, tmp_path, monkeypatch):
         quantise()
 
 
+@pytest.mark.keeps("wrong-input-missing-other")
 def test_without_a_tokenizer_only_force_writes(folders, tmp_path):
     shutil.copytree(folders.llama, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(InputError, match="has no tokenizer, so the loss of quality cannot be measured"):
@@ -315,6 +323,7 @@ def test_without_a_tokenizer_only_force_writes(folders, tmp_path):
     assert "Perplexity was not measured" in str(report)
 
 
+@pytest.mark.keeps("quantised-folder-changed-refused")
 def test_a_damaged_folder_is_refused_by_file(folders, tmp_path):
     def damaged(name, change):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
@@ -354,6 +363,7 @@ def test_layers_that_a_method_cannot_take_stay_as_they_are():
         choose_layers(nn.Sequential(nn.Linear(40, 16)), "int4")
 
 
+@pytest.mark.keeps("4-bit-codes-stored")
 @pytest.mark.parametrize("shape", [(16, 32), (80, 96), (128, 64), (192, 160)])
 def test_plain_codes_of_int4_are_those_that_were_rounded_to(shape):
     """Whatever order this CPU packs them in."""

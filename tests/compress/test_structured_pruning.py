@@ -49,6 +49,7 @@ def emptied(model, ratios):
     return model
 
 
+@pytest.mark.keeps("parts-taken-out-zero")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_stay_where_what_is_taken_out_is_zero(kind):
     heads = 0.5 if "biases" in kind else 0.25  # six query heads do not divide 32 channels: then it is no Llama
@@ -65,6 +66,7 @@ def test_the_logits_stay_where_what_is_taken_out_is_zero(kind):
             assert torch.equal(logits(pruned), logits(model))
 
 
+@pytest.mark.keeps("parts-ranked-documented-weights")
 @pytest.mark.parametrize("by", BY)
 def test_the_parts_that_do_nothing_go_first_and_those_that_matter_stay_in_order(by):
     model = tiny_model("mixtral")
@@ -87,6 +89,7 @@ def test_the_parts_that_do_nothing_go_first_and_those_that_matter_stay_in_order(
     assert all(torch.equal(row, row.sort().values) for layer in kept.ffn.values() for row in layer)
 
 
+@pytest.mark.keeps("parts-ranked-documented-weights")
 def test_scores_by_activation_are_what_a_channel_adds_on_the_text():
     """Against the definition, computed from the outputs of a forward."""
     model = tiny_model("llama")
@@ -100,6 +103,7 @@ def test_scores_by_activation_are_what_a_channel_adds_on_the_text():
     torch.testing.assert_close(scores.ffn[1], added.square().sum((1, 2)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.keeps("parts-ranked-documented-weights")
 def test_scores_by_gradient_are_the_loss_that_a_removal_costs_to_first_order():
     """Against the slope of the loss along a shrinking of the part."""
     model = tiny_model("qwen3").double()
@@ -122,6 +126,7 @@ def test_scores_by_gradient_are_the_loss_that_a_removal_costs_to_first_order():
 SLOW = pytest.mark.slow  # the same road with another model and a text
 
 
+@pytest.mark.keeps("pruned-folder-loads-transformers")
 @pytest.mark.parametrize("by", ["norm", pytest.param("activation", marks=SLOW)])
 def test_a_pruned_folder_loads_with_equal_logits_and_steps_in_the_predicted_memory(tmp_path, by):
     source = tiny_folder(tmp_path / "model", tiny_model("llama" if by == "norm" else "qwen3_moe"))
@@ -161,6 +166,7 @@ def test_a_quarter_of_each_part_saves_what_is_predicted(tmp_path, kind, part):
     assert report.after.step_peak_bytes < report.before.step_peak_bytes
 
 
+@pytest.mark.keeps("parts-taken-out-zero")
 def test_layers_that_differ_keep_their_kind():
     config = tiny_model("qwen3_moe").config
     anatomy = Anatomy.of(config)
@@ -173,6 +179,7 @@ def test_layers_that_differ_keep_their_kind():
     ]
 
 
+@pytest.mark.keeps("wrong-shares-patterns-texts")
 def test_what_cannot_be_sliced_is_refused_by_name():
     llama = tiny_model("llama").config
     said = {

@@ -26,6 +26,7 @@ def test_removals_grow_in_every_part_from_nothing_to_the_limits():
     assert removals_up_to(anatomy, Ratios(heads=0.1)) == [Removal()]
 
 
+@pytest.mark.keeps("fit-takes-out-least")
 @pytest.mark.parametrize("first", range(9))
 def test_the_search_finds_the_first_that_fits(first):
     asked = []
@@ -33,6 +34,7 @@ def test_the_search_finds_the_first_that_fits(first):
     assert len(asked) <= 5
 
 
+@pytest.mark.keeps("fit-takes-out-least")
 def test_a_step_of_the_pruned_model_fits_and_less_would_not(tmp_path, monkeypatch):
     source = tiny_folder(tmp_path / "model", tiny_model("qwen2", num_hidden_layers=2))
     limits, found = {"heads": 0.75}, []
@@ -56,6 +58,7 @@ def test_a_step_of_the_pruned_model_fits_and_less_would_not(tmp_path, monkeypatc
     assert "dry runs" in report.notes[0]
 
 
+@pytest.mark.keeps("fit-takes-out-least")
 def test_what_cannot_fit_says_the_least_and_leaves_no_folder(tmp_path):
     source = tiny_folder(tmp_path / "model", tiny_model("llama"))
     done = tightfit(

@@ -24,6 +24,7 @@ def items(store):
     return [store.tokens(number).tolist() for number in range(len(store))]
 
 
+@pytest.mark.keeps("32-kinds-bad-lines")
 @pytest.mark.parametrize(("name", "make", "kinds"), [
     *((name, good, BAD) for name in BAD), *((name, good_chat, BAD_CHATS) for name in BAD_CHATS)
 ])  # fmt: skip
@@ -124,6 +125,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_line(tmp_path)
     assert len(read(path)) == 2
 
 
+@pytest.mark.keeps("32-kinds-bad-lines")
 def test_more_bad_lines_than_allowed_end_the_reading_in_one_line(tmp_path):
     path = tmp_path / "corpus.jsonl"
     write(path, 100, 30)
@@ -152,6 +154,7 @@ def test_a_source_of_bad_lines_only_is_refused(tmp_path):
 LONG = pytest.mark.slow  # so many lines take a minute
 
 
+@pytest.mark.keeps("32-kinds-bad-lines")
 @pytest.mark.parametrize(
     ("lines", "bad", "kinds", "chat"),
     [

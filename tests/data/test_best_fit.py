@@ -1,6 +1,7 @@
 import bisect
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ def rooms_one_by_one(lengths, capacity):
     return rooms
 
 
+@pytest.mark.keeps("rows-full-best-fit")
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS)
 def test_rows_are_as_full_as_those_of_the_search_for_each_piece_by_itself(drawn):

@@ -85,6 +85,7 @@ def test_the_tokens_are_mapped_and_not_in_memory(tmp_path):
     assert not base.flags.writeable
 
 
+@pytest.mark.keeps("entry-cache-tokens-damaged")
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "learnt.bin", "tokenizer.json", MANIFEST])
 @pytest.mark.parametrize("damage", ["flip", "cut", "longer", "gone", "empty"])
 def test_damage_is_noticed_and_the_entry_made_again(tmp_path, name, damage):
@@ -112,6 +113,7 @@ def test_damage_is_noticed_and_the_entry_made_again(tmp_path, name, damage):
     assert cached(KEY, silent, tmp_path) is not None
 
 
+@pytest.mark.keeps("entry-cache-tokens-damaged")
 def test_every_flipped_bit_of_a_small_entry_is_noticed(tmp_path):
     build(KEY, Items(count=2), silent, tmp_path)
     (entry,) = tmp_path.iterdir()
@@ -132,6 +134,7 @@ def test_every_flipped_bit_of_a_small_entry_is_noticed(tmp_path):
                 same(found.store, expected(Items(count=2)))
 
 
+@pytest.mark.keeps("entry-cache-tokens-damaged")
 def test_two_that_build_the_same_entry_at_once_both_get_it_whole(tmp_path):
     together = threading.Barrier(2)
     found = []
@@ -164,6 +167,7 @@ build(KEY, Items(before_last=wait), silent, Path({folder!r}))
 """
 
 
+@pytest.mark.keeps("entry-cache-tokens-damaged")
 @pytest.mark.slow  # an interpreter of its own
 def test_a_killed_builder_leaves_nothing_that_blocks_and_its_files_go(tmp_path):
     script = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
@@ -191,6 +195,7 @@ def test_an_error_in_the_source_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.keeps("entry-cache-tokens-damaged")
 def test_a_folder_that_cannot_be_written_is_noted_and_the_tokens_are_in_memory(tmp_path):
     (tmp_path / "file").write_text("")
     notes = []
@@ -202,6 +207,7 @@ def test_a_folder_that_cannot_be_written_is_noted_and_the_tokens_are_in_memory(t
     ]
 
 
+@pytest.mark.keeps("entry-cache-tokens-damaged")
 def test_a_disk_that_is_full_before_the_end_is_noted_and_nothing_is_left_there(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     notes = []

@@ -46,6 +46,7 @@ def learnt_texts(tokenizer, found):
     return runs
 
 
+@pytest.mark.keeps("chat-template-writes-writes")
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("turns", [TURNS, TURNS[1:], TURNS[:3], TURNS[1:3]], ids=["all", "no-system", "one", "short"])
 def test_a_conversation_is_written_as_transformers_writes_it(name, turns):
@@ -57,6 +58,7 @@ def test_a_conversation_is_written_as_transformers_writes_it(name, turns):
     assert ours.prompt(turns[:first]) == prompt
 
 
+@pytest.mark.keeps("chat-template-writes-writes")
 @pytest.mark.parametrize(
     ("name", "lines"),
     [("chatml", False), ("chatml", True), ("qwen", False), ("qwen", True), ("marked", False), ("llama3", True)],
@@ -66,6 +68,7 @@ def test_where_no_token_reaches_into_an_answer_the_ids_are_those_of_transformers
     assert encoded(ours, TURNS).ids.tolist() == theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
 
 
+@pytest.mark.keeps("chat-template-writes-writes")
 @pytest.mark.parametrize("name", ["qwen", "minimind"])
 def test_tools_and_their_calls_are_written_as_transformers_writes_them(name):
     ours, theirs, _ = made(TEMPLATES[name])
@@ -74,6 +77,7 @@ def test_tools_and_their_calls_are_written_as_transformers_writes_them(name):
     assert "Kiel & <Rome>" in expected
 
 
+@pytest.mark.keeps("chat-template-writes-writes")
 def test_the_flags_of_a_template_that_marks_answers_are_those_of_transformers():
     ours, theirs, _ = made(MARKED)
     expected = theirs.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
@@ -82,6 +86,7 @@ def test_the_flags_of_a_template_that_marks_answers_are_those_of_transformers():
     assert 0 < found.learnt.sum() < len(found.learnt)
 
 
+@pytest.mark.keeps("turn-assistant-learnt-token")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -105,6 +110,7 @@ def test_what_is_thought_and_called_is_learnt_where_the_prompt_does_not_give_it(
     assert answered == "it is a cat\n</think>\n\nA cat.<|im_end|>\n"
 
 
+@pytest.mark.keeps("turn-assistant-learnt-token")
 @pytest.mark.parametrize("name", ["chatml", "llama3", "qwen", "plain"])
 @pytest.mark.parametrize("answer", ["\n\nHello", "  Hello", "Hello", "\n", " ", "123", "🙂", "\n\n\n"])
 def test_each_turn_begins_where_the_prompt_of_a_chat_ends(name, answer):
@@ -118,6 +124,7 @@ def test_each_turn_begins_where_the_prompt_of_a_chat_ends(name, answer):
     assert found.learnt[first:].all()
 
 
+@pytest.mark.keeps("name-special-token-somebody")
 def test_the_name_of_a_special_token_that_somebody_spells_ends_no_turn():
     ours, _, tokenizer = made(CHATML)
     end = tokenizer._tokenizer.token_to_id("<|im_end|>")
@@ -133,6 +140,7 @@ def test_the_name_of_a_special_token_that_somebody_spells_ends_no_turn():
     assert ours.prompt(turns[:1]).count(end) == 1
 
 
+@pytest.mark.keeps("turn-assistant-learnt-token")
 def test_a_template_that_forgets_gives_one_text_for_each_turn_of_the_assistant():
     ours, _, tokenizer = made(FORGETFUL)
     thoughtful = [*TURNS[:2], {**TURNS[2], "reasoning_content": "a"}, TURNS[3], {**TURNS[4], "reasoning_content": "b"}]

@@ -29,6 +29,7 @@ def spread(records):
     return "\n".join(json.dumps(record, indent=2) for record in records)
 
 
+@pytest.mark.keeps("file-read-holds-json")
 @pytest.mark.parametrize(
     ("name", "write"),
     [
@@ -66,6 +67,7 @@ def test_parquet_of_each_kind_is_read_under_any_name(tmp_path, tokenizer, datase
         assert decoded(read(tmp_path / f"{number}.data", tokenizer), tokenizer) == EXPECTED
 
 
+@pytest.mark.keeps("file-read-holds-json")
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -83,6 +85,7 @@ def test_prose_is_a_text(tmp_path, tokenizer, name, text):
     assert (store.kind, decoded(store, tokenizer)) == ("text", [f"{text}<|im_end|>"])
 
 
+@pytest.mark.keeps("file-read-holds-json")
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -110,6 +113,7 @@ def test_what_is_not_understood_is_refused_in_one_line_with_its_place(tmp_path, 
     assert said in refused(tmp_path / name, tokenizer)
 
 
+@pytest.mark.keeps("file-read-holds-json")
 @pytest.mark.parametrize(
     ("begin", "said"),
     [(b"PK\x03\x04", "Excel"), (b"%PDF-1.4", "a PDF"), (b"\xfd7zXZ\0", "xz"), (b"ARROW1\0\0", "Arrow")],
@@ -246,6 +250,7 @@ PLAIN = (
 )
 
 
+@pytest.mark.keeps("turns-marked-learnt-answers")
 @pytest.mark.parametrize(("name", "value"), FLAGS)
 @pytest.mark.parametrize("template", [None, PLAIN], ids=["marked", "plain"])
 def test_a_turn_that_is_not_to_be_learnt_is_not(tmp_path, name, value, template):
@@ -262,6 +267,7 @@ def test_a_turn_that_is_not_to_be_learnt_is_not(tmp_path, name, value, template)
     assert notes == []
 
 
+@pytest.mark.keeps("turns-marked-learnt-answers")
 def test_an_answer_with_a_bad_label_is_left_out_and_counted(tmp_path, tokenizer):
     records = [{"prompt": f"q {n}", "completion": f"a {n}", "label": n % 3 != 0} for n in range(9)]
     records += [
@@ -276,6 +282,7 @@ def test_an_answer_with_a_bad_label_is_left_out_and_counted(tmp_path, tokenizer)
     assert notes == [f"{tmp_path / 'a.jsonl'}: left out as bad answers: 5 records whose label is false"]
 
 
+@pytest.mark.keeps("turns-marked-learnt-answers")
 def test_names_that_nothing_reads_are_said_once_with_their_counts_from_the_cache_too(tmp_path, tokenizer):
     records = [{**each, "id": n, "score": n % 2 or None} for n, each in enumerate(CHATS)]
     records[0] = {"messages": [{**turn, "mood": "good", "weight": 1} for turn in CHATS[0]["messages"]], "id": 0}
@@ -340,6 +347,7 @@ def test_every_spelling_of_a_call_is_one(tmp_path, tokenizer, turn):
     assert decoded(read(tmp_path / "a.jsonl", tokenizer), tokenizer) == [CALLED]
 
 
+@pytest.mark.keeps("turns-marked-learnt-answers")
 def test_nulls_that_arrow_adds_to_arguments_are_not_learnt(tmp_path, tokenizer, datasets):
     def record(arguments, properties):
         call = {"type": "function", "function": {"name": "look", "arguments": arguments}}

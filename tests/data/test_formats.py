@@ -13,6 +13,7 @@ from reading import CALL, SAID, TEXTS, TOOL, chatml, decoded, learnt, lines, rea
 from tightfit.training.data.tokenizer import train_tokenizer
 
 
+@pytest.mark.keeps("spelling-conversations-preference-pairs")
 @pytest.mark.parametrize(
     "records",
     [
@@ -32,6 +33,7 @@ def test_every_spelling_of_a_conversation_is_the_same_one(tmp_path, tokenizer, r
                                         for each in SAID]  # fmt: skip
 
 
+@pytest.mark.keeps("spelling-conversations-preference-pairs")
 @pytest.mark.parametrize(
     "record",
     [
@@ -64,6 +66,7 @@ USER, GOOD, WORSE = {"role": "user", "content": "q"}, {"role": "assistant", "con
     "role": "assistant", "content": "bad"}  # fmt: skip
 
 
+@pytest.mark.keeps("spelling-conversations-preference-pairs")
 @pytest.mark.parametrize(
     "record",
     [
@@ -146,6 +149,7 @@ def compressed(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.keeps("spelling-conversations-preference-pairs")
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".GZ"])
 def test_compressed_files_and_folders_hold_what_they_hold_decompressed(tmp_path, tokenizer, suffix):
     content = lines({"text": text} for text in TEXTS).encode()
@@ -176,6 +180,7 @@ def hide(monkeypatch, *names):
 READERS = ("compression.zstd", "zstandard", "pyarrow")
 
 
+@pytest.mark.keeps("compressed-file-cut-off")
 @pytest.mark.parametrize("reader", READERS)
 def test_every_package_that_reads_zstd_gives_all_frames_and_refuses_a_cut_one(tmp_path, tokenizer, reader, monkeypatch):
     pytest.importorskip(reader)
@@ -189,6 +194,7 @@ def test_every_package_that_reads_zstd_gives_all_frames_and_refuses_a_cut_one(tm
         assert "the compressed data is damaged or cut off" in refused(path, tokenizer)
 
 
+@pytest.mark.keeps("compressed-file-cut-off")
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "other"])
 def test_a_compressed_file_that_is_damaged_or_cut_is_refused(tmp_path, tokenizer, suffix, damage):
@@ -211,6 +217,7 @@ def test_text_and_json_lines_in_one_folder_are_refused(tmp_path, tokenizer):
     assert "holds text files (b.txt) and records (a.jsonl)" in refused(tmp_path, tokenizer)
 
 
+@pytest.mark.keeps("spelling-conversations-preference-pairs")
 def test_a_saved_dataset_and_parquet_files_give_what_json_lines_give(tmp_path, tokenizer, datasets):
     for name, records in {
         "texts": [{"text": text, "n": number} for number, text in enumerate(TEXTS)],
@@ -242,6 +249,7 @@ def test_the_rows_of_a_dataset_have_their_numbers_and_unknown_columns_their_name
     assert "the dataset cannot be read" in refused(tmp_path / "texts", tokenizer)
 
 
+@pytest.mark.keeps("spelling-conversations-preference-pairs")
 def test_a_dataset_by_name_is_read_with_its_options(tokenizer, datasets, monkeypatch):
     """The Hub is not there in tests: `load_dataset` is asked for what the source says."""
     asked = []
@@ -277,6 +285,7 @@ def test_without_the_package_a_dataset_is_refused_with_the_extra(tmp_path, token
     assert "needs the package datasets: pip install 'tightfit[data]'" in refused(tmp_path / "a.parquet", tokenizer)
 
 
+@pytest.mark.keeps("most-batch-documents-memory")
 def test_documents_are_never_all_in_memory(tmp_path, tokenizer, monkeypatch):
     """At most a batch has been read and is not tokenized yet."""
     from tightfit.training.data import tokenizing

@@ -48,6 +48,7 @@ def test_a_stream_of_buckets_continues_from_its_position_again_and_again(lengths
         position = part.position
 
 
+@pytest.mark.keeps("batches-position-reached-without")
 def test_a_stream_from_any_position_is_the_uninterrupted_stream():
     samples, size = documents(np.random.RandomState(0).randint(1, 50, 107)), 8
     for buckets in (False, True):
@@ -79,6 +80,7 @@ def test_epochs_and_seeds_give_buckets_in_other_orders():
     assert len(set(orders)) == 3
 
 
+@pytest.mark.keeps("batches-position-reached-without")
 @pytest.mark.parametrize("buckets", [False, True])
 def test_the_last_position_of_many_samples_is_reached_without_the_batches_before_it(buckets, monkeypatch):
     samples = documents(np.full(50, 3))

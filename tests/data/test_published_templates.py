@@ -22,6 +22,7 @@ def template(name):
     return path.read_text("utf-8")
 
 
+@pytest.mark.keeps("chat-template-writes-writes")
 @pytest.mark.parametrize("name", MARKED)
 def test_a_published_template_writes_and_marks_what_transformers_does(name):
     ours, theirs, _ = made(template(name))

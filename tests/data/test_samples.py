@@ -34,6 +34,7 @@ def tokens_of(batch):
     return sorted(ids[ids != PAD].tolist())
 
 
+@pytest.mark.keeps("packing-padding-lose-token")
 @settings(max_examples=80, deadline=None)
 @given(lengths=DOCUMENTS, packing=st.sampled_from(["best_fit", "none"]), shuffle=st.booleans())
 def test_no_token_is_lost_or_there_twice_and_all_but_the_first_of_a_piece_are_learnt(lengths, packing, shuffle):
@@ -47,6 +48,7 @@ def test_no_token_is_lost_or_there_twice_and_all_but_the_first_of_a_piece_are_le
     assert learnt.sum() == sum(lengths) - pieces
 
 
+@pytest.mark.keeps("packing-padding-lose-token")
 @settings(max_examples=50, deadline=None)
 @given(lengths=DOCUMENTS)
 def test_positions_restart_at_each_piece_and_no_label_crosses_a_boundary(lengths):
@@ -83,6 +85,7 @@ def test_a_long_document_goes_on_in_another_row():
     assert samples.batch([0, 1, 2])["input_ids"].tolist() == [[1000, 1001, 1002], [1003, 1004, 1005], [1006, PAD, PAD]]
 
 
+@pytest.mark.keeps("packing-padding-lose-token")
 def test_the_two_answers_of_a_pair_stay_together_in_this_order():
     store = store_of([3, 4, 12, 2, 5, 6], kind="preferences")
     samples = arranged(store)

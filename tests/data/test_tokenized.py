@@ -35,6 +35,7 @@ def run(corpus, notes=None, **data):
     return tokenized(config.data, config.model, (notes if notes is not None else []).append)
 
 
+@pytest.mark.keeps("source-changes-byte-another")
 def test_the_second_time_no_record_is_read_and_all_is_the_same(corpus, cache, monkeypatch):
     first = run(corpus)
     monkeypatch.setattr(tokenizing, "read_records", None)
@@ -49,6 +50,7 @@ def test_the_second_time_no_record_is_read_and_all_is_the_same(corpus, cache, mo
     assert entries(cache) == 1
 
 
+@pytest.mark.keeps("source-changes-byte-another")
 def test_a_source_that_changes_in_one_byte_is_read_again_though_size_and_time_are_the_same(corpus, cache):
     before = run(corpus)
     times = corpus.stat().st_atime_ns, corpus.stat().st_mtime_ns
@@ -71,12 +73,14 @@ def test_other_settings_are_another_entry(corpus, cache, change):
     assert entries(cache) == 2
 
 
+@pytest.mark.keeps("source-changes-byte-another")
 def test_settings_that_change_no_token_share_an_entry(corpus, cache):
     run(corpus)
     run(corpus, sequence_length=8, seed=3, shuffle=False, format="text", validation_fraction=0.5)
     assert entries(cache) == 1
 
 
+@pytest.mark.keeps("source-changes-byte-another")
 def test_another_tokenizer_template_or_version_of_the_code_is_another_entry(tmp_path, cache, monkeypatch):
     path = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -12,6 +12,8 @@ from tightfit.devices.known import find, known_devices
 from tightfit.devices.present import lookup, lookup_present
 from tightfit.errors import DeviceError
 
+pytestmark = pytest.mark.keeps("device-described-user-own")
+
 OWN = "memory=8GiB,bandwidth=400GB/s,fp32=20TFLOPS,bf16=60TFLOPS,capability=8.6"
 
 

@@ -29,6 +29,7 @@ def test_the_common_cards_are_known(name):
     assert find(name) is not None
 
 
+@pytest.mark.keeps("card-found-however-name")
 @pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "4090", "NVIDIA GeForce RTX 4090", "rtx-4090", "GeForce 4090"])
 def test_a_card_is_found_however_it_is_written(name):
     assert lookup(name).name == "RTX 4090"
@@ -62,6 +63,7 @@ def test_no_two_cards_answer_to_one_name():
             assert find(name) == device
 
 
+@pytest.mark.keeps("card-found-however-name")
 @pytest.mark.parametrize("device", known_devices().values(), ids=known_devices())
 def test_every_figure_of_a_card_is_plausible_and_has_a_source(device):
     spec, roofline = device.spec, device.spec.roofline
@@ -87,6 +89,7 @@ def test_every_figure_of_a_card_is_plausible_and_has_a_source(device):
     assert device.kernels_source
 
 
+@pytest.mark.keeps("name-several-cards-share")
 @pytest.mark.parametrize(("name", "key"), [("a100", "a100-80"), ("V100", "v100-16"), ("RTX 4060 Ti", "rtx4060ti-8")])
 def test_a_name_that_several_cards_share_is_the_most_usual_one_and_it_is_said(name, key):
     lines = []
@@ -101,6 +104,7 @@ def test_a_name_that_several_cards_share_is_the_most_usual_one_and_it_is_said(na
     assert len(lines) == 2
 
 
+@pytest.mark.keeps("card-found-however-name")
 def test_an_unknown_card_is_answered_with_the_nearest():
     with pytest.raises(DeviceError, match=r"device 'rtx4091' is not known: did you mean rtx4090\?"):
         lookup("rtx4091")

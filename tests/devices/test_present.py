@@ -77,6 +77,7 @@ def _age(path):
     os.utime(path, (then, then))
 
 
+@pytest.mark.keeps("measurements-busy-machine-marked")
 def test_what_was_measured_on_a_busy_machine_is_measured_again_when_it_is_quiet(busy, spec, monkeypatch):
     monkeypatch.setattr(module, "is_quiet_now", lambda threads: True)
     notices = []
@@ -86,6 +87,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_when_it_is_quiet(
     assert present("cpu") == spec
 
 
+@pytest.mark.keeps("measurements-busy-machine-marked")
 def test_on_a_machine_that_is_still_busy_the_rough_figures_stay_and_it_is_said(busy, monkeypatch):
     glances = []
     monkeypatch.setattr(module, "is_quiet_now", lambda threads: glances.append(threads))

@@ -170,6 +170,7 @@ def sizes(draw, count):
     return [8 * draw.randint(1, 2 ** draw.randint(1, 10)) for _ in range(count)]
 
 
+@pytest.mark.keeps("known-card-more-same")
 @pytest.mark.parametrize("card", LAWS)
 def test_more_of_the_same_never_takes_less_time(card):
     draw, law = random.Random(card), LAWS[card]

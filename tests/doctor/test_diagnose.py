@@ -97,6 +97,7 @@ def remedied():
     return tightfit.diagnose(out_of_memory("0 bytes", "0 bytes", f"{limit} bytes"), model=model, batch=batch)
 
 
+@pytest.mark.keeps("bytes-doctor-remedies-real")
 @pytest.mark.slow  # every remedy is priced, and each runs
 def test_remedies_have_the_bytes_of_the_real_step(remedied):
     by_name = {remedy.name: remedy for remedy in remedied.remedies}
@@ -133,6 +134,7 @@ def test_without_a_limit_the_largest_saving_comes_first():
     assert {remedy.fits for remedy in found.remedies} == {None}
 
 
+@pytest.mark.keeps("bytes-doctor-remedies-real")
 @pytest.mark.slow  # each remedy is used, compiled blocks among them
 def test_the_lines_of_python_run_as_they_stand(remedied):
     for remedy in remedied.remedies:
@@ -142,6 +144,7 @@ def test_the_lines_of_python_run_as_they_stand(remedied):
             model_loss(names["model"], names["batch"]).backward()
 
 
+@pytest.mark.keeps("bytes-doctor-remedies-real")
 @pytest.mark.slow  # every remedy is priced
 def test_the_lines_of_yaml_are_keys_of_the_configuration(remedied, tmp_path):
     for remedy in remedied.remedies:

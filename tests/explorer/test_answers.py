@@ -56,6 +56,7 @@ def filled(parts):
     return answer
 
 
+@pytest.mark.keeps("page-shows-figures-estimate")
 @pytest.mark.slow  # a plan with its curve for a card, twice
 def test_the_parts_are_the_figures_of_estimate_and_plan_as_plain_data(parts):
     assert [type(part) for part in parts] == [EstimateRecord, PlanRecord, CurveRecord]
@@ -95,6 +96,7 @@ def test_what_cannot_fit_says_the_least_and_keeps_the_bar():
     assert 'class="track"' in head
 
 
+@pytest.mark.keeps("code-upload-run-path")
 def test_an_uploaded_config_json_is_built_and_its_code_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     monkeypatch.chdir(tmp_path)
@@ -186,6 +188,7 @@ def of_card(*, fits, peak=20 * 2**30, reserved=24 * 2**30):
     return EstimateRecord(figures(peak, reserved), 1, "bf16", "adamw", "RTX 4090", 23 * 2**30, (), **more)
 
 
+@pytest.mark.keeps("verdict-page-bar-say")
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_verdict_and_the_bar_say_the_same(fits):
     """The allocator gives back what it must, so a step may fit that reserves more where there is more."""
@@ -216,6 +219,7 @@ def test_while_it_plans_the_page_says_what_it_does_and_for_how_long():
     assert len(shown) == 4
 
 
+@pytest.mark.keeps("verdict-page-bar-say")
 def test_there_is_nothing_to_run_where_nothing_fits_and_nothing_before_a_plan():
     question = tiny()
     described = question.described

@@ -106,6 +106,7 @@ def await_hidden(tab):
     )
 
 
+@pytest.mark.keeps("verdict-page-bar-say")
 def test_the_verdict_is_on_the_first_screen_and_goes_when_a_field_is_changed(server, tab):
     tab.goto(server[1])
     tab.wait_for_selector("#answer >> text=/Fits|Does not fit/")

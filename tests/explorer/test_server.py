@@ -54,6 +54,7 @@ def get(app, path, host="127.0.0.1:8000"):
     return sent[0]["status"], dict(sent[0]["headers"]), b"".join(part.get("body", b"") for part in sent[1:])
 
 
+@pytest.mark.keeps("page-tightfit-explore-names")
 @pytest.mark.slow  # a server of its own
 @pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is not installed")
 @pytest.mark.filterwarnings("ignore")  # of Gradio and of what it imports

@@ -22,6 +22,7 @@ def read(text, name="run.yaml"):
     return read_upload(Upload.of(name, text.encode()))
 
 
+@pytest.mark.keeps("code-upload-run-path")
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -139,6 +140,7 @@ def test_a_wrong_field_is_one_line(values, line):
     assert line in str(caught.value)
 
 
+@pytest.mark.keeps("page-shows-figures-estimate")
 @pytest.mark.parametrize(
     "question",
     [

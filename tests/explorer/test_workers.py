@@ -23,6 +23,7 @@ def ask(workers, *question):
     return list(workers.ask(question))
 
 
+@pytest.mark.keeps("slow-question-page-block")
 def test_a_slow_question_does_not_block_another(workers, tmp_path):
     gate = tmp_path / "gate"
     slow = threading.Thread(target=ask, args=(workers, "wait", str(gate)))
@@ -56,6 +57,7 @@ def test_a_reader_who_leaves_or_asks_again_frees_the_worker(workers, tmp_path):
     assert len(workers.all) == workers.idle.qsize() == 2
 
 
+@pytest.mark.keeps("slow-question-page-block")
 def test_a_question_that_takes_too_long_ends_in_one_line_and_its_worker_is_replaced(workers, monkeypatch):
     monkeypatch.setattr(workers, "seconds", 0)
     with pytest.raises(WorkerError, match="no answer within 0 seconds: ask for a smaller model"):
@@ -72,6 +74,7 @@ def test_a_process_that_dies_ends_one_answer_and_no_other(workers):
     assert len(workers.all) == workers.idle.qsize() == 2
 
 
+@pytest.mark.keeps("slow-question-page-block")
 def test_a_worker_has_no_network(workers):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         said, _ = ask(workers, "connect", listening.getsockname()[1])

@@ -36,6 +36,7 @@ def run(budget=None):
     return losses, applied and applied.plan, measured.end()
 
 
+@pytest.mark.keeps("half-plain-peak-twenty")
 @pytest.mark.slow  # twenty steps twice
 def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget():
     plain, _, _ = run()
@@ -101,6 +102,7 @@ def checkpointing():
     return accelerator, model, optimizer
 
 
+@pytest.mark.keeps("tightfit-takes-user-own")
 @pytest.mark.slow  # a plan and its loop
 def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(caplog):
     accelerator, model, optimizer = checkpointing()
@@ -113,6 +115,7 @@ def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(caplo
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.keeps("tightfit-takes-user-own")
 @pytest.mark.slow  # a plan that is made and given up
 def test_checkpointing_is_given_back_where_a_plan_cannot_be_applied(monkeypatch):
     def refused(*args):

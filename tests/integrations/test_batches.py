@@ -95,6 +95,7 @@ def peaks_under(step, plan, *batches):
         return [step.step_figures(batch, 1).peak_bytes for batch in batches]
 
 
+@pytest.mark.keeps("chunked-loss-measured-peak")
 def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     other = wide(51_000)
     plan = plan_for_all(step, [other, LONG], PlanSettings("0.7x"))
@@ -103,6 +104,7 @@ def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     assert plan.peak_bytes == of_wide > of_long
 
 
+@pytest.mark.keeps("trainings-transformers-lightning-too")
 def test_the_steps_to_come_count_for_batches_of_one_shape(step, monkeypatch):
     counted = []
 
@@ -117,6 +119,7 @@ def test_the_steps_to_come_count_for_batches_of_one_shape(step, monkeypatch):
     assert counted == [70, 70, None]
 
 
+@pytest.mark.keeps("guest-plan-fits-batch")
 @pytest.mark.slow  # a plan for each batch
 def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step):
     other, plan_settings = wide(56_000), PlanSettings("0.7x")
@@ -130,6 +133,7 @@ def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step)
     assert max(peaks_under(step, plan, LONG, other)) == plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.keeps("guest-plan-fits-batch")
 @pytest.mark.slow  # a plan for each batch
 def test_where_no_plan_fits_all_what_another_batch_takes_is_told(step):
     with pytest.raises(

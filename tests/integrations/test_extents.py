@@ -1,9 +1,12 @@
 """What a plan has to hold for is what the batches have shown so far, without keeping them."""
 
+import pytest
 import torch
 
 from tightfit.integrations.extents import Extents
 from tightfit.levers.micro_batch import IGNORE_INDEX
+
+pytestmark = pytest.mark.keeps("lightning-plan-made-again")
 
 IDS = torch.arange(2, 10).view(2, 4)
 WHOLE = torch.ones(2, 4, dtype=torch.int64)

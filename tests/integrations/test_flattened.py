@@ -9,6 +9,8 @@ import torch
 from tightfit.errors import InputError
 from tightfit.integrations.flattened import flattened
 
+pytestmark = pytest.mark.keeps("lightning-module-accumulates-hand")
+
 IDS, MASK = torch.arange(6).view(2, 3), torch.ones(2, 3)
 
 

@@ -19,6 +19,7 @@ def fresh(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.keeps("guest-imported-before-used")
 @pytest.mark.slow  # an interpreter for each library
 @pytest.mark.filterwarnings("ignore")  # a user's process goes on after a warning
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -29,6 +30,7 @@ def test_an_example_runs_and_shows_its_plan(name, capsys):
     assert "Fits: " in capsys.readouterr().out
 
 
+@pytest.mark.keeps("guest-imported-before-used")
 @pytest.mark.slow  # an interpreter of its own
 def test_importing_tightfit_imports_no_guest():
     code = "import sys, tightfit, tightfit.integrations; tightfit.plan; print(*sys.modules)"
@@ -57,6 +59,7 @@ def said_without():
     return json.loads(done.stdout)
 
 
+@pytest.mark.keeps("guest-imported-before-used")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("module", "command"),
@@ -71,6 +74,7 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "guests" / page).read_text("utf-8"), re.M | re.S)
 
 
+@pytest.mark.keeps("guest-imported-before-used")
 @pytest.mark.slow  # an interpreter of its own
 def test_the_python_of_the_page_on_hugging_face_runs(tmp_path):
     from tiny_trainings import arguments, llama, padded, samples

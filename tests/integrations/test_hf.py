@@ -45,6 +45,7 @@ def frugal(folder, budget, model=None, callbacks=(), memory=None, data=None, **s
 
 
 # The plan is made for a batch with padding; batches without any take attention without a mask, which is said once.
+@pytest.mark.keeps("half-plain-peak-twenty")
 @pytest.mark.filterwarnings("ignore::tightfit.levers.recompute.OtherOperators")
 def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget(tmp_path):
     plain_peak, peak, budget = PeakOfSteps(last=3), PeakOfSteps(), MemoryBudget("0.5x")
@@ -69,6 +70,7 @@ class StopAfter(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self.steps
 
 
+@pytest.mark.keeps("trainings-transformers-lightning-too")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # within PyTorch's compiler
 def test_blocks_are_captured_where_the_steps_to_come_repay_it(tmp_path):
     alike = {"data": [row for row in samples() if len(row["input_ids"]) == 40] * 8, "max_steps": 10_000_000}
@@ -80,6 +82,7 @@ def test_blocks_are_captured_where_the_steps_to_come_repay_it(tmp_path):
     assert norms(within) == norms(plain)
 
 
+@pytest.mark.keeps("micro-batches-keep-gradient")
 @pytest.mark.slow  # a large vocabulary, so that the logits weigh
 def test_micro_batches_and_chunked_loss_keep_the_gradient_of_ragged_accumulated_batches(tmp_path):
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
@@ -102,6 +105,7 @@ def nearly_alike():
     ]
 
 
+@pytest.mark.keeps("chunked-loss-measured-peak")
 @pytest.mark.slow  # a large vocabulary, so that the logits weigh
 @pytest.mark.parametrize(
     ("levers", "budget"), [(["chunked_loss", "micro_batch"], "0.515x"), (["chunked_loss", "recompute"], "0.65x")]
@@ -119,6 +123,7 @@ def test_a_plan_with_chunked_loss_holds_for_the_batch_with_the_most_labels(tmp_p
     assert peak.bytes + inputs <= plan.budget_bytes
 
 
+@pytest.mark.keeps("micro-batches-keep-gradient")
 @pytest.mark.slow  # two whole trainings
 def test_where_the_trainer_takes_means_micro_batches_count_by_their_valid_tokens(tmp_path):
     class Meaning(transformers.LlamaForCausalLM):
@@ -154,6 +159,7 @@ class Contrasting(OwnMean):
         return torch.nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
 
 
+@pytest.mark.keeps("weight-micro-batch-batch")
 @pytest.mark.slow  # two trainings and a plan
 def test_a_loss_of_the_users_own_that_is_a_mean_is_one_over_micro_batches_too(tmp_path):
     class Plain(OwnMean, transformers.Trainer):
@@ -172,6 +178,7 @@ def test_a_loss_of_the_users_own_that_is_a_mean_is_one_over_micro_batches_too(tm
     assert norms(within) == pytest.approx(norms(plain), rel=1e-4)
 
 
+@pytest.mark.keeps("weight-micro-batch-batch")
 @pytest.mark.slow  # two trainings and a plan
 def test_a_loss_over_pairs_of_samples_is_not_split(tmp_path):
     class Within(Contrasting, FrugalTrainer):
@@ -195,6 +202,7 @@ def test_mixed_precision_and_no_clipping_are_respected(tmp_path):
     assert peak.bytes <= budget.plan.budget_bytes
 
 
+@pytest.mark.keeps("tightfit-takes-user-own")
 @pytest.mark.slow  # two whole trainings
 def test_the_users_own_checkpointing_is_taken_over_and_said_and_given_back(tmp_path, caplog):
     plain, model, budget = train(tmp_path, max_steps=3), llama(), MemoryBudget("0.6x")
@@ -232,6 +240,7 @@ def test_a_plan_is_verified_on_request_before_the_training(tmp_path, caplog):
     assert "bit-equal" in caplog.text
 
 
+@pytest.mark.keeps("nothing-fits-model-distributed")
 @pytest.mark.slow  # the least is searched
 def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained(tmp_path):
     model = llama()
@@ -253,6 +262,7 @@ def test_a_model_without_repeated_blocks_is_told_so(tmp_path):
         frugal(tmp_path, "0.3x", model).train()
 
 
+@pytest.mark.keeps("nothing-fits-model-distributed")
 def test_a_compiled_or_distributed_model_is_one_line(tmp_path):
     trainer = frugal(tmp_path, "0.5x", torch.compile(llama(), backend="eager"))
     with pytest.raises(LeverError, match=r"the model is compiled by torch\.compile"):
@@ -312,6 +322,7 @@ def test_samples_of_unknown_length_need_the_longest_named(tmp_path):
     assert "input_ids (8, 96)" in longest.memory_plan.batch
 
 
+@pytest.mark.keeps("dry-runs-log-nothing")
 @pytest.mark.slow  # two whole trainings
 def test_what_a_loss_logs_counts_and_collects_is_of_the_training_alone(tmp_path):
     class Noting(FrugalTrainer):
@@ -343,6 +354,7 @@ def test_after_a_training_that_failed_the_model_is_as_it_was(tmp_path):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.keeps("dry-runs-log-nothing")
 @pytest.mark.slow  # two plans, two trainings
 def test_after_a_training_that_failed_the_model_can_be_planned_for_anew(tmp_path, caplog):
     class Breaks(transformers.TrainerCallback):

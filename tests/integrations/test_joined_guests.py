@@ -32,6 +32,7 @@ def one_rank():
     sys.excepthook = shown
 
 
+@pytest.mark.keeps("hugging-face-trainer-loop")
 def test_a_guests_plan_has_the_buckets_of_its_own_ddp(one_rank, monkeypatch):
     monkeypatch.setattr("tightfit.planner.request.lookup", lambda device: even())
     model = decoder(num_layers=1)
@@ -54,6 +55,7 @@ def test_a_guests_plan_has_the_buckets_of_its_own_ddp(one_rank, monkeypatch):
     assert not optimizer.state
 
 
+@pytest.mark.keeps("hugging-face-trainer-loop")
 def test_what_no_rank_is_played_with_is_one_line(one_rank):
     hooked = DistributedDataParallel(decoder(num_layers=1))
     hooked.register_comm_hook(None, lambda state, bucket: None)
@@ -71,6 +73,7 @@ def test_what_no_rank_is_played_with_is_one_line(one_rank):
 
 
 # Slow: two processes import the guest and train twice, and one plan is made, a minute of processor time for each.
+@pytest.mark.keeps("hugging-face-trainer-loop")
 @pytest.mark.slow
 @pytest.mark.parametrize("guest", ["lightning", "trainer", "splitting", "accelerate"])
 def test_two_ranks_of_a_guest_train_what_they_train_without_a_budget(guest, tmp_path):

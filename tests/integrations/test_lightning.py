@@ -96,6 +96,7 @@ def peak_of_steps(package, epoch=0):
     return Peak()
 
 
+@pytest.mark.keeps("half-plain-peak-twenty")
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
 def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_the_budget(package):
     plain, within = module_class(package)(), module_class(package)()
@@ -110,6 +111,7 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert not any("forward" in module.__dict__ for module in within.modules())
 
 
+@pytest.mark.keeps("trainings-transformers-lightning-too")
 def test_the_updates_to_come_are_counted():
     class Counted(pl.Callback):
         def __init__(self):
@@ -145,6 +147,7 @@ def test_precision_accumulation_and_clipping_are_respected():
     assert peak.bytes <= budget.plan.budget_bytes
 
 
+@pytest.mark.keeps("lightning-checkpoint-holds-plan")
 @pytest.mark.slow  # two whole trainings
 def test_a_checkpoint_holds_the_plan_and_a_resumed_training_keeps_it(tmp_path, monkeypatch):
     first = MemoryBudget("0.6x")
@@ -179,6 +182,7 @@ class Plans(pl.Callback):
         self.peaks.append(self.measured.end())
 
 
+@pytest.mark.keeps("lightning-plan-made-again")
 @pytest.mark.slow  # two plans and two trainings
 def test_a_larger_batch_is_planned_for_before_it_runs():
     generator, lengths = torch.Generator().manual_seed(1), (16, 32, 48, 40)
@@ -232,6 +236,7 @@ class LookingAfter:
         self.seen.append([float(p.grad.norm()) for p in self.parameters()])
 
 
+@pytest.mark.keeps("lightning-module-accumulates-hand")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("own", [ByHand, OneBehind, LookingBefore, LookingAfter], ids=lambda own: own.__name__)
 def test_a_module_that_handles_its_gradients_or_looks_at_them_computes_the_same_within_the_budget(own):
@@ -271,6 +276,7 @@ def collated(kind):
     return torch.utils.data.DataLoader([kind(row) for row in rows], batch_size=None, collate_fn=lambda row: row)
 
 
+@pytest.mark.keeps("lightning-module-accumulates-hand")
 @pytest.mark.slow  # a whole training
 def test_a_batch_that_is_a_dataclass_is_planned_for():
     plain, within, budget = module_class(pl)(), module_class(pl)(), MemoryBudget("0.5x")
@@ -280,6 +286,7 @@ def test_a_batch_that_is_a_dataclass_is_planned_for():
     assert budget.plan.peak_bytes <= budget.plan.budget_bytes
 
 
+@pytest.mark.keeps("nothing-fits-model-distributed")
 def test_a_batch_whose_tensors_cannot_be_seen_is_one_line_and_nothing_is_trained():
     model = module_class(pl)()
     with pytest.raises(InputError, match="no tensors were found in a batch of class Opaque: return a dict"):
@@ -298,6 +305,7 @@ class Steady:
     """Trains all its layers."""
 
 
+@pytest.mark.keeps("lightning-plan-made-again")
 @pytest.mark.slow  # two plans and a training
 @pytest.mark.parametrize(
     ("own", "callbacks", "budget"),
@@ -362,6 +370,7 @@ def fit_lengths(model, *callbacks):
     return model
 
 
+@pytest.mark.keeps("lightning-plan-made-again")
 @pytest.mark.slow  # two plans for each model
 @pytest.mark.parametrize("kind", [CausalLM, Picky])
 def test_the_first_masked_batch_of_a_size_is_planned_for_before_it_runs(kind):
@@ -382,6 +391,7 @@ def test_a_budget_below_the_least_is_one_line_and_nothing_is_trained():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.keeps("nothing-fits-model-distributed")
 def test_manual_optimization_and_compiled_modules_are_one_line():
     model = module_class(pl)()
     model.automatic_optimization = False
@@ -402,6 +412,7 @@ class TakingBatches:
         return super().training_step(batch)
 
 
+@pytest.mark.keeps("nothing-fits-model-distributed")
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize(
@@ -432,6 +443,7 @@ class SkippingTheFirst:
             super().on_train_batch_end(outputs, batch, batch_idx)
 
 
+@pytest.mark.keeps("lightning-module-accumulates-hand")
 @pytest.mark.slow  # two trainings and a plan
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_where_the_first_batch_is_skipped_the_next_one_is_planned_for():
@@ -462,6 +474,7 @@ def test_gradient_checkpointing_is_one_line_and_changes_no_loss():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.keeps("tightfit-takes-user-own")
 @pytest.mark.slow  # a whole training
 def test_a_plan_takes_over_the_modules_own_checkpointing(caplog):
     class Frugal(FrugalModule, module_class(pl)):

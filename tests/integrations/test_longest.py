@@ -9,6 +9,8 @@ from tightfit.integrations import longest
 from tightfit.integrations.batches import worst_batches
 from tightfit.integrations.longest import longest_samples
 
+pytestmark = pytest.mark.keeps("plan-holds-longest-samples")
+
 LENGTHS = [(3, 9), (7, 2), (1, 1), (5, 8), (4, 4)]  # of two fields of each sample
 
 

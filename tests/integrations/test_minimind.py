@@ -53,6 +53,7 @@ def under(script, *arguments, **flags):
     return run
 
 
+@pytest.mark.keeps("trainer-script-minimind-kind")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("moe", [0, pytest.param(1, marks=pytest.mark.slow)])  # a plan for experts has five routings
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -66,6 +67,7 @@ def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, 
     assert run.plan.micro_batches == 2
 
 
+@pytest.mark.keeps("half-plain-peak-twenty-steps")
 @pytest.mark.slow  # twenty steps twice; three steps of each script are compared below
 @pytest.mark.parametrize("moe", [0, 1])
 def test_at_half_the_plain_peak_twenty_steps_are_identical_and_the_peak_is_within_the_budget(moe, alone, capsys):
@@ -78,6 +80,7 @@ def test_at_half_the_plain_peak_twenty_steps_are_identical_and_the_peak_is_withi
     assert run.record.peak_bytes <= run.plan.budget_bytes == run.plan.plain_peak_bytes // 2
 
 
+@pytest.mark.keeps("plan-covers-own-step")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("script", "moe"), [(script, 0) for script in ("pretrain", "lora", "dpo")])
 def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
@@ -89,6 +92,7 @@ def test_the_predicted_peaks_are_those_of_the_scripts_own_step(script, moe):
     assert run.plan.peak_bytes == pytest.approx(run.record.peak_bytes, rel=0.002)
 
 
+@pytest.mark.keeps("checkpoint-run-resumes-counted")
 @pytest.mark.slow  # a training of another project's script
 def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path, alone):
     """The script holds on to it: its states are the optimizer's, its half weights lie beside the model's."""
@@ -102,6 +106,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_one_with_the_states(tmp_path,
 
 
 # Slow: two processes of a script without a plan, and two with one.
+@pytest.mark.keeps("torchrun-two-ranks-compute")
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--memory_budget", "0.7x"), ("--use_checkpoint",)], ids=str)
 def test_two_ranks_under_torchrun_train_what_they_train_without_flags(flags):
@@ -116,6 +121,7 @@ def test_two_ranks_under_torchrun_train_what_they_train_without_flags(flags):
     assert "DDP's buckets are in the predicted peaks" in said
 
 
+@pytest.mark.keeps("torchrun-two-ranks-compute")
 @pytest.mark.slow  # two processes
 def test_a_budget_that_no_rank_can_keep_is_one_line_of_one_rank():
     ended = torchrun("-m", "tightfit", "minimind", PRETRAIN, "--memory_budget", "0.1x")
@@ -130,12 +136,14 @@ def torchrun(*words):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.keeps("checkpoint-run-resumes-counted")
 def test_as_predicted_is_said_only_where_it_is():
     assert against_prediction(1_000_900, 1_000_000) == "as predicted"
     assert against_prediction(890 << 10, 1 << 20) == "13.1% less than the 1.00 MiB predicted"
     assert against_prediction(1_002_000, 1_000_000) == "0.2% more than the 976.56 KiB predicted"
 
 
+@pytest.mark.keeps("trainer-script-minimind-kind")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", [{}, {"segments": 2}, {"ffn_only": True}], ids=str)
 @pytest.mark.parametrize("moe", [0, 1])
@@ -160,6 +168,7 @@ def test_the_flags_stand_among_the_scripts_own(alone):
     assert "step 2, recorded operator by operator" in " ".join(outcome.err.split())
 
 
+@pytest.mark.keeps("step-cannot-planned-refused")
 @pytest.mark.slow  # the least is searched
 def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():
     outcome = tightfit("minimind", PRETRAIN, "--memory_budget", "0.1x")
@@ -167,6 +176,7 @@ def test_a_budget_below_the_least_is_refused_before_a_step_is_computed():
     assert "cannot fit: the least is" in outcome.error
 
 
+@pytest.mark.keeps("step-cannot-planned-refused")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -244,6 +254,7 @@ def peaks(text):
     return [int(line.removeprefix("peak=")) for line in text.splitlines() if line.startswith("peak=")]
 
 
+@pytest.mark.keeps("minimind-use-compile-1")
 @compiling
 @pytest.mark.slow  # compiles C++ for some ten seconds
 @pytest.mark.parametrize("budget", ["0.6x", "2x"])
@@ -267,6 +278,7 @@ def test_a_model_that_the_script_compiles_has_its_blocks_compiled_by_the_plan(
     assert "predicted)" not in text, "resident memory of a process is compared with nothing"
 
 
+@pytest.mark.keeps("minimind-use-compile-1")
 @pytest.mark.slow  # two processes that compile
 def test_two_ranks_compile_blocks_under_one_plan(measured):
     plain = torchrun(PRETRAIN)
@@ -290,6 +302,7 @@ def MiniMind():
     return MiniMindForCausalLM()
 
 
+@pytest.mark.keeps("minimind-use-compile-1")
 @compiling
 @pytest.mark.slow  # the compiler looks at the blocks
 def test_experts_that_cannot_be_compiled_run_within_the_budget_as_eager_code_and_it_is_said(capsys):
@@ -299,6 +312,7 @@ def test_experts_that_cannot_be_compiled_run_within_the_budget_as_eager_code_and
     assert "runs as eager code: cannot be compiled under a plan: Data-dependent" in " ".join(describe_run(run).split())
 
 
+@pytest.mark.keeps("minimind-use-compile-1")
 @compiling
 def test_blocks_by_rule_and_a_compiled_model_are_refused_in_one_line():
     outcome = tightfit("minimind", PRETRAIN, *COMPILED, "--use_checkpoint")
@@ -307,6 +321,7 @@ def test_blocks_by_rule_and_a_compiled_model_are_refused_in_one_line():
     assert torch.compile.__module__ == "torch", "the script's end gives it back"
 
 
+@pytest.mark.keeps("minimind-use-compile-1")
 def test_a_card_and_a_compiled_model_are_refused_in_one_line():
     with torch.device("meta"):
         model = torch.nn.Linear(2, 2)
@@ -364,6 +379,7 @@ def test_a_step_that_cannot_be_planned_for_is_told_with_its_line(lines, said, tm
         run_minimind(script, (), MemoryFlags(use_checkpoint=True))
 
 
+@pytest.mark.keeps("step-cannot-planned-refused")
 def test_a_script_cannot_swallow_a_refusal(tmp_path):
     lines = "\n".join(f"    {line}" for line in NO_BLOCKS.splitlines())
     script = written(tmp_path, f"try:\n{lines}\nexcept Exception:\n    pass")

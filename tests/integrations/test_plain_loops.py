@@ -36,6 +36,7 @@ def figures(text):
     return [int(figure) for figure in found.groups()]
 
 
+@pytest.mark.keeps("half-plain-peak-twenty-steps", "examples-stay-within-budgets")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_stays_within_its_budget_and_computes_the_same(name, output, monkeypatch):
@@ -55,6 +56,7 @@ def test_an_example_fits_on_a_screen(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text("utf-8").splitlines()) < 60
 
 
+@pytest.mark.keeps("half-plain-peak-twenty-steps")
 def test_the_page_on_minimind_says_what_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "minimind.py"))

@@ -99,12 +99,14 @@ def assert_recovers(folder, budget, share, uninterrupted, caplog, told=1):
     assert ("step" in vars(inner)) == ("step" in vars(wanted.optimizer.optimizer))
 
 
+@pytest.mark.keeps("hugging-face-lightning-trainers")
 def test_a_trainers_step_is_recovered_bit_for_bit(tmp_path, planned_once, uninterrupted, caplog):
     """Accumulation, dropout, clipping and the schedule included, in backward and in the optimizer's step."""
     for share in (0.6, 0.97):  # in the second batch of two: the first runs again too
         assert_recovers(tmp_path, "1x", share, uninterrupted, caplog)
 
 
+@pytest.mark.keeps("hugging-face-lightning-trainers")
 @pytest.mark.slow  # twenty trainings
 def test_a_trainers_step_is_recovered_wherever_memory_runs_out(tmp_path, uninterrupted, caplog):
     # The first operator copies a buffer before the step. It is repeated: nothing is undone, and no plan is tightened.
@@ -206,6 +208,7 @@ def fitted(*callbacks):
     return model, trainer
 
 
+@pytest.mark.keeps("hugging-face-lightning-trainers")
 def test_a_lightning_step_is_recovered_bit_for_bit():
     """The batch that fails is the second of two that are accumulated: the first runs again too."""
     counting = InjectedBatch()

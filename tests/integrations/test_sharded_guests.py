@@ -49,6 +49,7 @@ def trained(counter, guest, budget):
 
 
 # Slow: two processes import the guest and train, without a plan and with one, half a minute of processor time for each.
+@pytest.mark.keeps("guests-whose-model-fsdp2")
 @pytest.mark.slow
 @pytest.mark.parametrize("guest", GUESTS)
 def test_sharded_ranks_of_a_guest_train_what_they_train_without_a_budget(counter, guest):
@@ -71,6 +72,7 @@ def test_sharded_ranks_of_a_guest_train_what_they_train_without_a_budget(counter
 
 
 # Slow: as above.
+@pytest.mark.keeps("guests-whose-model-fsdp2")
 @pytest.mark.slow
 def test_levers_that_round_run_on_shards_too(counter):
     expected = trained(counter, "rounding", "none")
@@ -83,6 +85,7 @@ def test_levers_that_round_run_on_shards_too(counter):
 
 
 # Slow: two processes import the guest.
+@pytest.mark.keeps("guests-whose-model-fsdp2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("guest", "line"),

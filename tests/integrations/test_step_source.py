@@ -51,6 +51,7 @@ def lines(step):
     return [ast.unparse(statement) for statement in step.statements], ast.unparse(step.loss)
 
 
+@pytest.mark.keeps("plan-covers-own-step")
 def test_a_loop_in_a_function_is_read_from_the_call_to_the_loss(step_of):
     step, micro_batches = step_of("""
         def train(batches, scale):

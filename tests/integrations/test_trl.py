@@ -54,6 +54,7 @@ class FrugalSFTTrainer(FrugalTrainer, trl.SFTTrainer):
     pass
 
 
+@pytest.mark.keeps("half-plain-peak-twenty")
 @pytest.mark.slow  # twenty steps twice
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.usefixtures("narrow_head")

@@ -10,6 +10,8 @@ from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, measure_weighing
 from tightfit.levers.micro_batch import IGNORE_INDEX, as_parts, split_batch, valid_tokens
 
+pytestmark = pytest.mark.keeps("plan-takes-micro-batches", "weight-micro-batch-batch")
+
 VOCABULARY = 50
 
 

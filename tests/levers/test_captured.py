@@ -59,6 +59,7 @@ def small() -> nn.Module:
     return model
 
 
+@pytest.mark.keeps("captured-blocks-leave-loss")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_captured_blocks_compute_the_bits_of_eager_code(small, ids, policy):
     plain = run(copy.deepcopy(small), ids, two_micro_batches)
@@ -69,6 +70,7 @@ def test_captured_blocks_compute_the_bits_of_eager_code(small, ids, policy):
     assert not any("forward" in vars(module) for module in captured.modules())
 
 
+@pytest.mark.keeps("captured-step-takes-predicted")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_captured_step_takes_the_predicted_bytes_and_no_more_than_eager_code_or_a_checkpoint(small, ids, policy):
     def loss(model, batch):
@@ -120,6 +122,7 @@ class Broken(nn.Module):
         return x.tanh() + x
 
 
+@pytest.mark.keeps("trap-recompute-too-captured")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_blocks_that_cannot_be_captured_whole_run_all_the_same_and_say_so_once(policy):
     torch.manual_seed(0)
@@ -143,6 +146,7 @@ def test_what_cannot_be_captured_by_request_is_refused_in_one_line(small):
         tightfit.capture(model, "layers.*")
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 def test_gradients_of_gradients_are_refused_in_one_line(small, ids):
     model = copy.deepcopy(small)
     with tightfit.capture(model, "layers.*"):
@@ -151,6 +155,7 @@ def test_gradients_of_gradients_are_refused_in_one_line(small, ids):
             torch.autograd.grad(loss, model.layers[0].qkv.weight, create_graph=True)
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 @pytest.mark.slow  # captures eight shapes
 def test_a_block_that_meets_too_many_shapes_runs_plainly_for_further_ones_and_says_so_once():
     def captured(x):
@@ -171,6 +176,7 @@ def test_a_block_that_meets_too_many_shapes_runs_plainly_for_further_ones_and_sa
     assert f"more than {MOST_SHAPES} shapes" in uncaptured(caught)[0]
 
 
+@pytest.mark.keeps("captured-blocks-leave-loss", "captured-step-takes-predicted")
 @pytest.mark.slow  # eight captures of a decoder's block
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -202,6 +208,7 @@ def test_a_decoder_is_bit_equal_and_its_bytes_are_predicted(policy, precision, d
             assert measured <= allocator_peak(beside, batch, settings=settings, micro_batches=count)
 
 
+@pytest.mark.keeps("trap-recompute-too-captured")
 @pytest.mark.slow  # two hundred captures
 @pytest.mark.filterwarnings("ignore::UserWarning")  # blocks that cannot be captured say so
 @pytest.mark.parametrize("policy", [*POLICIES.values(), RandomPolicy(seed=1)], ids=[*POLICIES, "random half"])
@@ -241,6 +248,7 @@ def test_dynamo_logs_nothing_about_its_limit_of_recompilations():
     assert not [line for line in lines if "recompile_limit" in line]
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 @pytest.mark.slow  # captures three times
 def test_a_hook_that_is_registered_later_runs():
     model, x = Stack(Hooked(), Hooked()), torch.randn(4, 16)
@@ -253,6 +261,7 @@ def test_a_hook_that_is_registered_later_runs():
         assert_bit_equal(run(plain, x), run(model, x))
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 @pytest.mark.slow  # captures twice
 def test_frozen_weights_and_a_retained_graph():
     def twice(loss):
@@ -266,6 +275,7 @@ def test_frozen_weights_and_a_retained_graph():
         assert_bit_equal(plain, run(copy.deepcopy(model), x, backward=twice, levers=levers(policy)))
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 @pytest.mark.slow  # captures a block with batch norm for each way
 def test_evaluation_with_gradients_follows_the_mode():
     model, x = Stack(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))), torch.randn(4, 8)
@@ -278,6 +288,7 @@ def test_evaluation_with_gradients_follows_the_mode():
                 each.zero_grad()
 
 
+@pytest.mark.keeps("captured-step-takes-predicted")
 @pytest.mark.slow  # captures a block
 def test_twenty_steps_leave_the_bytes_of_one():
     model, x = Stack(Hooked(), Hooked()), torch.randn(64, 16)
@@ -302,6 +313,7 @@ class Twice(nn.Module):
         return x + self.linear(self.linear(x).tanh())
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 def test_a_weight_that_autocast_casts_twice_is_left_to_eager_code():
     def loss(model, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -316,6 +328,7 @@ def test_a_weight_that_autocast_casts_twice_is_left_to_eager_code():
         assert_bit_equal(plain, run(model, x, loss, levers=levers(KEEP_ALL, "layers.1")))
 
 
+@pytest.mark.keeps("captured-blocks-notice-hooks")
 @pytest.mark.slow  # captures a block
 def test_two_calls_under_autocast_before_one_backward_are_said_to_round_differently():
     def loss(model, x):

@@ -12,6 +12,8 @@ from exactness import assert_bit_equal, run, sum_of_squares
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
 from tiny import Stack
 
+pytestmark = pytest.mark.keeps("block-returns-goes-compute")
+
 POLICIES = {"keep all": KEEP_ALL, "recompute all": RECOMPUTE_ALL}
 
 

@@ -13,6 +13,8 @@ from tightfit.levers.captured.lever import CapturedForward
 from tightfit.levers.recompute import RECOMPUTE_ALL
 from tiny import Stack, allocator_peak
 
+pytestmark = pytest.mark.keeps("captured-blocks-take-predicted")
+
 
 @pytest.fixture(scope="module")
 def batch():

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import tightfit
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
 
+pytestmark = pytest.mark.keeps("captured-blocks-add-up")
+
 WIDTH = 32
 
 

@@ -66,6 +66,7 @@ def forwards(model):
     return [module.__dict__.get("forward") for module in model.modules()]
 
 
+@pytest.mark.keeps("compiled-blocks-compilation-blocks")
 @pytest.mark.slow  # inductor compiles C++ for some ten seconds
 @by_the_compiler
 @pytest.mark.parametrize("keep", [1.0, 0.0])
@@ -90,6 +91,7 @@ def test_one_compilation_serves_all_blocks_and_the_peak_falls_below_the_eager_on
         assert peak < 1.25 * recomputed_peak
 
 
+@pytest.mark.keeps("memory-compiled-blocks-cpu")
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize(
     "keep",
@@ -109,6 +111,7 @@ def test_what_compiled_blocks_take_is_predicted_before_anything_is_built(keep):
     assert predicted < 0.9 * plain
 
 
+@pytest.mark.keeps("memory-compiled-blocks-cpu")
 @pytest.mark.slow  # compiles C++ for some ten seconds each time
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("keep", [1.0, 0.0])
@@ -123,6 +126,7 @@ def test_what_compiled_blocks_of_other_models_take_is_predicted(name, keep, prec
         assert predicted == allocator_peak(model, batch, settings=StepSettings(precision))
 
 
+@pytest.mark.keeps("memory-compiled-blocks-cpu")
 @pytest.mark.slow  # blocks are compiled for real beside it
 @by_the_compiler
 def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
@@ -227,6 +231,7 @@ def test_a_block_that_is_compiled_in_parts_is_predicted_as_it_was_written():
         assert tightfit.estimate(model, batch, loss=sum_of_squares).peak_bytes == plain
 
 
+@pytest.mark.keeps("dropout-compiled-blocks-draws")
 @pytest.mark.slow  # compiles
 @by_the_compiler
 def test_random_numbers_that_would_be_drawn_anew_are_refused():
@@ -239,6 +244,7 @@ def test_random_numbers_that_would_be_drawn_anew_are_refused():
             model_loss(model, batch).backward()
 
 
+@pytest.mark.keeps("dropout-compiled-blocks-draws")
 @pytest.mark.slow  # builds kernels for a quarter of a minute
 @by_the_compiler
 def test_dropout_in_compiled_blocks_drops_what_the_plain_run_drops():
@@ -266,6 +272,7 @@ def test_undo_restores_every_forward_and_copies_stay_compiled():
     assert forwards(model) == before
 
 
+@pytest.mark.keeps("compiled-blocks-compilation-blocks")
 def test_recompute_and_compiled_blocks_refuse_each_other():
     model, batch = decoder(), token_batch(8)
     with tightfit.compile_blocks(model, "layers.*"):

@@ -81,6 +81,7 @@ def error(found, truth):
     return float((sum((found[name] - t).square().sum() for name, t in truth.items()) / size).sqrt())
 
 
+@pytest.mark.keeps("plan-recompute-compile-decides")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 @pytest.mark.parametrize(("make", "policy", "precision"), CASES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -105,6 +106,7 @@ def test_bytes_are_those_predicted_and_gradients_as_exact_as_the_plain_ones(make
     assert 0 < error(found, truth) <= 1.05 * error(plain, truth)
 
 
+@pytest.mark.keeps("beside-plain-recorded-captured")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 def test_a_retained_graph_gives_the_same_gradients_again_although_backward_writes_into_saved_tensors():
     (model, pattern), batch = ours(), token_batch(4)
@@ -127,6 +129,7 @@ def test_compiled_captured_and_recorded_blocks_stand_in_one_model():
         assert error(gradients(model, batch), truth) <= 1.05 * error(plain, truth)
 
 
+@pytest.mark.keeps("beside-plain-recorded-captured")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 def test_frozen_blocks_and_evaluation_need_no_backward():
     (model, pattern), batch = ours(), token_batch(4)
@@ -140,6 +143,7 @@ def test_frozen_blocks_and_evaluation_need_no_backward():
         assert [vars(layer)["forward"].refused for layer in model.layers] == [None, None]
 
 
+@pytest.mark.keeps("beside-plain-recorded-captured")
 def test_in_steps_that_the_monitor_observes_the_recorder_stands_in():
     (beside, pattern), batch = ours(), token_batch(2)
     model = copy.deepcopy(beside)

@@ -10,6 +10,8 @@ from round_device import round_device
 from tightfit.errors import RecomputeError
 from tiny import Stack
 
+pytestmark = pytest.mark.keeps("parametrisation-sets-weight-itself")
+
 
 class Doubled(nn.Module):
     def forward(self, weight):

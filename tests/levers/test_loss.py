@@ -119,6 +119,7 @@ NEEDS_LOGITS = {
 }
 
 
+@pytest.mark.keeps("chunked-loss-equals-plain")
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize("loss", STAYS_DEFERRED.values(), ids=STAYS_DEFERRED)
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,6 +138,7 @@ def test_loss_and_gradients_are_the_same_and_the_logits_never_exist(loss, bias, 
     assert_same(made, wanted)
 
 
+@pytest.mark.keeps("chunked-loss-equals-plain")
 @pytest.mark.parametrize("loss", NEEDS_LOGITS.values(), ids=NEEDS_LOGITS)
 def test_a_loss_that_needs_the_logits_gets_them_and_is_bit_equal(loss):
     model = Model(loss, bias=True)

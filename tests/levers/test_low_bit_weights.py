@@ -36,6 +36,7 @@ def bytes_of(model):
     return storage_bytes([*parameters, *(scale for p in parameters for scale in scales_of(p))])
 
 
+@pytest.mark.keeps("weights-8-bits-nf4")
 def test_codes_are_near_the_weights_and_take_the_bytes_that_they_should(kind):
     model = Pair()
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -51,6 +52,7 @@ def test_codes_are_near_the_weights_and_take_the_bytes_that_they_should(kind):
     assert not any(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.keeps("weights-8-bits-nf4")
 def test_a_layer_computes_with_its_weight_at_full_width_and_hands_on_the_gradient(kind):
     model, x = Pair(), torch.randn(5, 64, requires_grad=True)
     freeze_in_low_bits(model, kind)

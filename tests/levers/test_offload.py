@@ -27,6 +27,7 @@ def loss(model, ids):
 # What it saves
 
 
+@pytest.mark.keeps("activations-offloaded-hand-out")
 def test_nothing_of_the_blocks_is_left_in_memory_when_forward_ends(model, ids):
     plain = forward_bytes(model, ids)
     with offload(model, "layers.*", smallest=1) as applied:
@@ -60,6 +61,7 @@ def test_small_values_stay_in_memory(model, ids):
 # What it leaves behind
 
 
+@pytest.mark.keeps("activations-offloaded-hand-out")
 def test_the_pool_is_flat_over_500_steps(ids):
     torch.manual_seed(0)
     tiny = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), nn.Linear(8, 1))
@@ -100,6 +102,7 @@ with offload(model, "*", folder=sys.argv[1], smallest=1) as applied:
 """
 
 
+@pytest.mark.keeps("activations-offloaded-hand-out")
 @pytest.mark.slow  # an interpreter of its own
 def test_no_file_is_left_after_kill_9(tmp_path):
     process = subprocess.Popen(

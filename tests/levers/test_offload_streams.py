@@ -51,6 +51,7 @@ def watched(policy, streams, **settings):
         return trained(policy, streams=streams, **settings)
 
 
+@pytest.mark.keeps("offload-cuda-access-memory")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_every_access_is_ordered_and_no_bit_changes(policy):
     streams = RecordingStreams()
@@ -62,6 +63,7 @@ def test_every_access_is_ordered_and_no_bit_changes(policy):
     assert sum(entry[0] == OUT for entry in streams.log) == sum(entry[0] == BACK for entry in streams.log) >= 9
 
 
+@pytest.mark.keeps("offload-cuda-access-memory")
 @pytest.mark.parametrize(
     ("waiting", "awaited", "wrong"),
     [
@@ -133,6 +135,7 @@ def test_the_pool_is_flat_and_its_buffers_have_the_exact_size():
     assert last.hits == 19 * last.misses
 
 
+@pytest.mark.keeps("offload-cuda-access-memory")
 def test_a_full_host_keeps_values_on_the_device_and_says_so():
     streams = RecordingStreams()
     with pytest.warns(OffloadFallback, match="no room for a value of .* or free host memory"):

@@ -28,6 +28,7 @@ def plain_step(name):
     return step(name)
 
 
+@pytest.mark.keeps("peak-plan-offload-equals")
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)

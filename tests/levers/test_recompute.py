@@ -112,6 +112,7 @@ def test_every_way_to_apply_it_is_bit_equal(pattern, options):
     assert_bit_equal(run(*build()), run(*build(), levers=lambda model: recompute(model, pattern, **options)))
 
 
+@pytest.mark.keeps("undo-restores-model-exactly")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_undo_restores_every_module_exactly(use_reentrant):
     model, inputs = build()
@@ -169,6 +170,7 @@ def test_a_refused_segmentation_of_a_reentrant_recompute_changes_nothing():
     assert dictionaries(model) == before
 
 
+@pytest.mark.keeps("undo-restores-model-exactly")
 def test_names_types_and_hooks_of_the_model_stay():
     model, inputs = build()
     keys, types = list(model.state_dict()), [type(m) for m in model.modules()]
@@ -292,6 +294,7 @@ def test_recomputing_the_users_python_does_not_run_it_again():
     assert len(calls) == BLOCKS
 
 
+@pytest.mark.keeps("through-double-backward-retained")
 @pytest.mark.slow  # compiling takes several seconds
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_with_recompute_has_the_right_gradients(backend):

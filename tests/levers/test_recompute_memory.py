@@ -54,6 +54,7 @@ def test_keeping_everything_holds_what_the_plain_run_holds(model, ids):
         assert forward_bytes(model, ids) == plain
 
 
+@pytest.mark.keeps("recompute-never-holds-more")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("lever", KINDS)
 def test_no_policy_holds_more_than_the_plain_run(model, ids, lever):
@@ -62,6 +63,7 @@ def test_no_policy_holds_more_than_the_plain_run(model, ids, lever):
         assert forward_bytes(model, ids) <= plain
 
 
+@pytest.mark.keeps("recompute-never-holds-more")
 def test_the_peak_is_at_most_that_of_pytorchs_checkpoint(model, ids):
     plain = step_peak(model, ids)
     with TORCH_LEVERS["torch checkpoint"](model):
@@ -78,6 +80,7 @@ def test_the_peak_of_kept_products_is_at_most_that_of_pytorchs_selective_checkpo
         assert step_peak(model, ids) <= theirs
 
 
+@pytest.mark.keeps("memory-grow-step-step")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("lever", KINDS)
 def test_twenty_steps_leave_the_same_bytes_as_one(model, ids, lever):
@@ -93,6 +96,7 @@ def test_twenty_steps_leave_the_same_bytes_as_one(model, ids, lever):
     assert more == 0
 
 
+@pytest.mark.keeps("memory-grow-step-step")
 @pytest.mark.parametrize("lever", KINDS)
 def test_a_step_leaves_no_reference_cycle(model, ids, lever):
     alive = []

@@ -1,5 +1,6 @@
 """Random programs of operators, views and in-place writes: wherever the plain step runs, recompute is bit-equal."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -118,6 +119,7 @@ lines = st.lists(
 )
 
 
+@pytest.mark.keeps("random-programs-too")
 @settings(max_examples=100, deadline=None)
 @given(lines, st.integers(0, 9), st.sampled_from(["whole blocks", "one segment", "two segments", "a random half"]))
 def test_recompute_of_a_random_program_is_bit_equal(program, seed, lever):

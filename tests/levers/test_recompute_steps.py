@@ -40,6 +40,7 @@ def backward_twice(loss):
     loss.backward()
 
 
+@pytest.mark.keeps("through-double-backward-retained")
 @pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize("name", SMOOTH)
@@ -54,6 +55,7 @@ def gradient_penalty(model, inputs):
     return out.sum() + slope.square().sum()
 
 
+@pytest.mark.keeps("through-double-backward-retained")
 @pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize(
@@ -69,6 +71,7 @@ def three_micro_batches(model, inputs):
     return sum_of_squares(model, inputs.tanh())
 
 
+@pytest.mark.keeps("through-double-backward-retained")
 @pytest.mark.sampled(8)
 @levers
 @pytest.mark.parametrize("name", [*SMOOTH, "batch normalisation", "a cache that the block appends to"])

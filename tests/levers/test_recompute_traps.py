@@ -45,6 +45,7 @@ def test_the_plain_step_of_a_trap_is_repeatable(name):
     assert_bit_equal(plain_step(name), step(name))
 
 
+@pytest.mark.keeps("recompute-leaves-loss-gradients")
 @pytest.mark.sampled(120)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("name", CASES)

@@ -52,6 +52,7 @@ def call(function, *tensors):
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.keeps("functions-called-differ-argument")
 @pytest.mark.parametrize(
     "functions",
     [

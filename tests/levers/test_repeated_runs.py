@@ -35,6 +35,7 @@ def plain(name):
         return None  # its second step needs the graph of the first
 
 
+@pytest.mark.keeps("block-runs-again-same")
 @pytest.mark.sampled(60)
 @pytest.mark.parametrize("lever", ["whole blocks", "products kept", "everything kept", "random half 1"])
 @pytest.mark.parametrize("name", CASES)
@@ -77,6 +78,7 @@ def step(model, x):
     return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.keeps("block-runs-again-same")
 def test_nothing_is_left_of_a_run_whose_graph_is_dropped():
     model, x = build()
     with recompute(model, "*"):
@@ -237,6 +239,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.keeps("block-runs-again-same")
 @pytest.mark.parametrize("policy", [RECOMPUTE_ALL, RandomPolicy(seed=1), RandomPolicy(seed=2), KEEP_ALL], ids=str)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_after_three_runs_is_noticed(change, policy):

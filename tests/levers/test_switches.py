@@ -13,6 +13,8 @@ from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import function_switches
 
+pytestmark = pytest.mark.keeps("computed-again-backward-sees")
+
 
 @contextmanager
 def changed(read, write, value):

@@ -20,6 +20,7 @@ def gradients(model, batch):
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
+@pytest.mark.keeps("tiled-feed-forwards-plain")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("settings", [{}, {"mlp": "low_memory"}, {"activation": "geglu"}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 20, 95, 96, 500])
@@ -45,6 +46,7 @@ def test_in_fp32_the_error_is_near_that_of_the_plain_run():
     assert error(made) <= 1.2 * error(plain)
 
 
+@pytest.mark.keeps("tiled-feed-forwards-plain")
 def test_the_peak_falls_and_is_predicted():
     model, batch = decoder(intermediate_size=1024), token_batch()
     plain = allocator_peak(model, batch)
@@ -152,6 +154,7 @@ class Two(nn.Module):
         return x, x
 
 
+@pytest.mark.keeps("tiled-feed-forwards-plain")
 @pytest.mark.parametrize(
     ("part", "message"),
     [

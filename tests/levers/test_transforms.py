@@ -92,6 +92,7 @@ def test_a_recomputed_model_gives_what_the_plain_one_gives(use):
     assert nothing_is_left_on()
 
 
+@pytest.mark.keeps("transform-torch-func-lever")
 @pytest.mark.parametrize("lever", [name for name in LEVERS if name != "recompute"])
 @pytest.mark.parametrize("use", TRANSFORMS)
 def test_under_a_transform_every_lever_falls_through_to_the_plain_forward(lever, use):
@@ -146,6 +147,7 @@ class StopsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.keeps("transform-torch-func-lever")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit, SystemExit])
 def test_whatever_is_raised_at_whichever_operator_nothing_is_left_on(error):

@@ -66,6 +66,7 @@ def around_kernels(source):
     return [line for line in re.sub(r"cpp_fused\w+", "kernel", text).splitlines() if line.strip()]
 
 
+@pytest.mark.keeps("dry-runs-compiled-blocks")
 @pytest.mark.slow  # the compiler writes six programs twice, for each model
 @pytest.mark.parametrize("make", [ours, dropping, gpt2])
 def test_without_the_text_of_kernels_the_code_around_them_is_the_same(make, programs, monkeypatch):
@@ -81,6 +82,7 @@ def test_without_the_text_of_kernels_the_code_around_them_is_the_same(make, prog
         assert "for(int64_t" not in short
 
 
+@pytest.mark.keeps("dry-runs-compiled-blocks")
 @pytest.mark.slow  # the compiler writes six programs twice
 def test_programs_are_written_in_forks_as_in_the_process_itself(programs, monkeypatch):
     monkeypatch.setattr(fused, "processes_for", lambda parts: min(parts, 2))
@@ -90,6 +92,7 @@ def test_programs_are_written_in_forks_as_in_the_process_itself(programs, monkey
         assert program.source == program.write(torch.get_num_threads())
 
 
+@pytest.mark.keeps("dry-runs-compiled-blocks")
 @pytest.mark.slow  # records a block, and the compiler writes six programs
 def test_a_recording_leaves_no_thread_that_would_forbid_forks(programs, monkeypatch):
     monkeypatch.setattr(fused, "processes_for", lambda parts: 1)

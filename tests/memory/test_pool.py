@@ -53,6 +53,7 @@ def test_free_buffers_of_other_sizes_make_room(pool):
     assert (statistics.buffers, statistics.high_water_bytes, statistics.refusals) == (1, 900, 0)
 
 
+@pytest.mark.keeps("activations-offloaded-hand-out")
 def test_the_file_is_never_longer_than_the_budget_whatever_the_order(pool, store):
     held = {}
     for turn in range(400):

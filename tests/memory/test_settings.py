@@ -57,6 +57,7 @@ def test_a_setting_that_is_none_is_one_line():
     assert VARIABLES[0] not in os.environ
 
 
+@pytest.mark.keeps("cuda-allocator-configured-before")
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_an_environment_that_says_otherwise_is_not_overridden_silently(variable, monkeypatch):
     monkeypatch.setenv(variable, "backend:native")
@@ -66,6 +67,7 @@ def test_an_environment_that_says_otherwise_is_not_overridden_silently(variable,
     set_allocator("expandable_segments")
 
 
+@pytest.mark.keeps("cuda-allocator-configured-before")
 def test_once_cuda_has_started_only_the_same_setting_is_taken(monkeypatch):
     set_allocator("expandable_segments")
     monkeypatch.delenv(VARIABLES[0])

@@ -72,6 +72,7 @@ class Attack:
         return open, (str(self.path), "w")
 
 
+@pytest.mark.keeps("nothing-snapshot-file-executed")
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_with_code_is_refused_by_name_and_nothing_of_it_runs(tmp_path, protocol):
     written, path = tmp_path / "written", tmp_path / "snapshot.pickle"

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return saved_llama(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.keeps("low-rank-adapters-frozen")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("precision", "dropout", "budget"), [("fp32", 0.1, "0.6x"), ("bf16", 0.0, "0.8x")])
@@ -40,6 +41,7 @@ def test_the_predicted_peaks_are_the_allocators_and_the_plan_changes_no_bit(fold
         assert made.peak_bytes == pytest.approx(allocator_peak(model, batch, settings=settings), rel=1e-4)
 
 
+@pytest.mark.keeps("low-rank-adapters-frozen")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -50,6 +52,7 @@ def test_a_weight_that_is_widened_for_its_product_is_counted(tmp_path, base, pre
     assert found.peak_bytes == pytest.approx(allocator_peak(model, batch, settings=StepSettings(precision)), rel=1e-3)
 
 
+@pytest.mark.keeps("low-rank-adapters-frozen")
 def test_frozen_weights_have_neither_gradients_nor_states(folder):
     model = adapted(folder, r=4)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -59,6 +62,7 @@ def test_frozen_weights_have_neither_gradients_nor_states(folder):
     assert 0 < max(found.step_figures.timeline["gradients"]) <= trained
 
 
+@pytest.mark.keeps("low-rank-adapters-frozen")
 @pytest.mark.slow  # a plan for each budget
 @pytest.mark.parametrize("base", BASES)
 def test_recompute_never_takes_more_than_the_plain_step_where_weights_are_frozen(folder, base):
@@ -94,6 +98,7 @@ def test_a_model_too_large_to_be_there_is_estimated_with_its_adapters(folder, ba
     assert estimate(dry, batch).peak_bytes == estimate(build_model(section), batch).peak_bytes
 
 
+@pytest.mark.keeps("adapters-saved-peft-format")
 def test_adapters_alone_are_saved_and_peft_reads_them(folder, tmp_path):
     import peft
     import transformers

@@ -40,6 +40,7 @@ def test_a_position_sees_as_many_before_it_as_the_kernel_says_and_none_after_it(
     assert gradient[0].abs().sum(dim=-1).nonzero().flatten().tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.keeps("packed-document-logits-gradients")
 def test_a_packed_document_sees_no_other():
     model, document = decoder(**{**HYBRID, "attention_every": 4}), ids(1, 11)[0]  # no block with attention
     places = torch.cat([torch.arange(n) for n in (2, 5, 11, 6)])[None]
@@ -65,6 +66,7 @@ def test_reading_in_pieces_with_a_cache_is_reading_at_once(settings):
     assert torch.equal(cached, grown)
 
 
+@pytest.mark.keeps("short-convolution-step-packed")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_its_peak_is_predicted_and_recompute_changes_no_bit(packed):

@@ -47,6 +47,7 @@ def theirs(folder):
     return found.eval()
 
 
+@pytest.mark.keeps("exported-decoder-logits-run")
 @pytest.mark.parametrize(("architecture", "settings"), CASES, ids=str)
 def test_an_exported_decoder_has_equal_logits_and_comes_back_bit_for_bit(tmp_path, architecture, settings):
     ours = model(**settings)
@@ -75,6 +76,7 @@ def test_what_ends_a_generation_is_written(tmp_path):
     assert theirs(tmp_path / "out").generation_config.eos_token_id == 7
 
 
+@pytest.mark.keeps("exported-decoder-logits-run")
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -91,6 +93,7 @@ def test_a_shape_that_no_architecture_has_is_refused_by_its_key_and_nothing_is_w
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.keeps("export-complete-touches-folder")
 def test_a_folder_with_files_is_refused_and_an_empty_one_is_not(tmp_path):
     (tmp_path / "note").write_text("mine")
     with pytest.raises(OutputError, match="is not an empty folder"):
@@ -101,6 +104,7 @@ def test_a_folder_with_files_is_refused_and_an_empty_one_is_not(tmp_path):
     assert (tmp_path / "empty" / "config.json").is_file()
 
 
+@pytest.mark.keeps("export-complete-touches-folder")
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     real = os.fsync
 
@@ -156,6 +160,7 @@ def test_a_model_of_transformers_becomes_a_decoder_that_can_be_trained_on(tmp_pa
     assert isinstance(build_model(PretrainedModel(path=str(tmp_path / "decoder"))), Decoder)
 
 
+@pytest.mark.keeps("exported-decoder-logits-run")
 @pytest.mark.parametrize(
     ("kind", "keys", "line"),
     [

@@ -87,6 +87,7 @@ def test_products_without_groups_are_those_with_them():
     assert torch.allclose(found.float(), grouped_product(rows, weights, ends), atol=1e-5)
 
 
+@pytest.mark.keeps("balance-loss-number-mixtral")
 def test_loss_and_auxiliary_loss_are_those_of_transformers():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -153,6 +154,7 @@ def test_the_balance_loss_spreads_the_tokens():
     assert assigned[-1].max() < 120  # of 384 choices, 96 would be even
 
 
+@pytest.mark.keeps("recomputed-block-experts-routes")
 @pytest.mark.parametrize("settings", [{}, {"num_shared_experts": 1, "first_dense_layers": 1}], ids=str)
 def test_recompute_routes_as_the_forward_did_and_changes_no_bit(settings):
     """The whole block again: routing, balance and z-loss, dropout too."""
@@ -172,6 +174,7 @@ def test_recompute_routes_as_the_forward_did_and_changes_no_bit(settings):
     assert all(gradient.abs().sum() > 0 for gradient in found[0].values())
 
 
+@pytest.mark.keeps("recomputed-block-experts-routes")
 def test_pytorchs_reentrant_checkpoint_keeps_the_gradient_of_the_auxiliary_loss():
     model, data = tiny(), batch()
     embedded = model.embedding.register_forward_hook(lambda module, inputs, out: out + 0)
@@ -185,6 +188,7 @@ def test_pytorchs_reentrant_checkpoint_keeps_the_gradient_of_the_auxiliary_loss(
         assert torch.allclose(gradient, gradients(model)[name], atol=1e-7), name
 
 
+@pytest.mark.keeps("recomputed-block-experts-routes")
 def test_no_tensor_is_left_on_a_module():
     model = tiny()
     model(**batch()).loss.backward()
@@ -193,6 +197,7 @@ def test_no_tensor_is_left_on_a_module():
         assert not left, f"{name}: {left}"
 
 
+@pytest.mark.keeps("decoder-mixture-experts-peak")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_its_peak_is_predicted_for_any_routing(precision):
@@ -206,6 +211,7 @@ def test_its_peak_is_predicted_for_any_routing(precision):
     assert found.peak_bytes == pytest.approx(allocator_peak(model, data, settings=settings), rel=1e-3)
 
 
+@pytest.mark.keeps("decoder-mixture-experts-peak")
 @pytest.mark.slow  # two plans of experts
 def test_a_plan_keeps_to_its_budget_and_changes_no_bit():
     model, data = decoder(num_layers=2, hidden_size=32, **EXPERTS), token_batch(2, 32)

@@ -37,6 +37,7 @@ def run(model, rows, positions_of_rows):
     return logits[:, 15:28].detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.keeps("packed-document-logits-gradients")
 @pytest.mark.parametrize("settings", PATHS, ids=str)
 def test_a_document_does_not_move_by_a_bit_when_its_neighbours_tokens_or_lengths_change(settings):
     model = decoder(num_layers=2, hidden_size=32, **settings).eval()
@@ -49,6 +50,7 @@ def test_a_document_does_not_move_by_a_bit_when_its_neighbours_tokens_or_lengths
         assert torch.equal(logits[0], found[0][0])
 
 
+@pytest.mark.keeps("packed-document-logits-gradients")
 @pytest.mark.parametrize("settings", PATHS, ids=str)
 def test_a_packed_document_is_the_document_alone_within_rounding(settings):
     model = decoder(num_layers=2, hidden_size=32, **settings).eval()
@@ -58,6 +60,7 @@ def test_a_packed_document_is_the_document_alone_within_rounding(settings):
     assert torch.allclose(packed, alone, atol=1e-5)
 
 
+@pytest.mark.keeps("packed-document-logits-gradients")
 def test_a_documents_gradient_does_not_depend_on_its_neighbours():
     model = decoder(num_layers=2, hidden_size=32)
     document, place = ids(13), positions(15, 13, 12)
@@ -75,6 +78,7 @@ def test_rows_of_one_document_are_rows_without_positions(settings):
     assert torch.allclose(packed, model(row).logits, atol=1e-5)
 
 
+@pytest.mark.keeps("short-convolution-step-packed")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "precision"),

@@ -20,18 +20,21 @@ def counted(name):
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.keeps("published-model-given-name")
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_published_model_has_its_published_number_of_parameters(name):
     assert counted(name) == published()[name].parameters
 
 
+@pytest.mark.keeps("published-model-named-spelling")
 @pytest.mark.slow  # builds every model of the table: a minute
 def test_every_published_model_has_its_published_number_of_parameters():
     counts = {name: counted(name) for name in published()}
     assert counts == {name: known.parameters for name, known in published().items()}
 
 
+@pytest.mark.keeps("published-model-named-spelling")
 @pytest.mark.parametrize(
     ("name", "key"),
     [

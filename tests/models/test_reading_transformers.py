@@ -35,6 +35,7 @@ def text(length=75):
     return torch.randint(1, 90, (2, length), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.keeps("text-read-pieces-scores")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_text_in_pieces_scores_as_in_one_pass(name):
     model = built(name)

@@ -38,6 +38,7 @@ def single_pass(model, ids):
     return scores[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
 
+@pytest.mark.keeps("text-read-pieces-scores")
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
 @pytest.mark.parametrize("chunk_size", [1, 16, 30, 74, 1000, None])
@@ -80,6 +81,7 @@ def peak(length, chunk_size, **settings):
     return measured_peak(lambda: score(model, ids, chunk_size=chunk_size), resident) - sum(t.nbytes for t in resident)
 
 
+@pytest.mark.keeps("text-read-pieces-scores")
 @pytest.mark.slow  # a long text, so that one piece is small beside it
 def test_in_pieces_logits_and_activations_of_one_piece_exist_at_a_time():
     in_pieces = peak(1024, 32)
@@ -152,6 +154,7 @@ def by_whole_passes(model, ids, count, limit):
     return ids
 
 
+@pytest.mark.keeps("text-read-pieces-scores")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
 @pytest.mark.parametrize("chunk_size", [1, 7, 512])

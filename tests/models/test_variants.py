@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return saved_llama(tmp_path_factory.mktemp("llama"), **SHAPE)
 
 
+@pytest.mark.keeps("model-recipe-holds-bytes")
 def test_weights_in_another_dtype_take_its_bytes_and_no_memory():
     model = decoder(hidden_size=16, num_layers=2, vocab_size=64)
     count = sum(p.numel() for p in model.parameters())
@@ -37,6 +38,7 @@ def test_weights_in_another_dtype_take_its_bytes_and_no_memory():
     assert bytes_of(as_recipe(half, dtype="fp32")) == 4 * count
 
 
+@pytest.mark.keeps("model-recipe-holds-bytes")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
 def test_adapters_on_a_base_take_the_bytes_of_the_real_ones(folder, base):

@@ -36,6 +36,7 @@ def bf16_folder(tmp_path_factory):
     return llama(tmp_path_factory.mktemp("llama"), torch.bfloat16)
 
 
+@pytest.mark.keeps("checkpoint-loaded-own-dtype")
 @pytest.mark.parametrize(
     ("stored", "asked", "found"),
     [
@@ -77,6 +78,7 @@ def test_a_decoder_in_bf16_is_the_fp32_one_rounded_and_its_angles_are_not():
     assert rounded(IDS).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.keeps("checkpoint-loaded-own-dtype")
 @pytest.mark.parametrize("asked", ["auto", "fp32"])
 def test_a_saved_decoder_keeps_its_dtype_and_is_read_in_another_where_asked(tmp_path, asked):
     model = decoder(num_layers=1, dtype="bf16")
@@ -115,6 +117,7 @@ def test_two_dtypes_for_the_frozen_weights_are_refused():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.keeps("step-bf16-weights-predicted")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("precision", "experts"), [("fp32", None), ("fp32", 4), ("bf16", None)])
 def test_the_peak_of_a_step_on_bf16_weights_is_predicted(precision, experts):
@@ -136,6 +139,7 @@ def moved(optimizer):
     return (weight != 1).sum().item()
 
 
+@pytest.mark.keeps("checkpoint-loaded-own-dtype")
 def test_adamw_on_bf16_weights_rounds_stochastically_so_that_small_updates_count():
     assert moved("adam") == 0
     assert moved("adamw") > 50

@@ -100,6 +100,7 @@ def alone():
     return seen(record, trace), losses
 
 
+@pytest.mark.keeps("plans-estimates-comparisons-inside")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ask", QUESTIONS, ids=lambda ask: ask.__name__)
 def test_what_is_asked_before_and_between_steps_is_no_step(ask, alone):
@@ -107,6 +108,7 @@ def test_what_is_asked_before_and_between_steps_is_no_step(ask, alone):
     assert (seen(record, trace), losses) == alone
 
 
+@pytest.mark.keeps("plans-estimates-comparisons-inside")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", PLACES[1:])
 def test_what_is_asked_within_a_step_is_no_part_of_it(where, alone):

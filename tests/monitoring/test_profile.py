@@ -101,6 +101,7 @@ def done(alone_and_done):
     return alone_and_done[1]
 
 
+@pytest.mark.keeps("script-profile-prints-fails")
 def test_the_script_computes_and_prints_the_same(alone_and_done):
     alone, done = alone_and_done
     assert done.out == alone.out
@@ -123,6 +124,7 @@ def test_the_summary_is_on_stderr_and_the_picture_beside_the_record(done):
     assert (done.folder / "training_script-memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.keeps("script-profile-prints-fails")
 @pytest.mark.slow  # two interpreters of its own
 def test_a_script_that_raises_ends_as_it_would_have(tmp_path):
     done, alone = profiled(tmp_path, "--end", "raise"), plain(tmp_path, "--end", "raise")
@@ -133,6 +135,7 @@ def test_a_script_that_raises_ends_as_it_would_have(tmp_path):
     assert done.record.failure.message == "bad luck"
 
 
+@pytest.mark.keeps("script-profile-prints-fails")
 @pytest.mark.slow  # six runs of a script
 @pytest.mark.parametrize(("end", "code"), [("exit", 3), ("interrupt", 128 + 15)])
 def test_a_script_that_ends_early_ends_as_it_would_have(end, code, forked):

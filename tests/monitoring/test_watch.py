@@ -56,6 +56,7 @@ def watched():
     return Loop().run(steps=4)
 
 
+@pytest.mark.keeps("monitor-reports-step-allocator")
 def test_the_peak_of_the_traced_step_is_the_allocators(watched):
     assert watched.peak_bytes == allocator_peak(decoder(), token_batch())
 
@@ -90,6 +91,7 @@ def test_no_handler_of_signals_is_set_in_a_training_that_is_only_watched(monkeyp
     assert Loop().run().peak_bytes > 0
 
 
+@pytest.mark.keeps("monitor-reports-step-allocator")
 def test_sums_of_gradients_count_as_they_are_without_the_watch():
     watch = Loop(Branching()).run()
     unseen = allocator_peak(Branching(), token_batch()) - watch.peak_bytes
@@ -127,6 +129,7 @@ def test_gradients_that_wait_for_the_next_micro_batch_count_as_gradients():
     assert watch.peak_bytes > Loop().run().peak_bytes
 
 
+@pytest.mark.keeps("monitor-reports-step-allocator")
 def test_the_training_computes_the_same_bits():
     plain, watched = Loop(clip=1.0), Loop(clip=1.0)
     plain.steps(3)
@@ -136,6 +139,7 @@ def test_the_training_computes_the_same_bits():
         assert torch.equal(bits(parameter), bits(watched.model.get_parameter(name))), name
 
 
+@pytest.mark.keeps("monitor-reports-step-allocator")
 def test_nothing_of_the_model_is_left_changed():
     loop = Loop()
     before = {name: set(vars(module)) for name, module in loop.model.named_modules()}
@@ -249,6 +253,7 @@ def greedy_decoder():
     return model
 
 
+@pytest.mark.keeps("out-memory-monitor-leaves")
 def test_running_out_of_memory_leaves_a_usable_watch():
     loop = Loop(greedy_decoder())
     watch = tightfit.monitor(loop.model, loop.optimizer)
@@ -289,6 +294,7 @@ def test_a_recomputing_model_is_watched_as_it_runs():
         assert watch.peak_bytes == allocator_peak(again, token_batch())
 
 
+@pytest.mark.keeps("monitor-shows-current-state")
 def test_the_pool_of_what_is_offloaded_is_in_the_record(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "_NAMED", weakref.WeakSet())  # without the pools of other tests
     model = decoder()

@@ -42,6 +42,7 @@ def by_the_harness(codec, context, continuation):
     return before, whole[len(before) :]
 
 
+@pytest.mark.keeps("choices-scored-padded-batches")
 @pytest.mark.parametrize("context", ["The sky is", "The sky is  ", "ends in x", "one"])
 @pytest.mark.parametrize("choice", [" blue", " ab and more", " a kind of cheese"])
 @pytest.mark.parametrize("codec", [Words(), tokenizer()], ids=["words", "bpe"])
@@ -83,6 +84,7 @@ def requests(lettered=False, codec=None):
     return [r for q in subject_of(ASKED).questions for r in requests_of(q, codec or tokenizer(), lettered=lettered)]
 
 
+@pytest.mark.keeps("choices-scored-padded-batches")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("prompt", ["text", "letters"])
 @pytest.mark.parametrize("how", [{}, {"batch_size": 1}, {"batch_size": 5}, {"budget": "3MiB"}], ids=str)
@@ -118,6 +120,7 @@ def test_letters_after_one_question_are_read_once():
     assert sorted(target.request for row in rows for target in row.targets) == list(range(36))
 
 
+@pytest.mark.keeps("choices-scored-padded-batches")
 def test_a_context_beyond_the_positions_loses_its_beginning_and_is_counted():
     model = decoder(max_position_embeddings=12).double()
     found = score_choices(model, ASKED, tokenizer=tokenizer(), prompt="text")
@@ -136,6 +139,7 @@ def test_a_choice_longer_than_the_positions_is_refused():
         score_choices(decoder(max_position_embeddings=8), asked, tokenizer=tokenizer())
 
 
+@pytest.mark.keeps("predicted-peak-multiple-choice")
 @pytest.mark.parametrize("how", [{"batch_size": 1}, {"batch_size": 5}, {"budget": "3MiB"}, {"budget": "9MiB"}], ids=str)
 def test_the_predicted_peak_is_the_allocators_and_within_the_budget(how):
     found = score_choices(decoder(), ASKED, tokenizer=tokenizer(), **how)
@@ -144,6 +148,7 @@ def test_the_predicted_peak_is_the_allocators_and_within_the_budget(how):
         assert found.measured_peak_bytes <= found.budget_bytes
 
 
+@pytest.mark.keeps("predicted-peak-multiple-choice")
 def test_no_batch_exceeds_the_predicted_peak_and_a_larger_budget_has_larger_batches():
     model, codec = decoder(), tokenizer()
     rows, _ = rows_of(requests(codec=codec), 512)
@@ -170,6 +175,7 @@ def test_a_budget_below_one_row_says_the_least_and_so_does_a_given_size():
         score_choices(decoder(), ASKED, tokenizer=tokenizer(), budget="1MiB", batch_size=36)
 
 
+@pytest.mark.keeps("predicted-peak-multiple-choice")
 def test_only_the_logits_that_are_asked_for_exist():
     model = decoder(vocab_size=8000)
     rows, _ = rows_of(requests(), 512)

@@ -56,6 +56,7 @@ def against(teacher, labels, loss=distillation_loss, **options):
     return call
 
 
+@pytest.mark.keeps("distillation-loss-gradients-equal")
 @divergences
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_in_fp64_loss_and_gradients_are_those_of_the_dense_loss(options, reduction):
@@ -114,6 +115,7 @@ def test_beta_is_that_of_trl():
         torch.testing.assert_close(ours, 4 * theirs)
 
 
+@pytest.mark.keeps("distillation-loss-gradients-equal")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_error_is_at_most_that_of_the_plain_version(dtype):
@@ -167,6 +169,7 @@ def test_a_teacher_of_another_width_and_dtype_serves_and_gets_no_gradient():
         assert all(leaf.grad is None for leaf in states)
 
 
+@pytest.mark.keeps("distillation-loss-gradients-equal")
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_logits_of_all_tokens_never_exist(recorded):
     inputs = [tensor.requires_grad_(recorded) for tensor in sample()]
@@ -179,6 +182,7 @@ def test_the_logits_of_all_tokens_never_exist(recorded):
         assert max(shape[0] for shape in log.shapes if shape[1:] == (VOCABULARY,)) == 16
 
 
+@pytest.mark.keeps("distillation-loss-gradients-equal")
 @pytest.mark.parametrize(
     "options",
     [pytest.param(o, marks=[pytest.mark.slow] * (o["divergence"] != "jsd"), id=o["divergence"]) for o in DIVERGENCES],

@@ -45,6 +45,7 @@ def documents(length=300, kind="packed"):
     return torch.stack((ids, ids.flip(0)))
 
 
+@pytest.mark.keeps("cuda-flexattention-gets-block")
 @limits
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (256, 256), (128, 500), (500, 70)])
 def test_the_blocks_are_those_that_looking_at_all_pairs_finds(causal, window, queries, keys):
@@ -94,6 +95,7 @@ def on_a_cpu(monkeypatch):
     library._destroy()
 
 
+@pytest.mark.keeps("cuda-flexattention-gets-block")
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("limit", [(True, 40), (True, 150), (False, 150), (True, None)])
 @pytest.mark.parametrize("kind", [None, "packed", "interleaved"])
@@ -136,6 +138,7 @@ def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.keeps("cuda-flexattention-gets-block")
 @pytest.mark.usefixtures("on_a_cpu")
 def test_recomputed_it_gives_the_same_bits():
     model = stack()

@@ -31,6 +31,7 @@ def inputs(gate_dtype=torch.float32, up_dtype=torch.float32, shape=(3, 37, 129))
     return gate.to(gate_dtype).requires_grad_(), up.to(up_dtype).requires_grad_()
 
 
+@pytest.mark.keeps("error-operators-against-fp64")
 @pairs
 @pytest.mark.parametrize(("gate_dtype", "up_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("create_graph", [False, True])

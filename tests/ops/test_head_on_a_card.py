@@ -33,6 +33,7 @@ def loops(monkeypatch):
     return calls
 
 
+@pytest.mark.keeps("loop-loss-head-16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_error_is_at_most_that_of_the_plain_version(loops, dtype, reduction):
@@ -113,6 +114,7 @@ def plain(hidden, weight, labels):
     return F.cross_entropy((hidden @ weight.T).float(), labels)
 
 
+@pytest.mark.keeps("loop-loss-head-16")
 @pytest.mark.parametrize("device", ["rtx4090", "h200"])
 @pytest.mark.parametrize(
     ("size", "share"),

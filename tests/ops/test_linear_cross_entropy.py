@@ -60,6 +60,7 @@ def test_in_fp64_loss_and_gradients_are_the_plain_ones(options, bias, chunk_size
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.keeps("error-operators-against-fp64")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

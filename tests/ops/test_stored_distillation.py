@@ -60,6 +60,7 @@ def dense(logits, labels, **options):
     return call
 
 
+@pytest.mark.keeps("distillation-loss-gradients-equal")
 @choices
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_for_all_tokens_the_gradients_are_those_of_the_dense_loss(choose, reduction):
@@ -122,6 +123,7 @@ def test_a_sample_has_different_tokens_and_the_probable_ones_have_their_probabil
         torch.testing.assert_close(weights, torch.maximum(of_ids, threshold))
 
 
+@pytest.mark.keeps("gradient-sampled-tokens-teacher")
 def test_the_gradient_of_a_sample_is_unbiased_and_that_of_the_top_k_is_not():
     tokens, width, vocabulary, k, draws = 48, 16, 24, 6, 200
     logits, labels = teacher(tokens, vocabulary), some_labels(tokens, vocabulary)

@@ -44,6 +44,7 @@ def limits(causal, window, mask, documents, dtype=torch.float64):
     return {"causal": causal, "window": window, "mask": MASKS[mask](dtype), "document_ids": DOCUMENTS[documents]}
 
 
+@pytest.mark.keeps("attention-within-window-equals")
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
 @pytest.mark.parametrize("window", [1, CHUNK - 1, CHUNK, CHUNK + 1, 40])
@@ -87,6 +88,7 @@ def extra_bytes(length, window, causal):
     return measured_peak(step, resident) - sum(t.nbytes for t in resident)
 
 
+@pytest.mark.keeps("attention-within-window-equals")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_grows_with_the_sequence_and_hardly_with_the_window(causal):
@@ -95,6 +97,7 @@ def test_memory_grows_with_the_sequence_and_hardly_with_the_window(causal):
     assert extra_bytes(1024, 512, causal) <= 1.3 * narrow
 
 
+@pytest.mark.keeps("attention-within-window-equals")
 @pytest.mark.slow  # long sequences
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_work_grows_with_window_times_sequence(causal):

@@ -11,6 +11,7 @@ from tightfit.optim import BF16AdamW
 from tightfit.optim.bf16 import REMAINDER, joined, rounded_stochastically, split_into
 
 
+@pytest.mark.keeps("bf16-weight-remainder-exact")
 def test_weight_and_remainder_are_an_exact_fp32_master():
     model = net(torch.bfloat16)
     master = net().to(torch.bfloat16).float()
@@ -24,6 +25,7 @@ def test_weight_and_remainder_are_an_exact_fp32_master():
         assert torch.equal(joined(own.detach(), optimizer.state[own][REMAINDER]), theirs)
 
 
+@pytest.mark.keeps("bf16-weight-remainder-exact")
 def test_any_fp32_number_is_kept_exactly_and_the_weight_is_the_nearest_bf16():
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)

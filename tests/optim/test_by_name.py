@@ -36,6 +36,7 @@ def wide():
     return Wide()
 
 
+@pytest.mark.keeps("optimizer-name-resumes-bit")
 @pytest.mark.parametrize("name", FREE)
 def test_it_trains_and_resumes_bit_for_bit(name):
     dtype = torch.bfloat16 if name in FOR_BF16 else torch.float32

@@ -27,6 +27,7 @@ def pickled(item):
     return pickle.loads(pickle.dumps(item))
 
 
+@pytest.mark.keeps("tightfit-optimizer-copied-pickled")
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize(("build", "dtype"), KINDS.values(), ids=KINDS)
 def test_a_copy_trains_on_bit_for_bit(build, dtype, copied):
@@ -42,6 +43,7 @@ def test_a_copy_trains_on_bit_for_bit(build, dtype, copied):
     assert twin.own_settings() == its_optimizer.own_settings() == optimizer.own_settings()
 
 
+@pytest.mark.keeps("tightfit-optimizer-copied-pickled")
 def test_a_copy_has_the_same_states_on_the_host_and_takes_its_own_gradients_only():
     model = net()
     optimizer = OffloadedAdamW(model.first.parameters(), fraction=0.5)

@@ -33,6 +33,7 @@ def give_gradients(parameters, seed):
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
+@pytest.mark.keeps("flash-adamw-takes-7")
 @both
 def test_a_step_is_the_references_in_fp64(dtype):
     parameters = weights(dtype)
@@ -67,6 +68,7 @@ def trained(dtype, shapes, steps=3, **settings):
     return [*parameters, *state_tensors(optimizer)]
 
 
+@pytest.mark.keeps("flash-adamw-takes-7")
 @both
 def test_the_size_of_the_chunks_changes_no_bit(dtype, monkeypatch):
     shapes = ((40, 33), (7,), (), (3, 64), (0, 4))
@@ -123,6 +125,7 @@ def test_the_thresholds_of_256_steps_are_spread_evenly():
         assert max(abs(value - i) for i, value in enumerate(seen)) <= 3
 
 
+@pytest.mark.keeps("update-lost-average-second")
 def test_updates_below_the_masters_last_bit_count_on_average():
     weight = torch.nn.Parameter(torch.ones(512, dtype=BF16))
     optimizer = FlashAdamW([weight], lr=1e-6, weight_decay=0.0)  # the last bit of 1 is 2^-16 downwards
@@ -148,6 +151,7 @@ def test_codes_keep_zero_and_sign_and_the_largest_number_of_a_group():
     assert ((found - numbers).abs() <= largest * (share.sqrt() / 127 + 2e-5) * 1.001).all()
 
 
+@pytest.mark.keeps("update-lost-average-second")
 def test_no_second_moment_becomes_zero_where_its_group_has_one():
     moments = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)) ** 8 * torch.logspace(-30, 3, 20)[:, None]
     moments[0], moments[1, 1:] = 0, 0
@@ -161,6 +165,7 @@ def test_no_second_moment_becomes_zero_where_its_group_has_one():
     assert ((roots - share).abs() <= (share.sqrt() / 255.5 + 4e-6) * 1.001).all()
 
 
+@pytest.mark.keeps("flash-adamw-takes-7")
 def test_the_bytes_of_a_parameter_are_seven_and_its_scales():
     parameters = weights(BF16, ((64, 96), (70,)))
     optimizer = FlashAdamW(parameters)
@@ -191,6 +196,7 @@ def distance(make, *, steps=30):
     return (apart / way).sqrt().item()
 
 
+@pytest.mark.keeps("update-lost-average-second")
 def test_its_masters_stay_near_adamws():
     own = distance(lambda model: FlashAdamW(model.parameters(), lr=1e-3))
     rounded = distance(lambda model: BF16AdamW(model.parameters(), lr=1e-3, keeping="stochastic"))

@@ -18,6 +18,7 @@ KINDS = {
 }
 
 
+@pytest.mark.keeps("step-inside-backward-equals")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_states_are_those_of_stepping_afterwards(kind):
     plain, frugal = net(), net()
@@ -75,6 +76,7 @@ def test_a_step_whose_closure_runs_backward_computes_the_same(kind, by_name):
     assert_same_weights(plain, frugal)
 
 
+@pytest.mark.keeps("step-inside-backward-equals")
 def test_a_second_backward_that_was_not_announced_is_refused():
     model = net()
     handle = step_in_backward(torch.optim.AdamW(model.parameters()), model)
@@ -84,6 +86,7 @@ def test_a_second_backward_that_was_not_announced_is_refused():
     handle.undo()
 
 
+@pytest.mark.keeps("step-inside-backward-equals")
 def test_clipping_is_refused():
     model = net()
     handle = step_in_backward(torch.optim.AdamW, model)
@@ -91,6 +94,7 @@ def test_clipping_is_refused():
         train(model, handle.optimizer, clipping=clip, steps=1)
 
 
+@pytest.mark.keeps("step-inside-backward-equals")
 def test_a_gradient_scaler_is_refused():
     model = net()
     handle = step_in_backward(torch.optim.AdamW, model)

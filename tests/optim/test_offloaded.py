@@ -32,6 +32,7 @@ def both(fraction=1.0, **settings):
     )
 
 
+@pytest.mark.keeps("adamw-states-host-equals")
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_fifty_steps_with_scheduler_clipping_and_accumulation_are_bit_equal(fraction):
     (plain, reference), (frugal, offloaded) = both(fraction)
@@ -44,6 +45,7 @@ def test_fifty_steps_with_scheduler_clipping_and_accumulation_are_bit_equal(frac
     assert_same_weights(plain, frugal)
 
 
+@pytest.mark.keeps("adamw-states-host-equals")
 def test_a_gradient_scaler_skips_the_same_steps_and_the_weights_are_bit_equal():
     (plain, reference), (frugal, offloaded) = both()
     scales = []
@@ -130,6 +132,7 @@ def test_weights_that_are_loaded_between_steps_are_the_ones_that_train_on():
     assert_same_weights(plain, frugal)
 
 
+@pytest.mark.keeps("optimizer-name-resumes-bit")
 def test_a_state_that_does_not_fit_is_refused_whole():
     model = net()
     optimizer = OffloadedAdamW(grouped(model))

@@ -30,6 +30,7 @@ def traced(model, batch, optimizer, micro_batches=1):
     return trace_step(model, parts, model_loss, optimizer=optimizer)
 
 
+@pytest.mark.keeps("optimizer-states-host-16")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("optimizer", [*KINDS, in_backward])
@@ -40,6 +41,7 @@ def test_the_predicted_peak_is_the_allocators(optimizer, micro_batches):
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
+@pytest.mark.keeps("optimizer-states-host-16")
 @pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "offloaded_adamw"])
 def test_sixteen_bit_weights_are_predicted_too(optimizer):
     model, batch = decoder(num_layers=2).to(torch.bfloat16), token_batch(2, 16)
@@ -47,6 +49,7 @@ def test_sixteen_bit_weights_are_predicted_too(optimizer):
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)
 
 
+@pytest.mark.keeps("flash-adamw-takes-7")
 @pytest.mark.parametrize("stepping", [False, True])
 def test_a_weight_that_is_updated_in_chunks_is_predicted_too(stepping, monkeypatch):
     monkeypatch.setattr(flash, "CHUNK", 1 << 13)  # several chunks, a shorter one, and numbers beyond the last group
@@ -81,6 +84,7 @@ def test_low_bit_states_are_predicted_too(optimizer):
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)
 
 
+@pytest.mark.keeps("optimizer-states-host-16")
 def test_on_a_card_offloaded_states_and_gradients_take_nothing():
     model, batch = decoder(num_layers=6), token_batch(1, 8)
     plain = estimate(model, batch, device="rtx4090")

@@ -49,6 +49,7 @@ def blocks_of(model):
     return [choice.path for choice in plan(model, token_ids(), "1.1x", device=round_device()).choices]
 
 
+@pytest.mark.keeps("however-model-holds-blocks", "loss-calls-model-twice")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_any_shape_is_planned_within_the_budget_and_bit_equal(name, tmp_path):
@@ -110,6 +111,7 @@ def test_without_a_step_blocks_are_what_the_model_holds_several_of():
     assert find_blocks(CASES["no_parts"]()[0]) == []
 
 
+@pytest.mark.keeps("loss-calls-model-twice")
 def test_a_gradient_of_gradients_under_a_plan_is_exact_over_several_steps():
     model, batch, loss, made = planned("gradient_penalty")
     other, _, _ = CASES["gradient_penalty"]()

@@ -85,6 +85,7 @@ def test_where_nothing_grows_the_rough_bound_is_the_top():
     assert rough_bound(lambda n: 1, 2, UNBOUNDED) == UNBOUNDED
 
 
+@pytest.mark.keeps("largest-sequence-batch-width")
 @pytest.mark.parametrize("truth", [0, 1, 2, 63, 64, 65, 66, 71, 90, 100])
 def test_the_certain_bound_fits_and_the_number_above_it_does_not_however_wrong_the_guess(truth):
     asked = []
@@ -120,6 +121,7 @@ def near(curve, limit, top, *, known=64, refuses=lambda n: False, guide=None):
     return (*near_bound(measure, known, curve(known) - limit, top, guide), asked)
 
 
+@pytest.mark.keeps("longest-sequence-largest-batch")
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("limit", [50_000, 123_456, 3_000_000, 10**9])
 @pytest.mark.parametrize("top", [500, 200_000])
@@ -134,6 +136,7 @@ def test_a_number_near_the_largest_was_measured_and_fits(name, limit, top):
     assert len(set(asked)) == len(asked)
 
 
+@pytest.mark.keeps("longest-sequence-largest-batch")
 def test_where_something_else_is_full_before_the_bytes_it_is_found_from_above():
     found, line, asked = near(LARGE["a straight line"], 3_000_000, 200_000, refuses=lambda n: n > 50_000)
     assert 50_000 * (1 - DOWN) <= found <= 50_000

@@ -46,6 +46,7 @@ def forwards(model):
     return [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
 
 
+@pytest.mark.keeps("plan-captured-blocks-takes")
 def test_it_is_predicted_to_be_faster_and_takes_the_predicted_bytes(model, batch, made, recorded):
     assert made.lever(CapturedBlocks) == CapturedBlocks(("layers.0", "layers.1", "layers.2"))
     assert made.lever(Recompute) is not None
@@ -60,6 +61,7 @@ def test_it_is_predicted_to_be_faster_and_takes_the_predicted_bytes(model, batch
     assert forwards(model) == []
 
 
+@pytest.mark.keeps("plan-captured-blocks-takes")
 def test_it_changes_no_bit_and_says_what_captured_blocks_do(model, batch, made):
     def plain(model, batch):
         return model(**batch).loss
@@ -72,6 +74,7 @@ def test_it_changes_no_bit_and_says_what_captured_blocks_do(model, batch, made):
     assert "(captured)" in text
 
 
+@pytest.mark.keeps("plan-captured-blocks-takes")
 def test_a_wrong_program_is_found_and_named(model, batch, made, monkeypatch):
     right = CapturedForward.__call__
     monkeypatch.setattr(CapturedForward, "__call__", lambda self, *args, **kw: right(self, *args, **kw) * 1.001)
@@ -101,6 +104,7 @@ def test_captured_blocks_are_tried_where_recorded_ones_do_not_fit(model, batch):
         assert allocator_peak(model, batch) <= budget
 
 
+@pytest.mark.keeps("plan-captured-blocks-takes")
 def test_a_block_that_cannot_be_captured_stays_with_the_recorder_and_is_named_once(batch):
     class Odd(nn.Module):
         def __init__(self, inner):
@@ -138,6 +142,7 @@ def test_it_is_refused_in_one_line_where_its_price_is_not_known(model, batch):
         tightfit.plan(model, batch, "0.7x", levers=LEVERS, device=replace(even(), captured_seconds=None))
 
 
+@pytest.mark.keeps("plan-card-captures-blocks")
 def test_a_card_that_waits_for_its_host_runs_captured_blocks(model):
     """Operators of a tiny model are launched more slowly than they run, so the executor's own time counts."""
     step = {"batch": {k: t % 64 for k, t in token_batch(64, 64).items()}, "device": "rtx4090", "precision": "bf16"}
@@ -149,6 +154,7 @@ def test_a_card_that_waits_for_its_host_runs_captured_blocks(model):
         assert tightfit.estimate(model, **step).peak_bytes == pytest.approx(plan.peak_bytes, abs=UNSEEN_BYTES)
 
 
+@pytest.mark.keeps("plan-card-captures-blocks")
 def test_what_the_executor_takes_of_the_host_counts_where_a_card_would_wait_for_it():
     shown = ("aten.mm.default", Phase.FORWARD, "", 1e-3, 0, "layers.0", 0, (), (), False)
     busy = OperatorRecord(*shown, alone=Clocks(host=1e-5, device=1e-3))
@@ -163,6 +169,7 @@ def test_a_plan_that_may_compile_and_capture_runs_no_block_by_both(model, batch)
     assert not any(choice.captured and choice.compiled for choice in plan.choices)
 
 
+@pytest.mark.keeps("plan-captures-blocks-without")
 def test_blocks_are_captured_without_the_levers_name_where_the_steps_repay_it(model, batch, made, recorded):
     asked = {"levers": ["recompute"], "device": even()}
     long = tightfit.plan(model, batch, "0.7x", **asked, steps=10_000_000)

@@ -34,6 +34,7 @@ def a_forward(model):
     return model
 
 
+@pytest.mark.keeps("model-compiled-before-refused")
 @pytest.mark.parametrize("ask", ["estimate", "plan"])
 @pytest.mark.parametrize(
     ("compile", "named"),

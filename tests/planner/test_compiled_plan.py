@@ -42,6 +42,7 @@ def shares(plan):
     return {choice.share for choice in plan.choices if choice.action == "compile"}
 
 
+@pytest.mark.keeps("levers-exact-rounding-gradients", "memory-compiled-blocks-cpu")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 def test_the_measured_peak_is_the_planned_one_and_gradients_are_as_exact(model, batch, made):
     with made.apply(model):

@@ -56,6 +56,7 @@ def test_offload_lowers_the_predicted_peak_of_a_card_and_a_slow_link_costs_secon
     assert link_seconds - plain.step_seconds <= waited <= link_seconds
 
 
+@pytest.mark.keeps("plan-card-offloads-computation")
 @pytest.mark.slow  # four plans
 def test_a_plan_for_a_card_offloads_where_copies_hide_and_is_never_slower_for_being_allowed_to(model, batch):
     for rate, hides in ((1e15, True), (1e9, False)):

@@ -58,6 +58,7 @@ def test_models_are_estimated_for_cards_that_are_not_there(build, device):
     assert "The allocator reserves" in str(made)
 
 
+@pytest.mark.keeps("plan-card-stays-within")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "precision"), [(decoder, "fp32"), (decoder, "bf16"), (llama, "bf16"), (gpt2, "fp32")]
@@ -133,6 +134,7 @@ def test_counters_of_steps_stay_on_the_host():
 # Budgets
 
 
+@pytest.mark.keeps("plan-card-stays-within")
 @pytest.mark.slow  # two plans for a card
 def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
     card = lookup("rtx4090")
@@ -157,6 +159,7 @@ def tiny_peak(model: nn.Module) -> int:
     return estimate(model, BATCH, precision="bf16", device="rtx4090").peak_bytes
 
 
+@pytest.mark.keeps("budget-bytes-card-plan")
 def test_a_budget_in_bytes_says_what_the_device_holds_beside_the_tensors_and_one_in_per_cent_bounds_it():
     model = build_dry(gpt2)
     card = "rtx4090,memory=2GiB"
@@ -199,6 +202,7 @@ def test_where_the_device_has_no_room_that_is_the_reason_and_not_the_budget():
     assert "for which RTX 4090 with memory=2GiB has no room" in found.sentence
 
 
+@pytest.mark.keeps("block-recomputed-whole-card")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])  # flash, and memory-efficient attention
 def test_a_block_recomputed_whole_recomputes_its_attention(precision):
     search = Search(Request.of(build_dry(decoder), BATCH, precision=precision, device="h100").checked(), "1x")

@@ -37,6 +37,7 @@ def with_curve(model):
     return tightfit.plan(model, token_batch(8), "0.7x", curve=True)
 
 
+@pytest.mark.keeps("fixed-recipe-beats-trade")
 @pytest.mark.slow  # a curve of many points
 def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
     assert len(curve.points) > POINTS
@@ -45,6 +46,7 @@ def test_bytes_fall_and_seconds_rise_along_the_curve(curve):
         assert right.step_seconds > left.step_seconds
 
 
+@pytest.mark.keeps("fixed-recipe-beats-trade")
 @pytest.mark.slow  # a curve of many points, so that there is one near each recipe
 def test_no_recipe_beats_the_curve(model, curve):
     """The curve takes recipes in, so that this alone proves nothing: a plan, which knows none, is as fast as each."""
@@ -57,6 +59,7 @@ def test_no_recipe_beats_the_curve(model, curve):
         assert made.peak_bytes <= recipe.peak_bytes
 
 
+@pytest.mark.keeps("fixed-recipe-beats-trade")
 @pytest.mark.slow  # a curve of many points
 def test_a_recipe_is_what_the_allocator_records(model, curve):
     peaks = {recipe.levers: recipe.peak_bytes for recipe in curve.recipes}
@@ -69,6 +72,7 @@ def test_a_recipe_is_what_the_allocator_records(model, curve):
     assert {"chunked loss", "chunked loss, every block recomputed"} < set(peaks)
 
 
+@pytest.mark.keeps("fixed-recipe-beats-trade")
 @pytest.mark.slow  # a plan for each point
 def test_no_plan_is_slower_than_the_curve_at_its_budget(model, curve):
     """A plan searches more than the curve, which solves for some budgets: it may beat a point, never miss it."""

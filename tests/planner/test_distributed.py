@@ -45,6 +45,7 @@ def made():
     return plan(decoder(), token_batch(), "0.7x", device=round_device())
 
 
+@pytest.mark.keeps("plan-process-gives-same")
 def test_a_model_in_ddp_is_refused_and_stays_usable(one_process, made):
     model = nn.parallel.DistributedDataParallel(decoder())
     for ask in (
@@ -73,6 +74,7 @@ def test_a_sharded_model_is_refused_and_stays_usable(one_process, made):
     assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
 
 
+@pytest.mark.keeps("plan-process-gives-same")
 def test_a_plan_for_one_process_works_in_ddp_and_sharded(one_process, made):
     model = decoder()
     expected = gradients(copy.deepcopy(model))

@@ -18,6 +18,7 @@ def written(name):
     return json.loads((FILES / f"{name}.json").read_text("utf-8"))
 
 
+@pytest.mark.keeps("plans-written-version-0")
 @pytest.mark.parametrize("name", LEVERS)
 def test_an_earlier_plan_is_read_and_applied(name):
     raw, plan = written(name), Plan.from_json(FILES / f"{name}.json")

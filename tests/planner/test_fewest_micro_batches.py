@@ -7,6 +7,7 @@ from tightfit.errors import CannotFit
 from tiny import allocator_peak, decoder, token_batch
 
 
+@pytest.mark.keeps("plan-uses-fewest-micro")
 def test_the_micro_batches_are_the_fewest_that_have_a_plan():
     model, batch = decoder(), token_batch(8)
     found = plan(model, batch, "0.35x", micro_batches="auto")
@@ -25,6 +26,7 @@ def test_what_fits_whole_is_not_split():
     assert plan(model, batch, "0.8x", micro_batches="auto").micro_batches == 1
 
 
+@pytest.mark.keeps("plan-uses-fewest-micro")
 @pytest.mark.slow  # a plan of micro-batches
 def test_the_gradient_is_that_of_the_whole_batch():
     model, batch = decoder(), token_batch(8)

@@ -44,6 +44,7 @@ def least(model, device, levers):
     return caught.value.least_bytes
 
 
+@pytest.mark.keeps("planner-finds-same-least")
 @pytest.mark.slow  # the least is searched at each price
 @pytest.mark.parametrize("levers", [("recompute",), ("recompute", "chunked_loss"), ("recompute", "offload")])
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)

@@ -41,6 +41,7 @@ def forwards(model):
     return [vars(layer).get("forward") for layer in model.layers]
 
 
+@pytest.mark.keeps("plan-recompute-compile-decides")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 def test_it_takes_the_planned_bytes_is_as_exact_as_plain_and_faster_than_recorded_blocks(model, batch, made):
     recorded = tightfit.plan(model, batch, "0.5x", levers=["recompute"], device=even())
@@ -68,6 +69,7 @@ def test_its_file_is_read_again_and_says_what_compiled_blocks_keep(made, tmp_pat
     assert "(compiled)" in text
 
 
+@pytest.mark.keeps("beside-plain-recorded-captured")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 def test_blocks_may_be_compiled_captured_recorded_and_plain_in_one_plan(model, batch, made):
     kept = next(choice for choice in made.choices if choice.action == "operators")
@@ -85,6 +87,7 @@ def test_blocks_may_be_compiled_captured_recorded_and_plain_in_one_plan(model, b
     assert Plan.from_dict(json.loads(json.dumps(mixed.to_dict()))) == mixed
 
 
+@pytest.mark.keeps("plan-recompute-compile-decides")
 @pytest.mark.slow  # compiles for a second for each set
 def test_dropout_is_kept_and_so_it_can_be_compiled():
     dropping, batch = decoder(num_layers=2, hidden_size=64, dropout=0.1).train(), token_batch(8)

@@ -30,6 +30,7 @@ def measured(model):
     return measured_peak(step, resident)
 
 
+@pytest.mark.keeps("loops-set-gradients-zero")
 def test_an_estimate_counts_the_gradients_that_stay():
     real = measured(decoder())
     foreseen = estimate(decoder(), BATCH, optimizer=optimizer_of, keep_gradients=True).peak_bytes
@@ -37,6 +38,7 @@ def test_an_estimate_counts_the_gradients_that_stay():
     assert estimate(decoder(), BATCH, optimizer=optimizer_of).peak_bytes < 0.99 * real
 
 
+@pytest.mark.keeps("loops-set-gradients-zero")
 def test_a_plan_counts_them_within_its_budget():
     model = decoder()
     planned = plan(model, BATCH, "0.8x", optimizer=optimizer_of, keep_gradients=True)
@@ -46,6 +48,7 @@ def test_a_plan_counts_them_within_its_budget():
     assert real <= planned.budget_bytes
 
 
+@pytest.mark.keeps("loops-set-gradients-zero")
 def test_gradients_that_are_zero_say_that_they_stay():
     model = decoder()
     asked = partial(estimate, model, BATCH, optimizer=optimizer_of)

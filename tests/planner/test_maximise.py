@@ -22,6 +22,7 @@ def found():
     return maximise(longest, BUDGET, what="sequence_length", multiple_of=MULTIPLE)
 
 
+@pytest.mark.keeps("largest-sequence-batch-width")
 def test_the_longest_sequence_fits_when_it_really_runs_and_a_longer_one_has_no_plan(found):
     model = decoder(num_layers=2, max_position_embeddings=max(found.value, 512))
     with found.plan.apply(model):

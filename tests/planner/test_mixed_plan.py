@@ -46,6 +46,7 @@ def forwards(model):
     return [vars(layer).get("forward") for layer in model.layers]
 
 
+@pytest.mark.keeps("beside-plain-recorded-captured")
 @pytest.mark.slow  # compiles C++ for some ten seconds
 def test_compiled_and_captured_blocks_take_the_planned_bytes_together_and_are_faster_than_either(model, batch, made):
     captured, compiled = made.lever(CapturedBlocks), made.lever(CompiledBlocks)
@@ -74,6 +75,7 @@ def test_its_file_is_read_again_and_says_both(made, tmp_path):
     assert "blocks run as captured programs." in text
 
 
+@pytest.mark.keeps("beside-plain-recorded-captured")
 @pytest.mark.slow  # compiles for a second for each set
 @pytest.mark.parametrize("budget", ["0.5x", "0.55x", "0.6x"])
 def test_both_together_are_no_slower_than_either_alone(model, batch, budget):

@@ -49,6 +49,7 @@ def test_the_peak_of_what_is_offloaded_by_hand_is_predicted(model, batch, how):
         assert predicted == allocator_peak(model, batch)
 
 
+@pytest.mark.keeps("peak-plan-offload-equals")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("levers", [["offload"], ["recompute", "offload"]])
 def test_the_measured_peak_is_the_planned_one(model, batch, levers):
@@ -59,6 +60,7 @@ def test_the_measured_peak_is_the_planned_one(model, batch, levers):
     assert plan.peak_bytes == measured <= plan.budget_bytes
 
 
+@pytest.mark.keeps("peak-plan-offload-equals")
 def test_a_plan_with_offload_changes_no_bit(model, batch):
     def loss(model, batch):
         return model(**batch).loss

@@ -84,6 +84,7 @@ def test_an_estimate_is_what_the_allocator_records(way):
     assert estimate(Model(way), BATCH).peak_bytes == allocator_peak(Model(way), BATCH)
 
 
+@pytest.mark.keeps("blocks-own-reentrant-selective")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("budget", ["0.9x", "least"])

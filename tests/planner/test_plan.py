@@ -25,6 +25,7 @@ def planned(budget, levers="exact", precision="fp32"):
     return plan(decoder(), token_batch(8), budget, precision=precision, levers=levers)
 
 
+@pytest.mark.keeps("plan-measured-peak-equals")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -40,6 +41,7 @@ def test_the_measured_peak_is_the_planned_one_and_within_the_budget(budget, prec
     assert made.budget_bytes <= made.plain_peak_bytes * float(budget[:-1])
 
 
+@pytest.mark.keeps("plan-bit-exact-levers")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_an_exact_plan_changes_no_bit(dropout):
@@ -50,6 +52,7 @@ def test_an_exact_plan_changes_no_bit(dropout):
         assert report.planned_error is None
 
 
+@pytest.mark.keeps("levers-exact-rounding-gradients")
 @pytest.mark.slow  # a plan of every lever that rounds
 def test_levers_exact_to_rounding_are_as_far_from_fp64_as_the_plain_run():
     model, batch = decoder(), token_batch(8)
@@ -60,6 +63,7 @@ def test_levers_exact_to_rounding_are_as_far_from_fp64_as_the_plain_run():
     assert report.planned_error <= PARTS_SPREAD * report.plain_error
 
 
+@pytest.mark.keeps("smaller-budget-never-larger")
 @pytest.mark.slow  # a plan for each of many budgets; tests/planner/test_solve.py asks the solver alone
 def test_the_peak_never_rises_when_the_budget_falls():
     model, batch = decoder(num_layers=2), token_batch(8)
@@ -95,6 +99,7 @@ def test_a_choice_that_was_not_proved_to_be_the_fastest_says_how_far_from_it_it_
     assert not not_proved(proved)
 
 
+@pytest.mark.keeps("budget-above-plain-peak")
 def test_a_budget_above_the_plain_peak_changes_nothing():
     model, batch = decoder(), token_batch()
     made = plan(model, batch, "2x")
@@ -102,6 +107,7 @@ def test_a_budget_above_the_plain_peak_changes_nothing():
     assert all(choice.action == "keep" for choice in made.choices)
 
 
+@pytest.mark.keeps("nothing-fits-error-names")
 def test_what_cannot_fit_says_the_least_and_what_holds_it_up():
     model, batch = decoder(num_layers=2), token_batch(4)
     levers = ["recompute", "chunked_loss"]  # all that are exact to rounding take seven times as long
@@ -112,6 +118,7 @@ def test_what_cannot_fit_says_the_least_and_what_holds_it_up():
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.keeps("plan-read-json-equals")
 def test_a_plan_survives_its_json(tmp_path):
     made = planned("0.5x", "rounding", "fp32")
     made.to_json(tmp_path / "plan.json")
@@ -128,12 +135,14 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Plan.from_json(tmp_path / "none.json")
 
 
+@pytest.mark.keeps("plan-read-json-equals")
 def test_a_plan_is_for_the_model_it_was_made_for():
     made = plan(decoder(), token_batch(), "2x")
     with pytest.raises(LeverError, match="plan again"):
         made.apply(decoder(hidden_size=32))
 
 
+@pytest.mark.keeps("undo-restores-model-exactly")
 def test_undo_restores_the_model():
     model = decoder()
     before = [dict(m.__dict__) for m in model.modules()]
@@ -205,6 +214,7 @@ def test_the_table_says_plain_and_planned_each_block_and_what_was_not_taken():
         assert any(row.startswith(f"{rejected.levers}{figures or ' '}") and rejected.reason in row for row in table)
 
 
+@pytest.mark.keeps("budget-exactly-plain-peak")
 @pytest.mark.slow  # two plans
 def test_a_budget_of_exactly_the_plain_peak_needs_no_lever_and_holds_when_measured():
     model, batch = decoder(), token_batch()

@@ -40,6 +40,7 @@ def planned(how: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.keeps("dry-runs-compiled-blocks")
 @pytest.mark.slow  # two processes import the compiler, and compile sets
 def test_the_plan_is_that_of_one_process_which_prices_nothing_of_it_again():
     together, alone = planned("together"), planned("alone")

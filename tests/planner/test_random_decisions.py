@@ -12,6 +12,8 @@ from tightfit.tracing.draws import Draws, Generators, assumed
 from tightfit.tracing.restore import Contents, generators_restored
 from tiny import allocator_peak
 
+pytestmark = pytest.mark.keeps("random-numbers-forward-reads")
+
 
 class Layer(nn.Module):
     def __init__(self, width: int):

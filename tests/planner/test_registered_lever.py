@@ -32,6 +32,7 @@ def made():
     return tightfit.plan(decoder(), token_batch(), "0.9x", levers=["halved"])
 
 
+@pytest.mark.keeps("lever-registered-file-appears")
 def test_a_plan_takes_it_and_its_peak_is_what_the_allocator_sees(made):
     assert made.levers == (HalvedModules(PATHS),)
     model = decoder()
@@ -60,6 +61,7 @@ def test_a_plan_with_it_is_written_and_read(made, tmp_path):
     assert Plan.from_json(tmp_path / "plan.json") == made
 
 
+@pytest.mark.keeps("lever-registered-file-appears")
 def test_verify_judges_it_by_the_bound_that_it_states(made, monkeypatch):
     report = tightfit.verify(decoder(), token_batch(), made)
     assert report.ok
@@ -79,6 +81,7 @@ def test_the_configuration_takes_its_name():
         tightfit.plan(decoder(), token_batch(), "0.9x", levers=["halve"])
 
 
+@pytest.mark.keeps("lever-registered-file-appears")
 @pytest.mark.slow  # every remedy is priced
 def test_the_doctor_offers_it_with_its_price():
     found = tightfit.diagnose(tightfit.estimate(decoder(), token_batch()), model=decoder(), batch=token_batch())
@@ -90,6 +93,7 @@ def test_the_doctor_offers_it_with_its_price():
     assert 'levers=["halved"]' in offered.python
 
 
+@pytest.mark.keeps("lever-registered-file-appears")
 @pytest.mark.slow  # an interpreter of its own
 def test_the_help_of_the_command_line_names_it():
     program = (

@@ -12,6 +12,8 @@ from tightfit.planner.separation import refuse_coupled
 from tightfit.step import TokenBatch, model_loss
 from tiny import decoder, token_batch
 
+pytestmark = pytest.mark.keeps("plan-takes-micro-batches")
+
 
 class Net(nn.Module):
     def __init__(self, last: nn.Module | None = None, dropout: float = 0.0):

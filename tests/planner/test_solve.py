@@ -81,6 +81,7 @@ def assert_agrees_with_enumeration(chain: Chain, budgets: list[int]) -> None:
     assert nanoseconds_and_peak(least_peak(chain)) == (nanoseconds[peaks == lowest].min(), lowest)
 
 
+@pytest.mark.keeps("choice-inside-blocks-optimal")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_solution_is_that_of_enumeration_on_fifty_random_chains(seed):
@@ -164,6 +165,7 @@ def test_choices_equal_in_seconds_and_peak_resolve_to_the_lowest_indices():
     assert least_peak(uniform_chain(5, (twin, twin, twin))).choice == (0,) * 5
 
 
+@pytest.mark.keeps("smaller-budget-never-larger")
 @pytest.mark.slow  # many budgets
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 20))
@@ -215,6 +217,7 @@ def seconds_by_milp(chain: Chain, budget: int) -> float:
     return model.getObjectiveValue() / 1e3
 
 
+@pytest.mark.keeps("choice-inside-blocks-optimal")
 def test_a_chain_too_long_to_enumerate_agrees_with_a_milp_solver():
     rng = random.Random(4)
     kinds = [

@@ -29,6 +29,7 @@ def in_backward(parameters):
     return step_in_backward(torch.optim.AdamW, list(parameters)).optimizer
 
 
+@pytest.mark.keeps("estimate-plan-step-backward")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_estimate_is_the_allocators_peak(micro_batches):
     batch = token_batch(micro_batches, 16)
@@ -38,6 +39,7 @@ def test_an_estimate_is_the_allocators_peak(micro_batches):
     assert found.optimizer == "adamw, step in backward"
 
 
+@pytest.mark.keeps("estimate-plan-step-backward")
 def test_the_levels_that_price_blocks_are_those_of_the_whole_step():
     request = Request.of(model_of(), BATCH, optimizer="adamw", step_in_backward=True).checked()
     tracer = Tracer(request)
@@ -47,6 +49,7 @@ def test_the_levels_that_price_blocks_are_those_of_the_whole_step():
     assert part.by_category() == whole.by_category()
 
 
+@pytest.mark.keeps("estimate-plan-step-backward")
 def test_a_plan_takes_the_room_that_freed_gradients_leave_and_changes_no_bit():
     plain, planned = model_of(), model_of()
     # No plan fits such a budget if its prices count the gradients that are gone by then.

@@ -44,6 +44,7 @@ def made(model, batch, least_without):
     return tightfit.plan(model, batch, int(0.99 * least_without), levers="rounding")
 
 
+@pytest.mark.keeps("levers-exact-rounding-gradients", "plan-tiles-feed-forwards")
 @pytest.mark.slow  # searches for the least
 def test_below_what_the_other_levers_need_feed_forwards_are_tiled(model, batch, made):
     assert made.lever(TiledModules) is not None
@@ -61,6 +62,7 @@ def test_the_least_falls_and_there_is_a_plan_for_it(model, batch, least_without)
     assert tightfit.plan(model, batch, after, levers="rounding").peak_bytes <= after
 
 
+@pytest.mark.keeps("plan-tiles-feed-forwards")
 @pytest.mark.slow  # two plans
 def test_where_something_else_fits_nothing_is_tiled(model, batch, least_without):
     assert tightfit.plan(model, batch, least_without, levers="rounding").lever(TiledModules) is None
@@ -107,6 +109,7 @@ class Block(nn.Module):
         return self.each(self.positioned(self.random(self.mixing(x))))
 
 
+@pytest.mark.keeps("plan-tiles-feed-forwards")
 def test_only_modules_that_treat_each_token_by_itself_are_found():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())

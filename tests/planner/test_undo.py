@@ -73,6 +73,7 @@ def patched_anew(model):
     del model.layers[0].forward
 
 
+@pytest.mark.keeps("undo-removes-lever-still")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",

@@ -28,6 +28,7 @@ def in_a_message():
     return raised.value
 
 
+@pytest.mark.keeps("out-memory-recovered-memory")
 @pytest.mark.parametrize(
     ("error", "seconds"),
     [

@@ -57,6 +57,7 @@ def test_rank_0_finds_it_for_all_and_nobody_else_does(on_ranks):
     assert asked == [0]
 
 
+@pytest.mark.keeps("loop-your-own-ddp")
 def test_ranks_that_differ_all_say_which_and_in_what(on_ranks):
     found = on_ranks(lambda rank: "found", lambda rank: {"model": "gpt", "batch": f"({rank + 2}, 3)"})
     assert [type(each) for each in found] == [RankError] * 2
@@ -67,12 +68,14 @@ def test_ranks_that_differ_all_say_which_and_in_what(on_ranks):
     )
 
 
+@pytest.mark.keeps("loop-your-own-ddp")
 def test_a_rank_that_does_not_come_is_named(on_ranks):
     (found,) = on_ranks(lambda rank: "found", coming=1)
     assert type(found) is RankError
     assert "rank 1 has not asked for a plan within 0 seconds" in str(found)
 
 
+@pytest.mark.keeps("loop-your-own-ddp")
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

@@ -31,6 +31,7 @@ def case(model="decoder", **settings):
     return case_of(model, parallel="cp", **settings)
 
 
+@pytest.mark.keeps("ranks-context-parallel-compute")
 def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_path):
     cases = [
         case(clip=0.1),
@@ -43,6 +44,7 @@ def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_p
 
 
 # Slow: imports transformers and runs four ranks beside each other, some 25 s of processor time.
+@pytest.mark.keeps("ranks-context-parallel-compute")
 @pytest.mark.slow
 def test_four_ranks_compute_what_one_process_does_with_models_of_transformers(tmp_path):
     cases = [
@@ -67,6 +69,7 @@ def asked(model=None, batch=BATCH, **settings):
     return tightfit.estimate(decoder() if model is None else model, batch, **settings)
 
 
+@pytest.mark.keeps("rank-context-parallel-whose")
 def test_activations_of_blocks_are_shared_too():
     shared, sharded = (asked(world_size=4, parallel=parallel) for parallel in ("cp", "fsdp2"))
     assert shared.by_category["parameters"] == sharded.by_category["parameters"]
@@ -75,6 +78,7 @@ def test_activations_of_blocks_are_shared_too():
     assert len(shared.rank_peak_bytes) == 4
 
 
+@pytest.mark.keeps("rank-context-parallel-whose")
 def test_a_plan_recomputes_what_was_gathered(tmp_path):
     found = tightfit.plan(decoder(), BATCH, "0.7x", device=even(), world_size=2, parallel="cp", levers=["recompute"])
     assert max(found.rank_peak_bytes) <= found.budget_bytes
@@ -87,6 +91,7 @@ def test_a_plan_recomputes_what_was_gathered(tmp_path):
     assert tightfit.Plan.from_json(tmp_path / "plan.json").hash == found.hash
 
 
+@pytest.mark.keeps("rank-context-parallel-whose")
 def test_messages_of_attention_are_waited_for_on_cards():
     alone = asked(decoder(hidden_size=512, num_heads=8), device="h100", world_size=1)
     found = asked(decoder(hidden_size=512, num_heads=8), device="h100")
@@ -160,6 +165,7 @@ def of_blocks(mix, *, length=8, between=None):
     )
 
 
+@pytest.mark.keeps("ranks-context-parallel-compute")
 @pytest.mark.parametrize(
     ("mix", "says"),
     [
@@ -215,6 +221,7 @@ def in_real_blocks(mix, mesh):
     return model, model(torch.arange(16).view(2, 8))
 
 
+@pytest.mark.keeps("ranks-context-parallel-compute")
 @pytest.mark.parametrize(
     "mix", [shift, shift_by_slices, subtract_a_mean_over_tokens, mix_by_a_product, normalise_over_tokens]
 )
@@ -223,6 +230,7 @@ def test_tokens_that_meet_by_functions_without_a_name_are_found_by_real_numbers(
         in_real_blocks(mix, mesh)
 
 
+@pytest.mark.keeps("ranks-context-parallel-compute")
 def test_trying_blocks_changes_no_buffer_and_no_random_number(mesh, monkeypatch):
     tried, found = in_real_blocks(drop_and_count, mesh)
     monkeypatch.setattr(context_parallel, "tokens_meet", lambda *given: False)
@@ -280,6 +288,7 @@ def test_fit_has_no_rows_of_it():
         tightfit.fit("mm26", device="rtx4090", world_size=2, parallel="cp")
 
 
+@pytest.mark.keeps("ranks-context-parallel-compute")
 @pytest.mark.parametrize(("dtype", "key_heads"), [(torch.float64, 4), (torch.float32, 4), (torch.float32, 2)])
 def test_two_pieces_are_what_the_whole_triangle_gives_a_rank(dtype, key_heads):
     torch.manual_seed(0)

@@ -20,6 +20,8 @@ from tightfit.runtime.internals import fake_process_group, forget_placements
 from tightfit.tracing.unbacked import is_unbacked
 from tiny import decoder
 
+pytestmark = pytest.mark.keeps("guests-whose-model-fsdp2")
+
 RANKS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -27,6 +27,7 @@ def tiny():
     return Decoder(DecoderConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=64))
 
 
+@pytest.mark.keeps("seconds-ranks-cards-include")
 def test_cards_talk_at_the_rate_of_their_link_and_nodes_at_that_of_their_networks():
     assert rate_of(lookup("h100"), World(8)) == 0.8 * 450e9
     assert rate_of(lookup("rtx4090"), World(2)) == 0.8 * lookup("rtx4090").roofline.link_bytes_per_second
@@ -36,6 +37,7 @@ def test_cards_talk_at_the_rate_of_their_link_and_nodes_at_that_of_their_network
     assert rate_of(round_device(), World(2)) is None
 
 
+@pytest.mark.keeps("seconds-ranks-cards-include")
 def test_an_all_reduce_sends_what_a_reduction_and_a_gather_send():
     whole, shard = 800, 100
     assert sent_bytes("c10d._allgather_base_.default", [whole, shard], 8) == 700
@@ -43,6 +45,7 @@ def test_an_all_reduce_sends_what_a_reduction_and_a_gather_send():
     assert sent_bytes("c10d.allreduce_.default", [whole], 8) == 1400
 
 
+@pytest.mark.keeps("seconds-ranks-cards-include")
 def test_what_outlasts_the_computing_of_a_phase_is_in_its_seconds():
     made, rate, slow = tiny(), 0.8e6, card(1e6)
     weights = sum(4 * p.numel() for p in made.parameters())

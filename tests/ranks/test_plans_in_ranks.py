@@ -60,6 +60,7 @@ def predicted(batch=BATCH, layers=2, **settings):
     return estimate(model(layers), batch, device=round_device(), parallel="ddp", **settings).peak_bytes
 
 
+@pytest.mark.keeps("buckets-ddp-own-settings")
 def test_buckets_are_those_of_the_settings_that_ddp_has():
     weights = sum(4 * p.numel() for p in model(1).parameters())
     small = {"batch": TokenBatch(1, 4, 67), "layers": 1, "world_size": 2}  # so that gradients are there at the peak
@@ -68,6 +69,7 @@ def test_buckets_are_those_of_the_settings_that_ddp_has():
 
 
 # Slow: two further estimates of the same kind, with three micro-batches, 2 s of processor time.
+@pytest.mark.keeps("buckets-ddp-own-settings")
 @pytest.mark.slow
 def test_gradients_lie_beside_the_buckets_where_messages_wait_for_the_last_micro_batch():
     weights = sum(4 * p.numel() for p in model(1).parameters())
@@ -78,6 +80,7 @@ def test_gradients_lie_beside_the_buckets_where_messages_wait_for_the_last_micro
     assert 0.8 * weights < late - always <= weights
 
 
+@pytest.mark.keeps("loop-your-own-ddp")
 def test_a_rank_is_played_beside_the_process_group_that_is_there(one_rank):
     group, names = dist.new_group([0]), dict(dist.distributed_c10d._world.pg_names)
     inside = predicted(layers=1, world_size=2)
@@ -100,6 +103,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.keeps("two-gloo-ranks-run")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_recomputed_blocks_have_the_gradients_that_ddp_has_without(one_rank, settings):
     given = DDPSettings.of(settings)
@@ -117,6 +121,7 @@ def test_recomputed_blocks_have_the_gradients_that_ddp_has_without(one_rank, set
     assert all(torch.equal(mine, other) for mine, other in zip(*gradients, strict=True))
 
 
+@pytest.mark.keeps("buckets-ddp-own-settings")
 def test_a_batch_in_micro_batches_sends_once(one_rank):
     own = model()
     found = plan(own, BATCH, "4GiB", device=round_device(), parallel="ddp", micro_batches=2)
@@ -172,6 +177,7 @@ def on_two_ranks(monkeypatch):
     return run
 
 
+@pytest.mark.keeps("loop-your-own-ddp")
 def test_all_ranks_of_a_loop_have_the_plan_of_rank_0(on_two_ranks, monkeypatch):
     made = []
     monkeypatch.setattr(api, "plan_asked", lambda *args, **kw: made.append(1) or make(*args, **kw))
@@ -196,6 +202,7 @@ def test_all_ranks_of_a_loop_have_the_plan_of_rank_0(on_two_ranks, monkeypatch):
     second.apply(others)
 
 
+@pytest.mark.keeps("loop-your-own-ddp")
 def test_ranks_with_unlike_batches_are_refused_before_anything_is_planned(on_two_ranks, monkeypatch):
     monkeypatch.setattr(api, "plan_asked", None)
     found = on_two_ranks(lambda rank: plan(model(), TokenBatch(2, 16 + rank, 67), "1x", parallel="ddp"))
@@ -212,6 +219,7 @@ def test_a_rank_that_plans_for_one_process_is_warned_once(on_two_ranks, monkeypa
     assert "one of 2 ranks, and the plan is for one process without DDP's buckets" in record.getMessage()
 
 
+@pytest.mark.keeps("buckets-ddp-own-settings")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -241,6 +249,7 @@ def test_levers_are_left_out_where_ddp_copies_what_a_model_returns_or_cannot_wai
         assert ("micro_batch" in levers) is ("static_graph" not in settings)
 
 
+@pytest.mark.keeps("buckets-ddp-own-settings")
 def test_a_step_that_another_code_takes_over_is_refused_in_one_line(one_rank):
     joined = in_ddp(model())
     joined.register_comm_hook(None, lambda state, bucket: None)
@@ -251,6 +260,7 @@ def test_a_step_that_another_code_takes_over_is_refused_in_one_line(one_rank):
 
 
 # Slow: two processes import PyTorch, and rank 0 plans, some 20 s of processor time.
+@pytest.mark.keeps("two-gloo-ranks-run")
 @pytest.mark.slow
 def test_the_example_trains_on_two_ranks_within_its_budget():
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/ddp_loop.py"]
@@ -263,6 +273,7 @@ def test_the_example_trains_on_two_ranks_within_its_budget():
 
 
 # Slow: as above, and three plans, some 40 s of processor time.
+@pytest.mark.keeps("two-gloo-ranks-run")
 @pytest.mark.slow
 def test_two_ranks_that_run_a_plan_train_the_bits_of_two_ranks_without():
     script = ROOT / "tests" / "ranks" / "joined_loop.py"

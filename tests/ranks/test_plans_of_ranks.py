@@ -58,6 +58,7 @@ def played_with(made, found, rank):
         return trace_step(own, parts, model_loss, rank=played).peak_bytes
 
 
+@pytest.mark.keeps("plan-holds-ranks-peak")
 def test_the_peak_of_a_plan_is_that_of_each_rank_that_runs_it(made, sharded):
     plain = estimate(made, BATCH, device=round_device(), world_size=RANKS).peak_bytes
     assert sharded.plain_peak_bytes == plain
@@ -68,6 +69,7 @@ def test_the_peak_of_a_plan_is_that_of_each_rank_that_runs_it(made, sharded):
     assert last < first
 
 
+@pytest.mark.keeps("frees-gathered-weights-after")
 def test_a_plan_of_ranks_is_written_with_its_world_and_a_hash_of_what_ranks_have_to_agree_on(sharded, tmp_path):
     sharded.to_json(tmp_path / "plan.json")
     read = Plan.from_json(tmp_path / "plan.json")
@@ -81,12 +83,14 @@ def test_a_plan_of_ranks_is_written_with_its_world_and_a_hash_of_what_ranks_have
     assert f"All ranks share plan {read.hash}." in " ".join(str(sharded).split())
 
 
+@pytest.mark.keeps("frees-gathered-weights-after")
 def test_weights_are_freed_after_forward_where_keeping_them_takes_too_much(made):
     frees, keeps = (plan(made, BATCH, b, levers=[], device=round_device(), world_size=2) for b in ("1x", "4GiB"))
     assert (frees.reshard_after_forward, keeps.reshard_after_forward) == (True, False)
     assert frees.peak_bytes == frees.plain_peak_bytes == keeps.plain_peak_bytes < keeps.peak_bytes
 
 
+@pytest.mark.keeps("plan-holds-ranks-peak")
 @pytest.mark.slow  # a third search, 2 s of processor time
 def test_a_plan_for_ddp_has_levers_inside_its_blocks(made):
     found = plan(made, BATCH, "0.85x", device=round_device(), world_size=RANKS, parallel="ddp")
@@ -97,6 +101,7 @@ def test_a_plan_for_ddp_has_levers_inside_its_blocks(made):
 
 
 # Slow: nothing fits, so that two searches try all they have, 4 s of processor time.
+@pytest.mark.keeps("plan-fits-error-least")
 @pytest.mark.slow
 def test_where_no_rank_fits_the_error_has_the_least_peak_and_no_process_group_is_left(made, sharded):
     with pytest.raises(CannotFit, match="2 of 2 blocks recompute") as caught:
@@ -109,6 +114,7 @@ def test_where_no_rank_fits_the_error_has_the_least_peak_and_no_process_group_is
     assert not dist.is_initialized()
 
 
+@pytest.mark.keeps("plan-fits-error-least")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -122,6 +128,7 @@ def test_misuse_is_one_line(made, arguments, line):
         plan(made, BATCH, "1x", device=round_device(), **arguments)
 
 
+@pytest.mark.keeps("fsdp2-computes-same-gradients")
 def test_fsdp2_with_levers_computes_the_gradients_that_it_computes_without():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

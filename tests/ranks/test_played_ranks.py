@@ -31,6 +31,7 @@ def model():
     return Decoder(DecoderConfig(hidden_size=24, num_layers=2, num_heads=2, vocab_size=67))
 
 
+@pytest.mark.keeps("peak-rank-ddp-fsdp2")
 def test_each_rank_of_fsdp2_holds_its_shard_and_ranks_with_fewer_rows_have_lower_peaks():
     made = model()
     before = {name: (p, p.clone()) for name, p in made.named_parameters()}
@@ -50,6 +51,7 @@ def test_each_rank_of_fsdp2_holds_its_shard_and_ranks_with_fewer_rows_have_lower
     assert not dist.is_initialized()
 
 
+@pytest.mark.keeps("peak-rank-ddp-fsdp2")
 def test_ddp_holds_its_buckets_besides_what_one_process_holds():
     made = model()
     one = estimate(made, BATCH, device=round_device())
@@ -62,6 +64,7 @@ def test_ddp_holds_its_buckets_besides_what_one_process_holds():
     assert set(found.rank_peak_bytes) == {found.peak_bytes}
 
 
+@pytest.mark.keeps("cards-too-rank-whose")
 def test_a_card_is_played_for_each_rank_and_a_rank_with_fewer_rows_has_the_peak_of_its_whole_step():
     made = model()
     found = estimate(made, BATCH, device="h100", precision="bf16", grad_clip=1.0, world_size=5, nodes=5)
@@ -75,6 +78,7 @@ def test_a_card_is_played_for_each_rank_and_a_rank_with_fewer_rows_has_the_peak_
     assert any("NCCL" in sentence for sentence in found.assumptions)
 
 
+@pytest.mark.keeps("cards-too-rank-whose")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -90,6 +94,7 @@ def test_misuse_is_one_line(arguments, line):
         estimate(model(), BATCH, device=round_device(), **arguments)
 
 
+@pytest.mark.keeps("peak-rank-ddp-fsdp2")
 def test_gathered_weights_stay_where_they_are_not_freed_after_a_blocks_forward():
     made, parts = model(), as_parts(split_batch(BATCH.tensors(), 1), model_loss)
 
@@ -102,6 +107,7 @@ def test_gathered_weights_stay_where_they_are_not_freed_after_a_blocks_forward()
     assert at_end_of_forward(False) - at_end_of_forward(None) == gathered
 
 
+@pytest.mark.keeps("cards-too-rank-whose")
 def test_options_of_the_command_line_are_checked_before_anything_is_loaded():
     with pytest.raises(InputError, match="world_size is 0"):
         Question.of({"model": "cpu8", "world_size": 0})
@@ -109,6 +115,7 @@ def test_options_of_the_command_line_are_checked_before_anything_is_loaded():
         Question.of({"model": "cpu8", "nodes": 2})
 
 
+@pytest.mark.keeps("cards-too-rank-whose")
 def test_what_the_engine_refuses_is_one_line():
     class WithScalar(torch.nn.Module):
         def __init__(self):

@@ -28,6 +28,7 @@ def ranks():
 
 
 # Slow: two processes import PyTorch for each case and wait for each other, some 20 s of processor time.
+@pytest.mark.keeps("peak-rank-ddp-fsdp2", "rank-context-parallel-whose", "rank-tensor-parallel-holds")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
@@ -50,6 +51,7 @@ def test_a_played_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, 
 
 
 # Slow: as above.
+@pytest.mark.keeps("embedding-head-apart-takes")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
@@ -64,6 +66,7 @@ def test_what_a_plan_may_choose_of_fsdp2_has_the_peak_of_the_real_one(ranks, cho
 
 
 # Slow: as above, and a plan is searched for each case first, some 30 s of processor time.
+@pytest.mark.keeps("plan-holds-ranks-peak", "rank-context-parallel-whose", "rank-tensor-parallel-holds")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")

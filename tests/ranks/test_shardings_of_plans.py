@@ -83,6 +83,7 @@ def test_large_modules_that_share_no_weight_can_be_apart():
     assert modules_apart(decoder(), [""]) == ()  # a block that is the whole model
 
 
+@pytest.mark.keeps("embedding-head-apart-takes")
 def test_embedding_and_head_are_apart_where_the_plan_needs_their_memory():
     made = decoder()
     found = plan(made, BATCH, below_plain(made), device=round_device(), world_size=2, levers=[])
@@ -94,6 +95,7 @@ def test_embedding_and_head_are_apart_where_the_plan_needs_their_memory():
     assert plan(made, BATCH, "1x", device=round_device(), world_size=2, levers=[]).sharded_apart == ()
 
 
+@pytest.mark.keeps("embedding-head-apart-takes")
 def test_gradients_are_exchanged_once_where_messages_take_the_step():
     made = decoder()
     given = {"micro_batches": 4, "device": slow_card(1e6), "world_size": 2, "levers": ["micro_batch"]}
@@ -133,6 +135,7 @@ def traced_on_card(sharding: Sharding, micro_batches: int = 1):
     return Search(asked.checked().but(world=World(2, sharding=sharding)), "1x").plain
 
 
+@pytest.mark.keeps("cards-offload-named-nothing")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_shards_on_the_host_take_no_memory_of_the_card(micro_batches):
     here, there = (traced_on_card(Sharding(on_host=is_there), micro_batches) for is_there in (False, True))
@@ -154,6 +157,7 @@ def test_shards_on_the_host_take_no_memory_of_the_card(micro_batches):
 WEIGHTS = [name for name, _ in OF_CARD[0].named_parameters()]
 
 
+@pytest.mark.keeps("cards-offload-named-nothing")
 def test_the_update_of_shards_on_the_host_takes_the_hosts_time():
     trace = traced_on_card(Sharding(on_host=True))
     update = [o for o in trace.operators if o.phase is Phase.OPTIMIZER and not o.name.startswith("c10d")]
@@ -163,6 +167,7 @@ def test_the_update_of_shards_on_the_host_takes_the_hosts_time():
     assert sum(o.seconds for o in update) >= moved / HOST_BYTES_PER_SECOND
 
 
+@pytest.mark.keeps("cards-offload-named-nothing")
 @pytest.mark.parametrize("levers", [[], ["offload"]])
 def test_shards_are_on_the_host_where_that_was_allowed_and_nothing_else_fits(levers):
     made, batch = OF_CARD
@@ -185,6 +190,7 @@ def test_on_a_cpu_shards_are_on_the_host_already():
         plan(*OF_CARD, "1x", world_size=2, device=round_device(), levers=["rounding", "offload"])
 
 
+@pytest.mark.keeps("embedding-head-apart-takes")
 @pytest.mark.usefixtures("group")
 def test_a_plan_shards_a_model_as_it_was_planned(made_apart):
     made, alone = decoder(), replace(made_apart, world_size=1, reduces_once=True)
@@ -214,6 +220,7 @@ def test_without_a_process_group_there_is_nothing_to_shard_over(made_apart):
         made_apart.shard(decoder())
 
 
+@pytest.mark.keeps("embedding-head-apart-takes", "cards-offload-named-nothing")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_gradients_are_those_of_the_plain_model(chunked):

@@ -26,6 +26,7 @@ def case(model="decoder", **settings):
     return case_of(model, parallel="tp", **settings)
 
 
+@pytest.mark.keeps("compute-losses-gradients-norms", "block-sends-receives-itself")
 def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_path):
     cases = [
         case(clip=0.1),
@@ -38,6 +39,7 @@ def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_p
 
 
 # Slow: imports transformers and runs four ranks beside each other, some 25 s of processor time.
+@pytest.mark.keeps("compute-losses-gradients-norms")
 @pytest.mark.slow
 def test_four_ranks_compute_what_one_process_does_with_models_of_transformers(tmp_path):
     biases = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
@@ -63,6 +65,7 @@ def asked(model=None, **settings):
     return tightfit.estimate(decoder() if model is None else model, BATCH, **settings)
 
 
+@pytest.mark.keeps("rank-tensor-parallel-holds")
 def test_a_rank_has_less_than_the_whole_and_all_have_the_same():
     whole, two, four = (asked(world_size=size).rank_peak_bytes for size in (1, 2, 4))
     assert len(two) == 2
@@ -73,6 +76,7 @@ def test_a_rank_has_less_than_the_whole_and_all_have_the_same():
     assert every / 4 < parts < every / 3
 
 
+@pytest.mark.keeps("rank-tensor-parallel-holds")
 def test_a_plan_names_the_ranks_and_keeps_what_was_sent(tmp_path):
     found = tightfit.plan(decoder(), BATCH, "0.88x", device=even(), world_size=2, parallel="tp")
     assert found.parallel == "tp"
@@ -85,6 +89,7 @@ def test_a_plan_names_the_ranks_and_keeps_what_was_sent(tmp_path):
     assert tightfit.Plan.from_json(tmp_path / "plan.json").hash == found.hash
 
 
+@pytest.mark.keeps("rank-tensor-parallel-holds")
 def test_messages_on_cards_are_waited_for():
     model = decoder(hidden_size=512, num_heads=8)
     alone = tightfit.estimate(model, BATCH, device=lookup("h100"))
@@ -119,10 +124,12 @@ def of_own(plan, **settings):
     return tightfit.estimate(Own(plan), batch, **settings)
 
 
+@pytest.mark.keeps("compute-losses-gradients-norms")
 def test_a_model_of_ones_own_says_what_is_divided():
     assert of_own({"up": "colwise", "down": "rowwise"}).peak_bytes < of_own({"up": "replicate"}).peak_bytes
 
 
+@pytest.mark.keeps("cannot-divided-rank-predicted")
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
@@ -145,6 +152,7 @@ def test_models_that_ranks_cannot_share_are_refused_in_one_line(ask, says):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.keeps("cannot-divided-rank-predicted")
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -159,6 +167,7 @@ def test_settings_that_no_rank_is_predicted_with_are_refused_in_one_line(setting
         asked(**settings)
 
 
+@pytest.mark.keeps("cannot-divided-rank-predicted")
 def test_levers_that_would_divide_otherwise_are_refused_by_name_and_left_out_by_class():
     for levers in (["chunked_loss"], ["recompute", "tile"], ["exact", "offload"]):
         with pytest.raises(InputError, match="and parallel='tp' are both given"):
@@ -167,11 +176,13 @@ def test_levers_that_would_divide_otherwise_are_refused_by_name_and_left_out_by_
     assert not any(lever.name == "chunked_loss" for lever in found.levers)
 
 
+@pytest.mark.keeps("cannot-divided-rank-predicted")
 def test_fit_has_no_rows_of_it():
     with pytest.raises(InputError, match="parallel='tp' has no rows in fit"):
         tightfit.fit("mm26", device="rtx4090", world_size=2, parallel="tp")
 
 
+@pytest.mark.keeps("compute-losses-gradients-norms")
 def test_a_model_is_divided_once_and_with_its_tie():
     with fake_process_group(1, 2):
         mesh = dist.init_device_mesh("cpu", (2,))
@@ -182,6 +193,7 @@ def test_a_model_is_divided_once_and_with_its_tie():
             in_tensor_parallel(model, mesh)
 
 
+@pytest.mark.keeps("block-sends-receives-itself")
 def test_collectives_write_into_their_first_argument():
     # Their schemas do not say so. A recorder that does not know it recomputes what was there before the message.
     for operator in (torch.ops.c10d.allreduce_, torch.ops.c10d._allgather_base_, torch.ops.c10d.broadcast_):

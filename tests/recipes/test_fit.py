@@ -45,6 +45,7 @@ def found():
     return tightfit.fit(decoder(**SHAPE), BATCH, device=even(), budget="1000KiB", optimizer="adamw_fused")
 
 
+@pytest.mark.keeps("recipe-tightfit-fit-says")
 def test_every_recipe_that_fits_trains_in_the_bytes_that_were_predicted(found):
     assert {(outcome.recipe.dtype, outcome.fits) for outcome in found} >= {("fp32", True), ("bf16", True)}
     assert any(outcome.levers for outcome in found.fitting)
@@ -276,6 +277,7 @@ def config(tmp_path):
     return path
 
 
+@pytest.mark.keeps("recipe-written-configuration-plan")
 def test_the_command_answers_as_json_and_writes_a_recipe_that_has_the_same_plan(config, tmp_path):
     file = tmp_path / "run.yaml"
     asked = run("fit", config, "--optimizer", "adamw_fused", "--json", "--output", file)

@@ -34,6 +34,7 @@ def tiny():
     return Decoder(DecoderConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=64))
 
 
+@pytest.mark.keeps("tightfit-fit-world-size")
 def test_rows_of_several_cards_are_plans_for_all_ranks_with_the_tokens_of_all():
     asked = {"device": even(), "dtype": "fp32", "optimizer": "adamw"}
     found = fit(tiny(), BATCH, world_size=3, parallel="ddp", **asked)
@@ -46,12 +47,14 @@ def test_rows_of_several_cards_are_plans_for_all_ranks_with_the_tokens_of_all():
     assert (first["nodes"], first["communicator_bytes"]) == (1, 0)
 
 
+@pytest.mark.keeps("tightfit-fit-world-size")
 def test_numbers_of_cards_go_up_to_the_one_that_was_asked_for():
     assert sizes_of(World(8)) == [8, 4, 2]
     assert sizes_of(World(6)) == [6, 4, 2]
     assert sizes_of(World(16, nodes=2)) == [16]
 
 
+@pytest.mark.keeps("tightfit-fit-world-size")
 def test_a_recipe_whose_shards_alone_exceed_the_budget_is_not_traced():
     made, recipe = tiny(), Recipe(optimizer="adamw_fused")
     numbers = sum(p.numel() for p in made.parameters())
@@ -104,6 +107,7 @@ def test_rows_of_several_cards_have_whole_weights_and_step_after_backward(settle
         recipes_of_ranks(Request.of(tiny(), BATCH, device=even()), Wanted(**settled), may_adapt=True)
 
 
+@pytest.mark.keeps("fit-rows-adapters-several")
 def test_adapters_are_tried_on_several_cards_where_the_model_can_have_them():
     asked = Request.of(tiny(), BATCH, device=even())
     tried = recipes_of_ranks(asked, Wanted(), may_adapt=True)
@@ -115,6 +119,7 @@ def test_adapters_are_tried_on_several_cards_where_the_model_can_have_them():
         fit(tiny(), BATCH, device=even(), adapter=AdapterConfig(), world_size=2)
 
 
+@pytest.mark.keeps("fit-rows-adapters-several")
 def test_a_row_of_adapters_is_a_plan_for_all_ranks_of_what_is_trained(tmp_path):
     folder = str(saved_llama(tmp_path))
     asked = {"device": even(), "world_size": 2, "parallel": "fsdp2", "precision": "fp32"}
@@ -128,6 +133,7 @@ def test_a_row_of_adapters_is_a_plan_for_all_ranks_of_what_is_trained(tmp_path):
     assert row.peak_bytes < everything.peak_bytes
 
 
+@pytest.mark.keeps("tightfit-fit-world-size")
 def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits():
     asked = run("fit", "--model", "cpu8", "--device", "h100", "--world-size", "2", "--budget", "1MiB", "--json")
     assert asked.code == 3
@@ -136,6 +142,7 @@ def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits():
     assert all(row["name"].startswith("2 cards, ") for row in rows)
 
 
+@pytest.mark.keeps("longest-sequence-largest-batch")
 @pytest.mark.slow  # a plan of all ranks for each of the two sizes
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_the_longest_sequence_and_largest_batch_of_ranks_have_a_plan(parallel):
@@ -167,6 +174,7 @@ def sized(model, budget, parallel):
     )
 
 
+@pytest.mark.keeps("longest-sequence-largest-batch")
 def test_every_size_that_is_named_was_played_whole(monkeypatch):
     played, own = [], RankStep.played
 
@@ -215,6 +223,7 @@ def kept(way, budget):
     return max(found.rank_peak_bytes) <= budget and found.peak_bytes == way.peak_bytes
 
 
+@pytest.mark.keeps("plan-fit-several-cards")
 def test_fsdp2_is_a_way_out_for_ddp_and_its_plan_has_the_peak_that_was_said():
     error = refused(300_000, world_size=2, parallel="ddp")
     finder = finder_of(error)
@@ -225,6 +234,7 @@ def test_fsdp2_is_a_way_out_for_ddp_and_its_plan_has_the_peak_that_was_said():
     assert kept(way, 300_000)
 
 
+@pytest.mark.keeps("plan-fit-several-cards")
 @pytest.mark.slow  # four refusals and three plans of all ranks
 def test_more_cards_and_smaller_batches_are_ways_out_that_have_plans():
     budget = refused(5000, world_size=4, parallel="fsdp2").least_bytes + 2000
@@ -241,6 +251,7 @@ def test_more_cards_and_smaller_batches_are_ways_out_that_have_plans():
     assert all(way.fits and kept(way, budget) for way in finder.ways)
 
 
+@pytest.mark.keeps("plan-fit-several-cards")
 def test_an_optimizer_is_not_changed_on_shards():
     finder = finder_of(refused(200_000, world_size=2, parallel="fsdp2"))
     finder.try_exact()
@@ -249,6 +260,7 @@ def test_an_optimizer_is_not_changed_on_shards():
     assert not [way.name for way in finder.ways if "optimizer" in way.name]
 
 
+@pytest.mark.keeps("plan-fit-several-cards")
 @pytest.mark.slow  # ways out on several cards, and the rows of the one that is taken
 def test_the_command_says_ways_out_for_several_cards_that_are_rows_when_they_are_taken():
     asked = ("fit", "--model", "cpu8", "--device", "h100", "--dtype", "fp32", "--budget", "150MiB")

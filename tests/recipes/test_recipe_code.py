@@ -23,6 +23,7 @@ def job(recipe, **settings):
     return Job(recipe, "FOLDER", "22GiB", **{"batch_size": 4, "sequence_length": 128, **settings})
 
 
+@pytest.mark.keeps("recipe-script-transformers-trl")
 @each_library
 def test_every_recipe_is_a_script_that_compiles(library):
     for optimizer in (*OPTIMIZERS, "offloaded_adamw:0.5"):
@@ -166,6 +167,7 @@ def test_a_plain_environment_has_what_a_line_names_and_nothing_else(tmp_path):
     assert done.stdout.split() == ["tightfit", "transformers", "peft", "torch"], done.stderr
 
 
+@pytest.mark.keeps("recipe-script-transformers-trl")
 @pytest.mark.slow  # each script runs in a process of its own: ten seconds of imports, and a training
 @pytest.mark.parametrize("name", RECIPES)
 @each_library

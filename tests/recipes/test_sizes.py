@@ -112,6 +112,7 @@ def test_a_size_with_more_room_than_the_sums_say_is_not_the_last():
     assert 0.98 * 8000 <= sizes.largest(5000) <= 8000
 
 
+@pytest.mark.keeps("size-fit-confirms-looked")
 def test_where_a_kept_attention_has_the_lower_peak_a_larger_size_fits_with_it():
     recomputed = Stepped(lambda size: size - 8000).largest(8000)
     sizes = Stepped(lambda size: size - 8000, saved=1000)
@@ -122,6 +123,7 @@ def test_where_a_kept_attention_has_the_lower_peak_a_larger_size_fits_with_it():
     assert len(worse.recomputing) == 1, "its other sizes are not tried with it"
 
 
+@pytest.mark.keeps("size-fit-confirms-looked")
 def test_attention_that_is_kept_runs_once_in_each_block_of_a_card():
     asked = Request.of(
         Decoder(DecoderConfig(hidden_size=64, num_layers=3, num_heads=2, vocab_size=64)).bfloat16(),

@@ -44,6 +44,7 @@ def held_by_states():
         yield error
 
 
+@pytest.mark.keeps("except-cannotfit-read-ways")
 def test_they_are_looked_for_only_when_they_are_read(monkeypatch):
     asked = []
     monkeypatch.setattr(ways_out, "ways_out_of", lambda refusal: asked.append(refusal) or WaysOut())
@@ -67,6 +68,7 @@ def test_exact_ways_come_first_and_each_was_run_dry(held_by_states):
     assert not any("levers" in name for name in names), "no lever lowers what the optimizer holds"
 
 
+@pytest.mark.keeps("ways-out-plan-cannot")
 def test_the_lines_of_an_exact_way_train_the_same_step_in_the_bytes_that_it_says(held_by_states):
     way, batch = held_by_states.ways_out[0], token_batch(1, 16)
     names = {"model": decoder(**SMALL), "batch": batch}

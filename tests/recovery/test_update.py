@@ -103,6 +103,7 @@ def refusals(kind, steps_before, numbers, wanted):
     return refused
 
 
+@pytest.mark.keeps("optimizer-step-runs-out")
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_interrupted_at_some_operators_is_finished_bit_for_bit(kind):
@@ -112,6 +113,7 @@ def test_a_step_interrupted_at_some_operators_is_finished_bit_for_bit(kind):
     assert not refused or kind in MAY_REFUSE
 
 
+@pytest.mark.keeps("optimizer-step-runs-out")
 @pytest.mark.slow  # some 1,000 steps
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,6 +123,7 @@ def test_a_step_interrupted_at_any_operator_is_finished_bit_for_bit_or_refused(k
     assert len(refused) <= MAY_REFUSE.get(kind, 0.0) * count, f"{[*refused]} of {count}"
 
 
+@pytest.mark.keeps("optimizer-step-runs-out")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["adamw", "adamw foreach", "adamw fused", "muon"])
 def test_a_step_that_fails_again_while_it_is_finished_is_finished_later(kind):
@@ -143,6 +146,7 @@ def test_one_parameter_at_a_time_computes_the_same_bits():
         assert_equal(everything(others, single), everything(weights, optimizer), kind)
 
 
+@pytest.mark.keeps("optimizer-step-runs-out")
 @pytest.mark.parametrize("name", [pytest.param("adamw8bit", marks=pytest.mark.slow), "offloaded_adamw"])
 def test_an_optimizer_that_cannot_be_finished_is_refused_by_name_once_it_has_written(name):
     if name == "adamw8bit":

@@ -68,6 +68,7 @@ def page(html):
     return Parsed(html)
 
 
+@pytest.mark.keeps("html-page-fetches-nothing")
 def test_nothing_is_fetched(page, html):
     loading = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "srcset")]
     assert loading == ["data:,"]
@@ -77,6 +78,7 @@ def test_nothing_is_fetched(page, html):
     assert len(html) < 6_000_000
 
 
+@pytest.mark.keeps("html-page-fetches-nothing")
 def test_every_figure_of_the_plan_is_in_the_tables(page, plan):
     text = " ".join(page.texts)
     for size in (plan.peak_bytes, plan.plain_peak_bytes, plan.budget_bytes):
@@ -146,6 +148,7 @@ def test_without_plotly_the_way_to_install_it_is_named(plan, monkeypatch, tmp_pa
     assert not (tmp_path / "plan.html").exists()
 
 
+@pytest.mark.keeps("html-page-fetches-nothing")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_draws_it_without_errors_and_without_scrolling_sideways(html, width, scheme, tmp_path):

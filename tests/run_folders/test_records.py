@@ -62,6 +62,7 @@ def test_a_run_whose_folder_is_locked_is_running_whatever_an_earlier_part_has_le
     assert run_at(folder).state == State.INTERRUPTED
 
 
+@pytest.mark.keeps("run-folder-state-listed")
 def test_listing_takes_no_lock_that_a_training_could_meet(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", lambda *_: pytest.fail("locked"))
     (tmp_path / LOCK).write_text(f"process 4194304 on {os.uname().nodename}")
@@ -111,6 +112,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.keeps("run-folder-state-listed")
 @pytest.mark.parametrize(("files", "problem"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_one_line_and_the_rest_is_read(tmp_path, files, problem):
     (found,) = runs_in(made(tmp_path / "run", **files).parent)

@@ -1,6 +1,7 @@
 """Models of any size are built and asked about without their memory."""
 
 import psutil
+import pytest
 import torch
 
 from tightfit import TokenBatch, build_dry, estimate
@@ -8,6 +9,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 
 
+@pytest.mark.keeps("you-query-models-larger")
 def test_a_model_larger_than_the_machine_is_estimated():
     before = psutil.Process().memory_info().rss
     config = DecoderConfig(

@@ -29,6 +29,7 @@ def joined():
     return torch.randn(50, 4, 16), torch.randint(1, 20, (int(LENGTHS.sum()),)), LENGTHS
 
 
+@pytest.mark.keeps("loss-speech-recognition-ctc")
 @pytest.mark.parametrize("batch", [padded, joined])
 def test_a_step_with_it_is_predicted_to_the_byte(batch):
     model, parts = Speech(), batch()
@@ -42,6 +43,7 @@ def test_a_step_with_it_is_predicted_to_the_byte(batch):
     assert estimate(model, parts, optimizer="sgd", loss=lambda m, b: m(*b)).peak_bytes == measured
 
 
+@pytest.mark.keeps("loss-speech-recognition-ctc")
 def test_longer_targets_take_more_though_every_shape_is_the_same():
     sound, targets = torch.randn(50, 4, 16), torch.randint(1, 20, (4, 40))
     peaks = [

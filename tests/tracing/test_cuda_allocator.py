@@ -16,6 +16,7 @@ def test_sizes_are_multiples_of_512_bytes(asked, given_out):
     assert allocator.allocated == given_out == round_size(asked)
 
 
+@pytest.mark.keeps("allocated-reserved-bytes-follow")
 @pytest.mark.parametrize(
     ("asked", "segment"),
     [
@@ -112,6 +113,7 @@ def overlaps(blocks: list[Block]) -> bool:
 requests = st.lists(st.tuples(st.integers(1, 48 * MIB), st.integers(0, 30), st.booleans()), max_size=60)
 
 
+@pytest.mark.keeps("allocated-reserved-bytes-follow")
 @given(requests, st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_whatever_is_asked_blocks_do_not_overlap_and_reserved_covers_allocated(sequence, expandable):
@@ -138,6 +140,7 @@ def test_whatever_is_asked_blocks_do_not_overlap_and_reserved_covers_allocated(s
     assert all(b.before is None and b.after is None for b in free)
 
 
+@pytest.mark.keeps("memory-stream-freed-given")
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_stream_is_not_given_what_another_stream_has_freed(expandable):
     allocator = CachingAllocator(expandable=expandable)
@@ -148,6 +151,7 @@ def test_a_stream_is_not_given_what_another_stream_has_freed(expandable):
     assert allocator.reserved == 80 * MIB
 
 
+@pytest.mark.keeps("memory-stream-freed-given")
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_full_device_takes_back_what_any_stream_has_freed(expandable):
     allocator = CachingAllocator(capacity=80 * MIB, expandable=expandable)

@@ -22,6 +22,7 @@ def call(
     return Call(tensor(heads, length), tensor(kv_heads, keys), tensor(kv_heads, keys), made, dropout, causal, grouped)
 
 
+@pytest.mark.keeps("dry-run-chooses-attention")
 @pytest.mark.parametrize(
     ("capability", "asked", "chosen"),
     [
@@ -79,6 +80,7 @@ def test_without_a_gradient_wide_heads_stay_with_flash_on_small_cards():
         assert choose_backend(call(width=224), RTX4090) is Backend.FLASH
 
 
+@pytest.mark.keeps("dry-run-chooses-attention")
 def test_the_users_switches_are_respected():
     with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
         assert choose_backend(call(), H200) is Backend.EFFICIENT

@@ -31,6 +31,7 @@ def summed(role: CudaRole, source: TensorShape, dims: list[int], dtype: torch.dt
 # threads over a vector of 4): a thread would sum 2048 numbers, over 256. 4096 / 4 / 32 = 32 blocks lie side by side; a
 # card holds 132 * (2048 / 128) = 2112 of them (108 * 16 = 1728, 128 * (1536 / 128) = 1536), so 66 (54, 48) share a
 # column. The buffer has a number in fp32 for each column and sharer, 32 * 4 times over (`global_memory_size`).
+@pytest.mark.keeps("cublas-workspaces-card-pytorch")
 @pytest.mark.parametrize(("role", "sharers"), [(H100, 66), (A100, 54), (RTX4090, 48)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_of_columns_is_split_over_blocks_that_meet_in_a_buffer(role, sharers, dtype):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import transformers
 
 from tightfit.levers.chunked_loss import apply_chunked_loss
@@ -31,6 +32,7 @@ def test_16_bit_products_are_summed_in_fp32_by_the_product_itself():
     assert not now.playing_cuda
 
 
+@pytest.mark.keeps("dry-run-card-defers")
 def test_a_model_that_asks_for_the_device_of_its_logits_gets_it_without_them():
     # As the losses of `transformers` do: `labels.to(logits.device)`.
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 96}

@@ -1,5 +1,6 @@
 """Scratch memory of CUDA's softmax and normalisation kernels, by hand from the sources that the formulas name."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +10,8 @@ from tightfit.tracing.cuda.allocator import round_size
 from tightfit.tracing.cuda.workspace import cuda_workspace
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import trace_step
+
+pytestmark = pytest.mark.keeps("softmax-norms-use-cuda")
 
 A100 = CudaRole((8, 0), 108)
 

@@ -22,6 +22,7 @@ def as_pytorch_does_by_itself(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.mark.keeps("cublas-workspaces-card-pytorch")
 @pytest.mark.parametrize(
     ("capability", "releases"),
     [
@@ -45,6 +46,7 @@ def test_the_size_that_the_user_sets_is_taken(monkeypatch):
     assert blas_workspace((8, 0), (2, 13)) == LARGE
 
 
+@pytest.mark.keeps("cublas-workspaces-card-pytorch")
 def test_until_2_14_each_thread_keeps_a_workspace_and_then_each_product_takes_one(monkeypatch):
     products = [("aten.mm.default", (matrix(64, 32), matrix(32, 16)))]
     for release in ((2, 11), (2, 14)):

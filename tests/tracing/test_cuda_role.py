@@ -71,6 +71,7 @@ def block_batch() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(SIZE, LENGTH, WIDTH, requires_grad=True)}
 
 
+@pytest.mark.keeps("block-saves-saves-cuda")
 @pytest.mark.parametrize("role", [A100, H200], ids=["flash", "cudnn"])
 def test_a_decoder_block_keeps_what_cuda_keeps_under_bf16_autocast(role):
     hidden = ROWS * WIDTH
@@ -124,6 +125,7 @@ def test_dropout_keeps_its_mask_as_booleans():
     assert saved_bytes(trace) == round_size(500 * 1000) + 512  # the mask and the loss
 
 
+@pytest.mark.keeps("block-saves-saves-cuda")
 def test_the_optimizer_is_foreach_and_its_root_of_second_moments_is_counted():
     model, batch = tiny.decoder(), tiny.token_batch()
     trace = traced(model, batch, A100, "fp32", grad_clip=1.0)
@@ -156,6 +158,7 @@ def cast_dtype(function: Any, *inputs: torch.Tensor) -> torch.dtype:
         return function(*inputs).dtype
 
 
+@pytest.mark.keeps("block-saves-saves-cuda")
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [
@@ -285,6 +288,7 @@ def test_autocast_casts_an_operators_last_argument_first(call, order):
     assert " ".join(cast) == order
 
 
+@pytest.mark.keeps("playing-cuda-leaves-cpu")
 def test_afterwards_the_cpu_is_a_cpu_again():
     model, batch = tiny.decoder(dropout=0.1), tiny.token_batch()
     before = traced(model, batch, None).levels

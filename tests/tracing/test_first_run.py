@@ -48,6 +48,7 @@ def test_a_model_built_dry_has_the_default_dtype_of_its_time():
     assert made == [torch.float32, torch.bfloat16, torch.float64]
 
 
+@pytest.mark.keeps("process-ran-imported-before")
 def test_an_estimate_under_another_default_dtype_remembers_nothing_of_the_first():
     first, second, third = (with_default(d, estimated) for d in (torch.float32, torch.bfloat16, torch.float32))
     assert first == third
@@ -89,6 +90,7 @@ def levels_of_a_fresh_process(first_line):
     return done.stdout.splitlines()
 
 
+@pytest.mark.keeps("process-ran-imported-before")
 @pytest.mark.slow  # two interpreters that import the compiler
 def test_an_import_within_the_first_step_keeps_nothing_alive():
     first, second = levels_of_a_fresh_process("")

@@ -73,6 +73,7 @@ def mapped(model, b):
 LOSSES = [mean_flow, learnt_tangent, dual, of_parameters, of_a_number, of_a_gradient, mapped]
 
 
+@pytest.mark.keeps("estimates-steps-forward-mode")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_the_estimate_is_the_measured_peak(loss):
     found = tightfit.estimate(flow(), batch(), loss=loss, optimizer="sgd", device=round_device())
@@ -89,6 +90,7 @@ def test_micro_batches_halve_it_and_levers_of_blocks_step_aside(loss):
     assert tightfit.verify(flow(), batch(), plan, loss=loss).ok
 
 
+@pytest.mark.keeps("estimates-steps-forward-mode")
 def test_a_recomputed_block_of_dual_numbers_has_the_plain_gradients():
     plain = run(flow(), batch(), dual)
     assert_bit_equal(plain, run(flow(), batch(), dual, levers=lambda model: tightfit.recompute(model, "layers.*")))

@@ -13,6 +13,7 @@ from tightfit.tracing.shapes import KNOWN_LIMIT
 from tightfit.tracing.unbacked import is_unbacked
 
 
+@pytest.mark.keeps("model-card-traced-without")
 def test_large_weights_come_as_shapes_and_what_is_small_or_integer_with_its_content():
     weight = nn.Parameter(torch.randn(300, 300).t())
     small, index = torch.randn(8), torch.arange(KNOWN_LIMIT + 1)
@@ -29,6 +30,7 @@ def test_large_weights_come_as_shapes_and_what_is_small_or_integer_with_its_cont
     assert not (small == 7).any()
 
 
+@pytest.mark.keeps("model-card-traced-without")
 def test_everything_is_back_after_an_error():
     weight = nn.Parameter(torch.randn(300, 300))
     before = weight.data_ptr()

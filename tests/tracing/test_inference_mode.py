@@ -11,6 +11,8 @@ from round_device import round_device
 from tightfit.planner.apply import apply_plan
 from tiny import Stack, allocator_peak
 
+pytestmark = pytest.mark.keeps("model-torch-inference-mode")
+
 CONVERSIONS = {
     "bfloat16": lambda y: y.bfloat16(),
     "double": lambda y: y.double(),

@@ -38,6 +38,7 @@ def traces(dtype, optimizer, device, *, in_backward=False):
     return whole, joined(part, update, on_cuda=request.role is not None)
 
 
+@pytest.mark.keeps("step-joined-trace-forward", "estimates-plans-state-seconds")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "optimizer"), OPTIMIZERS)

@@ -113,6 +113,7 @@ class WithLaunch(nn.Module):
         return Scaled.apply(self.linear(x), self.launch)  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.keeps("launch-triton-kernel-runs")
 @pytest.mark.parametrize("tuned", [False, True])
 def test_a_launch_runs_nothing_and_takes_no_memory(triton, tuned):
     launched = kernel(tuned)
@@ -127,6 +128,7 @@ def test_a_launch_runs_nothing_and_takes_no_memory(triton, tuned):
         launched[(1,)](None)
 
 
+@pytest.mark.keeps("launch-triton-kernel-runs")
 def test_a_launch_takes_the_time_of_its_bytes(triton):
     launched = kernel()
     model = WithLaunch(lambda x, y: launched[(1,)](x, y))
@@ -135,6 +137,7 @@ def test_a_launch_takes_the_time_of_its_bytes(triton):
     assert seconds == [2 * ROWS * WIDTH * 4] * 2
 
 
+@pytest.mark.keeps("code-asks-about-cuda")
 def test_a_package_imported_within_the_step_is_replaced_too_and_left_as_it_was(triton):
     def launch(x: torch.Tensor, y: torch.Tensor) -> None:
         kernel().run(x, y, grid=(1,), warmup=False)
@@ -155,6 +158,7 @@ def test_a_package_imported_within_the_step_is_replaced_too_and_left_as_it_was(t
         driver.driver.active  # noqa: B018 - a property
 
 
+@pytest.mark.keeps("launch-triton-kernel-runs")
 def test_what_a_kernel_may_have_written_is_unknown_afterwards_and_lengths_are_not(triton):
     seen = []
 
@@ -219,6 +223,7 @@ class WithOperator(nn.Module):
         return self.operator(self.linear(x)) * small.sum()
 
 
+@pytest.mark.keeps("operators-torch-library-go")
 def test_an_operator_of_torch_library_goes_through_its_fake_kernel(operators):
     trace = traced(WithOperator(operators.scaled))
     plain = traced(WithOperator(lambda x: x * 2))
@@ -227,6 +232,7 @@ def test_an_operator_of_torch_library_goes_through_its_fake_kernel(operators):
     assert "the time of the kernel tightfit_tests.scaled.default" in {a.question for a in trace.assumptions}
 
 
+@pytest.mark.keeps("operators-torch-library-go")
 def test_an_operator_without_a_fake_kernel_is_one_line_with_its_name(operators):
     with pytest.raises(TraceError, match=r"tightfit_tests\.not_fake\.default cannot be run dry.*register_fake"):
         traced(WithOperator(operators.not_fake))
@@ -266,6 +272,7 @@ class Asks(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.keeps("code-asks-about-cuda")
 def test_questions_about_cuda_get_the_answers_of_the_device_and_only_in_a_dry_run_for_it():
     model, answers = Asks(), {}
     model.answers = _Kept(answers)
@@ -301,6 +308,7 @@ class _Kept(dict):
         self.kept.update(*args, **kwargs)
 
 
+@pytest.mark.keeps("code-asks-about-cuda")
 def test_other_threads_and_failed_steps_are_left_as_they_were(triton):
     launched, refused = kernel(), []
 
@@ -326,6 +334,7 @@ def test_other_threads_and_failed_steps_are_left_as_they_were(triton):
     assert "device" not in vars(torch.Tensor)
 
 
+@pytest.mark.keeps("code-asks-about-cuda")
 def test_replacements_last_until_the_last_of_two_threads_leaves():
     begun, go_on = threading.Event(), threading.Event()
 
@@ -360,6 +369,7 @@ def language_model(attention: str) -> nn.Module:
     return tightfit.build_dry(lambda: make(config, attn_implementation=attention, dtype=torch.bfloat16))
 
 
+@pytest.mark.keeps("model-flash-attn-built")
 def test_a_model_for_flash_attn_runs_dry_with_the_flash_kernel_of_pytorch_and_says_so():
     ids = torch.arange(64).view(2, 32)
     batch = {"input_ids": ids, "labels": ids}

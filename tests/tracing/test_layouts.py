@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from tightfit.runtime.operators import traits_of
 from tightfit.tracing.shapes import TensorShape, inputs_and_key, result_shapes
 
+pytestmark = pytest.mark.keeps("dry-run-lays-results")
+
 aten = torch.ops.aten
 LAYOUTS = {
     "contiguous": lambda x: x,

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ class CopyingMethods(nn.Module):
         return self.linear(x).sum()
 
 
+@pytest.mark.keeps("dry-run-leaves-nothing")
 def test_methods_that_are_copied_meanwhile_hold_nothing_of_the_step():
     model = CopyingMethods()
     tightfit.estimate(model, (torch.zeros(2, 8),), loss=lambda model, batch: model(*batch))

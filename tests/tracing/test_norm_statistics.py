@@ -30,6 +30,7 @@ def predicted(operator, arguments):
     return [shape.dtype for shape in result_shapes(operator, arguments, {}, key, lambda tensor: False)]
 
 
+@pytest.mark.keeps("statistics-norm-saves-predicted")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_statistics_of_a_norm_have_the_dtype_of_the_cpus_kernel(dtype):
     tried = 0
@@ -62,6 +63,7 @@ class Normed(nn.Module):
         return self.norms(self.embedding(input_ids)).float().square().mean()
 
 
+@pytest.mark.keeps("statistics-norm-saves-predicted")
 def test_a_bf16_model_with_layer_norms_is_predicted_to_the_byte():
     model, batch = Normed().to(torch.bfloat16), TokenBatch(4, 64, 32)
     found = estimate(model, batch, optimizer="sgd")

@@ -36,6 +36,7 @@ def loss(model, batch):
     return model(batch["x"]).pow(2).mean()
 
 
+@pytest.mark.keeps("generators-model-owns-restored")
 @pytest.mark.parametrize("place", ["attribute", "list", "dict"])
 def test_a_plan_of_a_block_with_a_generator_is_verified(place):
     torch.manual_seed(0)

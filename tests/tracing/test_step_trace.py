@@ -24,6 +24,7 @@ def traced(model, batch, micro_batches=1, **options):
     return trace_step(model, as_parts(split_batch(batch, micro_batches), model_loss), model_loss, **options)
 
 
+@pytest.mark.keeps("predicted-peak-step-equals")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("settings", [StepSettings(), StepSettings("bf16"), StepSettings(grad_clip=1.0)], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
@@ -41,6 +42,7 @@ def test_predicted_peak_is_the_allocators(settings, micro_batches, lever):
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
+@pytest.mark.keeps("predicted-peak-step-equals")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_optimizer_states_are_counted(optimizer):
     model, batch = decoder(), token_batch()
@@ -48,6 +50,7 @@ def test_optimizer_states_are_counted(optimizer):
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)
 
 
+@pytest.mark.keeps("predicted-peak-step-equals")
 @pytest.mark.parametrize(
     "options", [{"dropout": 0.1}, {"qk_norm": True}, {"tie_embeddings": True}, {"activation": "geglu"}], ids=str
 )
@@ -136,6 +139,7 @@ class Meddling(nn.Module):
         return self.linear(self.norm(x)).square().mean()
 
 
+@pytest.mark.keeps("dry-step-changes-nothing")
 def test_a_dry_step_leaves_no_trace():
     model, batch = Meddling(), {"x": torch.randn(16, 8)}
     model(**batch).backward()
@@ -157,6 +161,7 @@ def test_a_dry_step_leaves_no_trace():
     assert generators[1:] == (random.getstate(), repr(numpy.random.get_state()))
 
 
+@pytest.mark.keeps("dry-step-changes-nothing")
 def test_a_users_optimizer_is_taken_over_but_not_stepped():
     model, batch = decoder(), token_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -9,6 +9,8 @@ from round_device import round_device
 from tightfit.errors import InputError, TraceError
 from tiny import Stack, allocator_peak
 
+pytestmark = pytest.mark.keeps("optimizer-needs-closure-lbfgs")
+
 
 class Sharpness(torch.optim.SGD):
     """SAM as it is published: `step` needs a closure, although its signature does not say so."""

@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.keeps("gradients-stay-steps-predicted")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_gradients_that_stay_over_steps_are_predicted(make):
     case = make()
@@ -122,6 +123,7 @@ def test_gradients_that_stay_over_steps_are_predicted(make):
     assert abs(case.measured() - predicted) <= ROUNDING
 
 
+@pytest.mark.keeps("gradients-stay-steps-predicted")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_an_estimate_leaves_every_gradient_as_it_was(make):
     case = make()

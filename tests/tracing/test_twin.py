@@ -22,6 +22,7 @@ def meta_batch(batch):
     return {name: tensor.to("meta") for name, tensor in batch.items()}
 
 
+@pytest.mark.keeps("model-meta-fake-same")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("device", [None, "rtx4090"])
@@ -46,6 +47,7 @@ def test_a_batch_on_meta_does_for_a_model_with_memory():
     assert estimate(decoder(), meta_batch(token_batch()), device=round_device()).peak_bytes == expected
 
 
+@pytest.mark.keeps("model-meta-fake-same")
 @pytest.mark.slow  # a plan
 def test_a_plan_made_on_meta_is_for_the_model_with_weights(tmp_path):
     model = on_meta()

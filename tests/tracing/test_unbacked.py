@@ -49,6 +49,7 @@ def test_no_two_of_them_share_an_address():
     assert all(after - before >= 400 for before, after in itertools.pairwise(starts))
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 @pytest.mark.parametrize(
     ("use", "told"),
     [
@@ -78,6 +79,7 @@ def test_it_raises_too_once_dynamo_runs_the_frames_of_the_process():
         torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 def test_a_kernel_that_writes_far_more_than_there_is_raises_and_takes_little():
     model = build_dry(lambda: nn.Linear(2**16, 2**16))  # 16 GiB
     before = highest_rss()
@@ -90,12 +92,14 @@ def written_past_the_dispatcher(y):
     ctypes.memset(y.data_ptr(), 1, 4 * 512)
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 def test_a_write_past_the_dispatcher_in_a_dry_run_is_an_exception():
     with pytest.raises(TraceError, match=r"no memory, at .*test_unbacked\.py:\d+ \(ctypes.memset"):
         peak_with(written_past_the_dispatcher)
     assert peak_with(lambda y: None).peak_bytes > 0
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 def test_the_exception_comes_again_if_the_step_swallows_it():
     def swallowed(y):
         with suppress(TraceError):
@@ -105,6 +109,7 @@ def test_the_exception_comes_again_if_the_step_swallows_it():
         peak_with(swallowed)
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 def test_a_write_in_another_thread_of_the_step_is_an_exception_in_its_own():
     def elsewhere(y):
         thread = threading.Thread(target=written_past_the_dispatcher, args=(y,))
@@ -115,11 +120,13 @@ def test_a_write_in_another_thread_of_the_step_is_an_exception_in_its_own():
         peak_with(elsewhere)
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 def test_a_dry_run_in_another_thread_has_its_exception_there():
     with ThreadPoolExecutor(1) as pool, pytest.raises(TraceError, match="has a shape but no memory"):
         pool.submit(peak_with, written_past_the_dispatcher).result()
 
 
+@pytest.mark.keeps("except-tensor-larger-1")
 @pytest.mark.slow  # an interpreter of its own
 def test_what_is_too_large_for_addresses_that_can_be_mapped_ends_in_one_line():
     end = ended(
@@ -222,12 +229,14 @@ def peak_with(read, rows=1024):
     return estimate(Reader(read), (torch.zeros(rows, 512),), **asked)
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 @pytest.mark.parametrize("read", [lambda y: y.numpy(), lambda y: y.tolist(), lambda y: y.__array__()])
 def test_reading_a_large_unknown_tensor_behind_the_dispatcher_is_refused_by_line(read):
     with pytest.raises(TraceError, match=r"test_unbacked\.py:\d+: Tensor\.\w+ of a tensor of \(1024, 512\)"):
         peak_with(read)
 
 
+@pytest.mark.keeps("computing-tensor-dry-run")
 def test_small_unknown_tensors_are_read_as_the_documented_answer():
     seen = []
     told = peak_with(lambda y: seen.extend([y[0, :2].tolist(), float(y.mean().numpy())]))
@@ -276,6 +285,7 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
+@pytest.mark.keeps("process-limited-4-gb")
 @pytest.mark.slow  # minutes: transformers is imported, and DeepSeek-V3 has 15,000 experts
 @pytest.mark.parametrize(
     ("shape", "length", "parameters"),
@@ -311,6 +321,7 @@ def test_a_process_held_to_4_gb_estimates_it(shape, length, parameters, tmp_path
     assert resident < GIB
 
 
+@pytest.mark.keeps("process-limited-4-gb")
 @pytest.mark.slow  # an interpreter of its own with a limit
 def test_logits_larger_than_the_limit_on_memory_are_estimated():
     end = ended(

@@ -115,6 +115,7 @@ def scratch(operator, *arguments, **options):
     return measured, cpu_workspace(str(operator), inputs, [TensorShape.of(results[0])], constants)
 
 
+@pytest.mark.keeps("intermediate-results-composite-operators")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators_made_of_others_take_what_lies_between_those(dtype):
     rows = torch.randn(64, 1000).to(dtype)
@@ -124,6 +125,7 @@ def test_operators_made_of_others_take_what_lies_between_those(dtype):
     assert predicted == measured > rows.numel()
 
 
+@pytest.mark.keeps("intermediate-results-composite-operators")
 @pytest.mark.parametrize(
     ("operator", "source", "options"),
     [

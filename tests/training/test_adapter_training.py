@@ -12,6 +12,7 @@ from tiny_adapters import saved_llama
 
 
 # Eight seconds each, most of them imports; test_adapters.py predicts and plans adapters on both.
+@pytest.mark.keeps("adapters-saved-peft-format")
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_adapters_are_trained_within_the_budget_and_the_run_continues_a_text(tmp_path, base):

@@ -8,6 +8,7 @@ from tightfit.models.saving import load_model
 from tightfit.training.api import train
 
 
+@pytest.mark.keeps("step-bf16-weights-predicted")
 def test_a_training_in_bf16_has_the_predicted_peak_says_how_it_rounds_and_keeps_the_dtype(tmp_path):
     told = Listener()
     found = train(settings(tmp_path, model={"dtype": "bf16"}, training={"max_steps": 2}), reporter=told)

@@ -54,6 +54,7 @@ def test_experts_that_compute_all_documents_together_are_let_through(name):
     demand(of_transformers(name, num_experts_per_tok=2, num_local_experts=4, num_experts=4, moe_intermediate_size=16))
 
 
+@pytest.mark.keeps("model-lets-packed-documents")
 @pytest.mark.parametrize(
     ("model", "line"),
     [
@@ -72,6 +73,7 @@ def test_models_that_do_not_are_refused_in_a_line_that_says_what_to_do(model, li
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.keeps("model-lets-packed-documents")
 def test_a_model_that_caches_keys_and_values_is_refused():
     model = of_transformers("Llama")
     model.config.use_cache = True

@@ -27,6 +27,7 @@ def chats(folder, extra=""):
     return str(path)
 
 
+@pytest.mark.keeps("turn-assistant-learnt-token")
 def test_only_answers_have_labels_and_each_label_is_its_token(tmp_path):
     config = settings(tmp_path, data={"source": chats(tmp_path), "shuffle": False, "sequence_length": 64,
                                       "validation_fraction": 0.0}, model={"max_position_embeddings": 64})  # fmt: skip

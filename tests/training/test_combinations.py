@@ -143,6 +143,7 @@ def test_the_draw_holds_both_what_runs_and_every_way_to_be_refused():
     assert len({reason for reasons in said for reason in reasons}) == len(WAYS) + 1
 
 
+@pytest.mark.keeps("forty-random-combinations-levers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
 @pytest.mark.slow(reason="forty trainings and their plain counterparts")

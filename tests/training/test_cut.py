@@ -65,6 +65,7 @@ def interrupted(config: Config) -> dict[str, Any]:
     return json.loads((Path(config.output.folder) / "result.json").read_text())
 
 
+@pytest.mark.keeps("signal-cuts-step-forward")
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 def test_a_step_that_is_cut_is_undone_and_made_again_to_the_bit(tmp_path: Path, signals: Any, in_backward: bool):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -84,6 +85,7 @@ def test_a_step_that_is_cut_is_undone_and_made_again_to_the_bit(tmp_path: Path, 
     assert [line["loss"] for line in metrics(cut)] == [line["loss"] for line in metrics(whole)]
 
 
+@pytest.mark.keeps("signal-cuts-step-forward")
 def test_with_a_step_in_backward_the_backward_that_moves_weights_is_finished(tmp_path: Path, signals: Any):
     training = {"step_in_backward": True, "grad_clip": None}
 
@@ -93,6 +95,7 @@ def test_with_a_step_in_backward_the_backward_that_moves_weights_is_finished(tmp
     assert result["steps"] == 2
 
 
+@pytest.mark.keeps("signal-cuts-step-forward")
 def test_everything_that_a_step_moves_before_its_update_is_put_back(tmp_path: Path):
     made = stepper("adamw")
     interrupt, real = Interrupt(), made.loss
@@ -129,6 +132,7 @@ def test_everything_that_a_step_moves_before_its_update_is_put_back(tmp_path: Pa
     assert all(p.grad is None for p in made.model.parameters())
 
 
+@pytest.mark.keeps("signal-cuts-step-forward")
 def test_a_backward_without_python_is_cut_at_the_next_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(200)))
@@ -153,6 +157,7 @@ def test_a_backward_without_python_is_cut_at_the_next_gradient():
     assert any(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.keeps("signal-before-first-step")
 @pytest.mark.parametrize("number", ENDING)
 def test_a_signal_in_the_first_step_leaves_nothing_that_blocks_a_rerun(
     tmp_path: Path, signals: Any, number: signal.Signals
@@ -167,6 +172,7 @@ def test_a_signal_in_the_first_step_leaves_nothing_that_blocks_a_rerun(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.keeps("signal-before-first-step")
 @pytest.mark.parametrize("number", ENDING)
 def test_a_signal_while_a_plan_is_made_ends_with_its_code_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -183,6 +189,7 @@ def test_a_signal_while_a_plan_is_made_ends_with_its_code_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup")
 @pytest.mark.parametrize("number", ENDING)
 def test_each_signal_leaves_a_checkpoint_weights_and_a_result(tmp_path: Path, signals: Any, number: signal.Signals):
     config = tmp_path / "training.yaml"
@@ -198,6 +205,7 @@ def test_each_signal_leaves_a_checkpoint_weights_and_a_result(tmp_path: Path, si
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.keeps("signal-before-first-step")
 def test_a_signal_inside_a_save_lets_it_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = settings(tmp_path, checkpoint={"every_steps": 2})
     real = Files.rename
@@ -214,6 +222,7 @@ def test_a_signal_inside_a_save_lets_it_finish(tmp_path: Path, monkeypatch: pyte
     assert Checkpoints(tmp_path / "run" / "checkpoints").newest_intact().checkpoint is not None
 
 
+@pytest.mark.keeps("signal-before-first-step")
 def test_a_second_signal_inside_a_save_ends_at_once_and_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

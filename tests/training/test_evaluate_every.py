@@ -47,6 +47,7 @@ def test_the_loss_of_a_step_is_that_of_the_weights_after_it(tmp_path):
     assert result.validation_loss == truth
 
 
+@pytest.mark.keeps("evaluations-during-training-move")
 def test_evaluations_move_nothing_of_the_training(tmp_path):
     shape = {"dropout": 0.3}
     plain = run(tmp_path, model=shape, training={**EVERY_TWO, "evaluate_every": None})
@@ -82,6 +83,7 @@ def test_a_step_that_was_evaluated_is_not_evaluated_again_at_the_end_or_for_the_
 TIMES = ("seconds", "tokens_per_second", "memory_bytes")
 
 
+@pytest.mark.keeps("evaluations-during-training-move")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_signal_inside_an_evaluation_loses_no_line_when_the_training_goes_on(tmp_path, monkeypatch, at):
@@ -114,6 +116,7 @@ def test_the_lowest_held_out_loss_is_the_best_one():
     assert record.held_out() is None
 
 
+@pytest.mark.keeps("runs-out-memory-halves")
 def test_an_evaluation_that_is_out_of_memory_halves_its_own_batches_and_no_others(tmp_path, monkeypatch):
     truth = run(tmp_path, training=EVERY_TWO)
     sizes, trained = [], []

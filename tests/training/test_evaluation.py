@@ -53,6 +53,7 @@ def test_dropout_is_off_inside_and_on_again_afterwards():
     assert model.layers[0].dropout.training
 
 
+@pytest.mark.keeps("evaluation-needs-more-memory")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("levers", ["exact", "rounding"])
 def test_an_evaluation_needs_no_more_memory_than_a_training_step(levers: str):

@@ -55,6 +55,7 @@ def only_error(done: subprocess.CompletedProcess) -> str:
     return error
 
 
+@pytest.mark.keeps("disk-too-small-reported")
 def test_weights_that_find_no_room_are_kept_elsewhere_with_all_that_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -80,6 +81,7 @@ def test_weights_that_find_no_room_are_kept_elsewhere_with_all_that_they_need(
     assert [json.loads(line)["step"] for line in (kept / METRICS).read_text().splitlines()] == [1, 2, 3, 4]
 
 
+@pytest.mark.keeps("disk-too-small-reported")
 @pytest.mark.slow  # an interpreter of its own
 @pytest.mark.skipif(not own_mounts(), reason="no file systems of one's own here")
 def test_a_disk_that_fills_up_meanwhile_leaves_the_weights_elsewhere(tmp_path: Path):
@@ -106,6 +108,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_weights_elsewhere(tmp_path: P
     assert f"The run is in {kept}" in " ".join(done.stdout.split())
 
 
+@pytest.mark.keeps("disk-too-small-reported")
 @pytest.mark.slow  # an interpreter of its own
 @pytest.mark.skipif(not own_mounts(), reason="no file systems of one's own here")
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(tmp_path: Path):
@@ -178,6 +181,7 @@ def test_lines_that_find_no_room_wait_for_the_next_ones(tmp_path: Path, monkeypa
     ]
 
 
+@pytest.mark.keeps("disk-too-small-reported")
 def test_no_line_is_half_written(tmp_path: Path):
     """The file may not grow beyond so much: the second line finds room for a part of it only."""
     folder = RunFolder(tmp_path)

@@ -29,6 +29,7 @@ class PressesCtrlC(Listener):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup")
 def test_ctrl_c_keeps_what_is_done_and_then_interrupts(tmp_path: Path):
     listener = PressesCtrlC()
 
@@ -41,6 +42,7 @@ def test_ctrl_c_keeps_what_is_done_and_then_interrupts(tmp_path: Path):
     load_model(tmp_path / "run")
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_processes_is_finished_first_and_then_delivered(tmp_path: Path, number: signal.Signals):
     received = []
@@ -96,6 +98,7 @@ def test_the_users_own_handler_is_put_back(number: signal.Signals):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup")
 def test_a_signal_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -109,6 +109,7 @@ def finished(run: Path) -> dict:
     return result
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup", "folder-holds-training-time")
 def test_sigterm_keeps_what_is_done_and_no_other_training_writes_there_before(nursery: Nursery, tmp_path: Path):
     config, run = training(tmp_path, training={"max_steps": ENDLESS, "log_every": 1}), tmp_path / "run"
     nursery.begin(config)
@@ -130,6 +131,7 @@ def test_sigterm_keeps_what_is_done_and_no_other_training_writes_there_before(nu
     finished(run)
 
 
+@pytest.mark.keeps("training-killed-sigkill-random")
 def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path):
     killed = Killed(nursery, training(tmp_path))
     for moment in moments(killed, 2):
@@ -137,6 +139,7 @@ def test_a_training_killed_at_some_moments_ends_as_if_it_had_not_been(nursery: N
     resumed_again_and_again(killed, 2)
 
 
+@pytest.mark.keeps("ranks-see-tokens-process")
 def test_two_ranks_of_which_one_is_killed_train_as_one_process_does(nursery: Nursery, tmp_path: Path):
     """With rows of unlike length, and one more than the ranks can share evenly."""
     steps = {"batch_size": 5, "gradient_accumulation_steps": 1, "max_steps": 6, "log_every": 1}
@@ -173,6 +176,7 @@ CASES = {
 }
 
 
+@pytest.mark.keeps("training-killed-sigkill-random")
 @pytest.mark.slow  # two trainings a moment
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_killed_at_any_moment_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path, case: str):
@@ -181,6 +185,7 @@ def test_a_training_killed_at_any_moment_ends_as_if_it_had_not_been(nursery: Nur
         killed.ends_the_same(**moment)
 
 
+@pytest.mark.keeps("training-killed-sigkill-random")
 @pytest.mark.slow  # a training in fifty pieces
 def test_a_training_killed_and_resumed_fifty_times_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path):
     killed = Killed(nursery, with_everything(tmp_path))

@@ -26,6 +26,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "metrics.jsonl"}
 
 
+@pytest.mark.keeps("folder-holds-training-time")
 @pytest.mark.slow  # a training in a process of its own; test_signals.py has the refusal
 def test_a_second_training_into_a_folder_is_refused_and_after_kill_9_it_is_not(tmp_path: Path):
     first = begun(endless(tmp_path), tmp_path / "run")
@@ -46,6 +47,7 @@ def test_a_second_training_into_a_folder_is_refused_and_after_kill_9_it_is_not(t
     assert not (tmp_path / "run" / LOCK).exists()
 
 
+@pytest.mark.keeps("folder-holds-training-time")
 def test_of_two_trainings_at_once_in_one_process_one_is_refused(tmp_path: Path):
     config = settings(tmp_path, output={"folder": str(tmp_path / "run"), "overwrite": True})
     refusals: list[OutputError] = []

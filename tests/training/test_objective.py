@@ -45,6 +45,7 @@ def test_valid_tokens_are_counted_after_the_shift():
     assert counted(ragged_batch())[VALID_TOKENS] == 23 + 2 + 16 + 0 + 8 + 0
 
 
+@pytest.mark.keeps("micro-batches-ragged-length")
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
 def test_ragged_micro_batches_add_up_to_the_gradient_of_the_whole_batch(micro_batches: int):
     truth = gradient(decoder().double(), 1)
@@ -68,6 +69,7 @@ def test_a_mean_of_means_would_not_add_up():
     assert (means - truth).norm() > 0.1 * truth.norm()
 
 
+@pytest.mark.keeps("micro-batches-ragged-length")
 def test_a_micro_batch_without_a_valid_label_adds_exactly_zero():
     model, batch = decoder(), counted(ragged_batch())
     empty = split_batch(batch, 6)[-1]

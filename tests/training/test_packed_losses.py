@@ -31,6 +31,7 @@ def beside(*lengths: int, seed: int) -> list:
     return [document(length, seed + number) for number, length in enumerate(lengths)]
 
 
+@pytest.mark.keeps("packed-document-loss-move")
 @BY_NAME
 def test_a_documents_loss_does_not_move_by_a_bit_with_the_tokens_and_lengths_of_its_neighbours(
     make: Callable[[], nn.Module],
@@ -50,6 +51,7 @@ def test_a_documents_loss_does_not_move_by_a_bit_with_the_tokens_and_lengths_of_
         assert torch.equal(found[0], others)
 
 
+@pytest.mark.keeps("packed-document-loss-move")
 @BY_NAME
 def test_in_another_place_its_loss_is_the_same_within_rounding(make: Callable[[], nn.Module]):
     model, other = make(), beside(8, 9, seed=3)
@@ -67,6 +69,7 @@ def gradients(model: nn.Module, batch: dict[str, Tensor], micro_batches: int = 1
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.keeps("packed-rows-gradients-padded")
 @BY_NAME
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_packed_rows_have_the_gradients_of_padded_ones_within_rounding(
@@ -91,6 +94,7 @@ def error(found: list[Tensor], truth: list[Tensor]) -> float:
     return (wrong / sum(float(one.square().sum()) for one in truth)) ** 0.5
 
 
+@pytest.mark.keeps("batches-hold-attention-mask")
 def test_a_mask_of_ones_silently_takes_the_boundaries_away():
     """transformers#46634: that is why batches hold no mask, and why a model that makes one is refused."""
     model = of_transformers("Llama")

@@ -51,6 +51,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.keeps("preference-pairs-train-loss")
 def test_the_loss_is_that_of_the_paper_computed_token_by_token():
     model, batch = decoder().double(), pairs()
     log_probs = model(batch["input_ids"]).logits.log_softmax(-1)
@@ -69,6 +70,7 @@ def test_the_loss_is_that_of_the_paper_computed_token_by_token():
     assert PreferenceLoss(BETA)(model, counted(batch)).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.keeps("preference-pairs-train-loss")
 def test_micro_batches_of_whole_pairs_add_up_to_the_gradient_of_the_batch():
     loss, found = PreferenceLoss(BETA), []
     for count in (1, 3):
@@ -78,6 +80,7 @@ def test_micro_batches_of_whole_pairs_add_up_to_the_gradient_of_the_batch():
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.keeps("preference-pairs-train-loss")
 def test_experts_are_balanced_in_each_micro_batch_by_its_share_of_the_pairs():
     """Three pairs in a micro-batch of two and one of one."""
     loss, experts, batch = PreferenceLoss(BETA), {"num_experts": 4, "experts_per_token": 2}, counted(pairs())
@@ -142,6 +145,7 @@ def test_a_training_on_pairs_learns_to_prefer_the_chosen_answer(tmp_path: Path):
     assert any("preference pairs" in value for name, value in listener.told if name == "note")
 
 
+@pytest.mark.keeps("preference-pairs-train-loss")
 def test_an_interrupted_training_on_pairs_ends_as_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     leave_out_predictions(monkeypatch)
     whole, cut = tmp_path / "whole", tmp_path / "cut"

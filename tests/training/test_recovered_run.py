@@ -49,6 +49,7 @@ def without_pictures(monkeypatch):
 EXACT = {"memory": {"levers": "exact"}, "training": {"max_steps": 4, "batch_size": 8, "device": "cpu"}}
 
 
+@pytest.mark.keeps("within-rounding-tighter-plan", "resumed-run-begins-plan")
 def test_a_recovered_run_is_the_uninterrupted_one_and_a_resumed_one_keeps_its_plan(tmp_path):
     """Weights, losses, norms and learning rates: the plan that took over recomputes, which changes no bit."""
     plain, failing = tmp_path / "plain", tmp_path / "failing"
@@ -71,6 +72,7 @@ def test_a_recovered_run_is_the_uninterrupted_one_and_a_resumed_one_keeps_its_pl
     assert dict(later.told)["start"].predicted_peak_bytes == result.predicted_peak_bytes
 
 
+@pytest.mark.keeps("tighter-plan-left-step")
 @pytest.mark.slow  # a whole training
 def test_where_nothing_is_tighter_the_steps_before_are_in_a_checkpoint(tmp_path, monkeypatch):
     plain, failing = tmp_path / "plain", tmp_path / "failing"

@@ -78,6 +78,7 @@ def assert_recovers_at(step, numbers, plain, recomputing, uninterrupted, error=c
         assert_same(run, losses, uninterrupted, (step, number))
 
 
+@pytest.mark.keeps("training-runs-out-memory")
 @pytest.mark.parametrize("step", [1, 3])
 def test_memory_that_runs_out_at_some_operators_changes_no_bit(step, plain, recomputing, uninterrupted):
     count = operators_of_step(step)
@@ -85,6 +86,7 @@ def test_memory_that_runs_out_at_some_operators_changes_no_bit(step, plain, reco
     assert_recovers_at(step, numbers, plain, recomputing, uninterrupted)
 
 
+@pytest.mark.keeps("training-runs-out-memory")
 @pytest.mark.slow  # some 600 trainings of three steps: minutes
 @pytest.mark.parametrize("step", [1, 3])
 def test_memory_that_runs_out_at_any_operator_changes_no_bit(step, plain, recomputing, uninterrupted):
@@ -100,6 +102,7 @@ def bytes_alive():
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.keeps("nothing-failed-step-held")
 def test_nothing_of_the_failed_step_is_held_while_the_plan_is_made(plain, recomputing):
     """Inside the `except` the frames still hold the step's tensors: the planner would find no memory there."""
 
@@ -134,6 +137,7 @@ def test_a_step_that_fails_again_takes_a_plan_that_is_tighter_still(plain, recom
     assert_same(run, losses, uninterrupted)
 
 
+@pytest.mark.keeps("within-rounding-tighter-plan")
 def test_a_real_planner_splits_the_batch_and_the_gradients_are_those_of_the_whole():
     """Micro-batches add up to the batch, token for token: to rounding, since sums run in another order."""
     settings = config(memory={"levers": ["micro_batch"]})
@@ -162,6 +166,7 @@ class NothingFits(Remembered):
         raise CannotFit("nothing fits", least_bytes=10**12)
 
 
+@pytest.mark.keeps("tighter-plan-left-step")
 def test_without_a_tighter_plan_the_training_ends_in_one_line_and_the_step_is_undone(plain):
     untouched = training()
     outcome = untouched.run(1, nothing), untouched.everything()
@@ -175,6 +180,7 @@ def test_without_a_tighter_plan_the_training_ends_in_one_line_and_the_step_is_un
     assert_same(run, losses, outcome)
 
 
+@pytest.mark.keeps("step-backward-undone-before")
 def test_a_step_in_backward_is_undone_before_its_first_update_and_refused_after_it(plain, recomputing):
     settings = config(training={"step_in_backward": True, "grad_clip": None})
     wanted = training(settings=settings)
@@ -195,6 +201,7 @@ def test_a_step_in_backward_is_undone_before_its_first_update_and_refused_after_
 
 
 # The first run under a scaler has casts that the plan does not know, which is said once.
+@pytest.mark.keeps("training-runs-out-memory")
 @pytest.mark.filterwarnings("ignore::tightfit.levers.recompute.OtherOperators")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.8, 0.95, 0.99])
@@ -211,6 +218,7 @@ def test_a_scaled_step_is_recovered_with_its_scale(share, plain, recomputing):
     assert_same(run, losses, outcome)
 
 
+@pytest.mark.keeps("cuda-path-too-card")
 def test_a_scaler_that_was_half_made_is_made_again():
     settings = config(training={"precision": "fp16"})
     wanted = training(settings=settings)

@@ -23,6 +23,7 @@ def refused(tmp_path, monkeypatch):
     return config, caught.value
 
 
+@pytest.mark.keeps("training-refused-ways-out")
 def test_the_overrides_of_a_way_out_train_within_the_budget(refused):
     config, error = refused
     ways = error.ways_out.fitting
@@ -34,6 +35,7 @@ def test_the_overrides_of_a_way_out_train_within_the_budget(refused):
     assert "--" not in shown
 
 
+@pytest.mark.keeps("training-refused-ways-out")
 def test_a_model_with_new_weights_is_neither_adapted_nor_converted(refused):
     _, error = refused
     names = [way.name for way in error.ways_out]
@@ -41,6 +43,7 @@ def test_a_model_with_new_weights_is_neither_adapted_nor_converted(refused):
     assert not [name for name in names if "adapters" in name or "bf16 weights" in name]
 
 
+@pytest.mark.keeps("training-refused-ways-out")
 def test_a_folder_that_was_made_for_nothing_is_removed(refused, tmp_path):
     assert not (tmp_path / "run").exists()
 

@@ -64,6 +64,7 @@ def timeless(folder: Path) -> tuple[Any, ...]:
     return lines, {key: value for key, value in result.items() if key not in moving}, weights
 
 
+@pytest.mark.keeps("run-interrupted-resumed-ends")
 @pytest.mark.parametrize(
     "sections",
     [
@@ -97,6 +98,7 @@ def test_an_interrupted_run_ends_as_the_one_that_was_not(tmp_path: Path, section
     assert timeless(cut) == timeless(whole)
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_no_checkpoint_begins_and_says_so(tmp_path: Path):
     listener = Listener()
 
@@ -141,6 +143,7 @@ def test_what_a_kill_after_the_last_save_left_is_removed(tmp_path: Path, monkeyp
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["step-00000004"]
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_a_finished_run_stays_as_it_is(tmp_path: Path):
     config = settings(tmp_path, checkpoint=EVERY_TWO)
     first = train(config)
@@ -154,6 +157,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path):
     assert any("the run is finished, after 4 steps" in line for line in notes(listener))
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_more_steps_go_on_from_the_last_one(tmp_path: Path):
     longer, whole = tmp_path / "longer", tmp_path / "whole"
     for folder in (longer, whole):
@@ -169,6 +173,7 @@ def test_more_steps_go_on_from_the_last_one(tmp_path: Path):
     assert timeless(longer) == timeless(whole)
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_for_more_steps(tmp_path: Path):
     config = settings(tmp_path, training={"max_steps": 1})
     train(config)
@@ -184,6 +189,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_for_more_steps(tm
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -201,6 +207,7 @@ def test_what_would_train_something_else_is_refused(tmp_path: Path, override: st
         train(config, [override], resume=True)
 
 
+@pytest.mark.keeps("resumed-run-keeps-plan")
 def test_what_trains_the_same_may_change(tmp_path: Path):
     config = settings(tmp_path)
     interrupted(config, 2)
@@ -212,6 +219,7 @@ def test_what_trains_the_same_may_change(tmp_path: Path):
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_other_data_is_refused(tmp_path: Path):
     config = settings(tmp_path)
     interrupted(config, 2)
@@ -222,6 +230,7 @@ def test_other_data_is_refused(tmp_path: Path):
         train(config, resume=True)
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path):
     config = settings(tmp_path, checkpoint=EVERY_TWO)
     expected = train(config)
@@ -238,6 +247,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path):
     assert (result.resumed_from, result.last_loss) == (2, expected.last_loss)
 
 
+@pytest.mark.keeps("resume-passes-damaged-checkpoints")
 def test_where_nothing_is_intact_one_line_says_so_and_nothing_moves(tmp_path: Path):
     config = settings(tmp_path, checkpoint=EVERY_TWO)
     train(config)
@@ -270,6 +280,7 @@ def test_checkpoints_of_the_best_loss_are_kept_beside_the_last(tmp_path: Path, m
     assert kept == [2, 4]
 
 
+@pytest.mark.keeps("resumed-run-keeps-plan")
 def test_the_planned_step_is_the_same_after_a_resume_though_seconds_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

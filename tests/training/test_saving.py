@@ -25,6 +25,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_pictures(monkeypatch)
 
 
+@pytest.mark.keeps("loading-checkpoint-takes-bytes")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [{}, {"budget": "0.9x", "levers": "exact"}], ids=["plain", "planned"])
 def test_the_copy_of_a_background_save_is_in_the_predicted_peak_and_in_the_budget(
@@ -46,6 +47,7 @@ def test_a_budget_that_the_copy_takes_alone_is_refused_with_the_key(tmp_path: Pa
         train(settings(tmp_path, memory={"budget": "100KB"}, checkpoint=BACKGROUND))
 
 
+@pytest.mark.keeps("loading-checkpoint-takes-bytes")
 def test_saving_takes_no_memory_and_saving_in_the_background_the_predicted_copy(tmp_path: Path):
     made = stepper("adamw")
     trained(made, 1, 1)

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.keeps("ranks-see-tokens-process")
 @pytest.mark.slow  # two trainings a case
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_one_process_does(nursery: Nursery, tmp_path: Path, case: str):
@@ -64,6 +65,7 @@ def test_ranks_train_as_one_process_does(nursery: Nursery, tmp_path: Path, case:
     assert_same(config, together)
 
 
+@pytest.mark.keeps("training-goes-2-then")
 @pytest.mark.slow  # four trainings
 def test_a_training_goes_on_with_other_numbers_of_ranks_and_sees_each_token_once(nursery: Nursery, tmp_path: Path):
     config = training(tmp_path, training={"max_steps": 12})
@@ -79,6 +81,7 @@ def test_a_training_goes_on_with_other_numbers_of_ranks_and_sees_each_token_once
     assert [line["tokens"] for line in found] == [line["tokens"] for line in lines(config)]
 
 
+@pytest.mark.keeps("rank-killed-moment-other")
 @pytest.mark.slow  # two trainings a moment
 def test_a_rank_killed_at_any_moment_changes_nothing_of_the_resumed_training(nursery: Nursery, tmp_path: Path):
     config = training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20, "rank_timeout": 30})
@@ -102,6 +105,7 @@ def test_a_rank_killed_at_any_moment_changes_nothing_of_the_resumed_training(nur
         shutil.rmtree(run)
 
 
+@pytest.mark.keeps("signal-rank-ends-ranks")
 @pytest.mark.slow  # two trainings for each signal
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_path: Path, rank: int):
@@ -118,6 +122,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_p
     assert len(lines(config)) == made + 2
 
 
+@pytest.mark.keeps("mistake-reported-rank-line")
 @pytest.mark.slow  # a process for each
 @pytest.mark.parametrize(
     ("words", "line", "code"),

@@ -55,6 +55,7 @@ def assert_same(expected: Path, found: Path) -> None:
     torch.testing.assert_close(adapters(found), adapters(expected), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.keeps("adapters-sharded-base-fp32")
 @pytest.mark.slow  # four trainings in processes of their own, with the imports of transformers and peft
 def test_sharded_adapters_train_as_in_one_process_and_resume_on_other_numbers_of_ranks(tmp_path: Path):
     base = saved_llama(tmp_path / "base")
@@ -76,6 +77,7 @@ def test_sharded_adapters_train_as_in_one_process_and_resume_on_other_numbers_of
     assert "the weights under the adapters are not those that the checkpoint was trained on" in other.stderr
 
 
+@pytest.mark.keeps("adapters-sharded-base-fp32")
 @pytest.mark.slow  # two trainings, as above
 def test_a_base_in_bf16_is_sharded_too(tmp_path: Path):
     base = saved_llama(tmp_path / "base")

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.keeps("fsdp2-too-ranks-see")
 @pytest.mark.slow  # two trainings a case
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_ranks_train_as_one_process_does(nursery: Nursery, tmp_path: Path, case: str):
@@ -82,6 +83,7 @@ def test_sharded_ranks_train_as_one_process_does(nursery: Nursery, tmp_path: Pat
         assert found == (None if expected is None else pytest.approx(expected, rel=1e-4))
 
 
+@pytest.mark.keeps("run-plan-ranks-auto")
 @pytest.mark.slow  # three trainings, of which one is planned for ranks
 def test_ranks_run_the_plan_of_ranks(nursery: Nursery, tmp_path: Path):
     config = training(tmp_path, model={"num_layers": 4}, memory={})
@@ -95,6 +97,7 @@ def test_ranks_run_the_plan_of_ranks(nursery: Nursery, tmp_path: Path):
     assert len(plan["rank_peak_bytes"]) == 2
 
 
+@pytest.mark.keeps("run-plan-ranks-auto")
 @pytest.mark.slow  # two trainings
 def test_mixed_precision_trains_to_the_loss_of_autocast(nursery: Nursery, tmp_path: Path):
     config = training(tmp_path, training={"max_steps": 30, "precision": "bf16"})
@@ -107,6 +110,7 @@ def test_mixed_precision_trains_to_the_loss_of_autocast(nursery: Nursery, tmp_pa
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
+@pytest.mark.keeps("training-goes-2-4")
 @pytest.mark.slow  # five trainings
 def test_a_training_goes_on_sharded_and_not_and_sees_each_token_once(nursery: Nursery, tmp_path: Path):
     config = training(tmp_path, training={"max_steps": 15, "schedule": "constant"})
@@ -123,6 +127,7 @@ def test_a_training_goes_on_sharded_and_not_and_sees_each_token_once(nursery: Nu
     assert_same(config, together)
 
 
+@pytest.mark.keeps("rank-killed-moment-changes")
 @pytest.mark.slow  # two trainings a moment
 def test_a_sharded_rank_killed_at_any_moment_changes_nothing_of_the_resumed_training(nursery: Nursery, tmp_path: Path):
     config = sharded(training(tmp_path, model={"dropout": 0.1}, training={"max_steps": 20, "rank_timeout": 30}), "run")
@@ -146,6 +151,7 @@ def test_a_sharded_rank_killed_at_any_moment_changes_nothing_of_the_resumed_trai
         shutil.rmtree(run)
 
 
+@pytest.mark.keeps("rank-killed-moment-changes")
 @pytest.mark.slow  # two trainings for each signal
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_sharded_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_path: Path, rank: int):
@@ -248,6 +254,7 @@ RECOVERED: dict[str, tuple[int, dict[str, dict[int, int]], int, dict[str, Any]]]
 }  # fmt: skip
 
 
+@pytest.mark.keeps("step-runs-out-memory")
 @pytest.mark.slow  # two trainings and a plan for each
 @pytest.mark.parametrize("case", RECOVERED)
 def test_a_recovered_run_of_ranks_is_the_undisturbed_one(tmp_path: Path, case: str):
@@ -268,6 +275,7 @@ def test_a_recovered_run_of_ranks_is_the_undisturbed_one(tmp_path: Path, case: s
     assert result["predicted_peak_bytes"] == learnt["bound_bytes"] < result["plain_peak_bytes"]
 
 
+@pytest.mark.keeps("step-runs-out-memory")
 @pytest.mark.slow  # two trainings of longer rows, and plans
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are enforced on Linux")
 def test_ranks_recover_within_a_real_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -287,6 +295,7 @@ def test_ranks_recover_within_a_real_limit_of_memory(tmp_path: Path, monkeypatch
     assert "step 3: rank 1 is out of memory on cpu (asked for" in ended.stdout + ended.stderr
 
 
+@pytest.mark.keeps("resumed-run-ranks-begins")
 @pytest.mark.slow  # three trainings and a plan
 def test_a_resumed_run_of_ranks_goes_on_with_the_tighter_plan(nursery: Nursery, tmp_path: Path):
     sections = {"memory": {"levers": ["recompute"]}, "training": {"schedule": "constant", "max_steps": 6}}
@@ -314,6 +323,7 @@ def assert_one_error(ended: subprocess.CompletedProcess[str], line: str) -> None
     assert set(codes) == {"3"}, ended.stderr
 
 
+@pytest.mark.keeps("out-memory-recovered-memory")
 @pytest.mark.slow  # two processes for each
 @pytest.mark.parametrize(
     ("ranks", "calls", "recover", "line"),
@@ -345,6 +355,7 @@ def test_out_of_memory_that_is_not_recovered_from_is_one_line_of_one_rank_at_onc
     assert time.monotonic() - begun < config.training.rank_timeout
 
 
+@pytest.mark.keeps("resumed-run-ranks-begins")
 @pytest.mark.slow  # three trainings, and plans
 def test_where_ranks_have_no_tighter_plan_the_steps_before_are_in_a_checkpoint(nursery: Nursery, tmp_path: Path):
     sections = {"memory": {"levers": ["recompute"]}, "checkpoint": {"every_steps": None}}
@@ -363,6 +374,7 @@ def test_where_ranks_have_no_tighter_plan_the_steps_before_are_in_a_checkpoint(n
     assert_equal(config, whole)
 
 
+@pytest.mark.keeps("fsdp2-train-line-rank")
 @pytest.mark.slow  # a process for each
 @pytest.mark.parametrize(
     ("words", "line"),
@@ -383,6 +395,7 @@ def test_what_shards_do_not_do_is_one_line_of_one_rank(
     assert line in ended.said
 
 
+@pytest.mark.keeps("fsdp2-train-line-rank")
 @pytest.mark.slow  # two plans for ranks
 @pytest.mark.parametrize(
     ("memory", "code", "line"),
@@ -400,6 +413,7 @@ def test_a_plan_that_cannot_be_made_is_one_line_of_one_rank(
     assert line in ended.said
 
 
+@pytest.mark.keeps("run-plan-ranks-auto")
 @pytest.mark.slow  # two trainings, and two plans
 def test_auto_takes_shards_where_a_budget_has_no_room_for_the_whole_model(nursery: Nursery, tmp_path: Path):
     wide = {"hidden_size": 64, "num_heads": 4, "num_layers": 4}

@@ -68,6 +68,7 @@ def undisturbed(mesh: Any, given: Any) -> tuple[list[float], list[torch.Tensor]]
     return run.run(lambda number: nullcontext()), run.everything()
 
 
+@pytest.mark.keeps("step-runs-out-memory")
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_step_that_is_undone_and_run_again_changes_no_bit(mesh: Any, made: tuple[Fit, Fit, Fit], step: int):
     given = made[:2]
@@ -86,6 +87,7 @@ def test_a_step_that_is_undone_and_run_again_changes_no_bit(mesh: Any, made: tup
         assert "it is undone on all ranks and runs again with a tighter plan" in run.notes[0]
 
 
+@pytest.mark.keeps("step-runs-out-memory")
 def test_a_plan_in_more_micro_batches_is_the_training_that_had_it_from_there(mesh: Any, made: tuple[Fit, Fit, Fit]):
     given = [made[PLAIN], made[SPLIT]]
     run = training(mesh, given)
@@ -96,6 +98,7 @@ def test_a_plan_in_more_micro_batches_is_the_training_that_had_it_from_there(mes
     assert same(failing.everything(), expected)
 
 
+@pytest.mark.keeps("resumed-run-ranks-begins")
 def test_where_nothing_is_tighter_the_step_is_undone_and_the_plans_tried_are_named(
     mesh: Any, made: tuple[Fit, Fit, Fit]
 ):
@@ -118,6 +121,7 @@ def test_where_nothing_is_tighter_the_step_is_undone_and_the_plans_tried_are_nam
     assert same(found[1], expected)
 
 
+@pytest.mark.keeps("out-memory-recovered-memory")
 def test_a_rank_that_cannot_stand_in_for_itself_ends_all(mesh: Any, made: tuple[Fit, Fit, Fit]):
     run = training(mesh, made[:2])
     failing = FailingGradients(run.stepper, dict.fromkeys(range(1, 100), 30))
@@ -175,6 +179,7 @@ def _begun(run: Training, step: int) -> tuple[Any, dict[str, Any], int]:
     return _ShardedStep(run.stepper, given), given, step
 
 
+@pytest.mark.keeps("rank-fails-sends-messages")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fitted", [PLAIN, RECOMPUTING, SPLIT])
 @pytest.mark.parametrize("step", [1, 2])
@@ -194,6 +199,7 @@ def test_a_rank_that_fails_sends_what_the_others_wait_for(
         assert failing.raised == 3, "twice as a stand-in, too"
 
 
+@pytest.mark.keeps("nothing-failed-step-held-begins")
 def test_nothing_of_a_failed_step_is_held_when_the_stand_in_begins(mesh_of_two: Any, made: tuple[Fit, Fit, Fit]):
     """Gathered weights, and gradients that were not reduced: the stand-in needs their memory."""
 
@@ -219,6 +225,7 @@ def test_nothing_of_a_failed_step_is_held_when_the_stand_in_begins(mesh_of_two: 
     assert True in found, "there was something to let go of"
 
 
+@pytest.mark.keeps("rank-fails-sends-messages")
 def test_units_keep_or_free_their_weights_as_if_they_had_been_sharded_so(mesh_of_two: Any):
     """A tighter plan frees weights that the plan before it kept, which shows in the messages of a step."""
 
@@ -240,6 +247,7 @@ def test_units_keep_or_free_their_weights_as_if_they_had_been_sharded_so(mesh_of
         assert sent(model) == (frees if then is None else keeps)
 
 
+@pytest.mark.keeps("rank-fails-sends-messages")
 def test_a_stand_in_that_would_send_another_message_sends_none(mesh_of_two: Any, made: tuple[Fit, Fit, Fit]):
     """Such as of experts: few tokens use fewer of them."""
     model: Any = Awkward()
@@ -256,6 +264,7 @@ def test_a_stand_in_that_would_send_another_message_sends_none(mesh_of_two: Any,
         loss(model, batch(2, 0)).backward()
 
 
+@pytest.mark.keeps("nothing-failed-step-held-begins")
 @pytest.mark.parametrize("device", ["cpu", "RTX 4090"])
 def test_a_plan_made_in_the_middle_of_a_training_leaves_nothing_of_its_played_ranks(
     mesh: Any, made: tuple[Fit, Fit, Fit], device: str
@@ -288,6 +297,7 @@ def test_a_stand_in_has_few_tokens_and_nothing_to_learn():
     assert small_parts({"input_ids": ids[:, :5], "labels": ids[:, :5]}, 1, 1)[0]["input_ids"].shape == (1, 5)
 
 
+@pytest.mark.keeps("step-runs-out-memory")
 @pytest.mark.slow  # hundreds of trainings of three steps on two or three ranks: minutes
 @pytest.mark.parametrize(("ranks", "stride"), [(2, 23), (3, 71)])
 def test_ranks_that_run_out_of_memory_anywhere_change_no_bit(tmp_path: Path, ranks: int, stride: int):

@@ -41,6 +41,7 @@ def training(folder: Path, **sections: dict[str, Any]) -> Config:
     return settings(folder, training=steps, **sections)
 
 
+@pytest.mark.keeps("fsdp2-train-line-rank")
 @pytest.mark.parametrize(
     ("sections", "line"),
     [
@@ -60,6 +61,7 @@ def test_what_shards_do_not_do_is_refused_in_one_line(tmp_path: Path, sections: 
         demand_shardable(training(tmp_path, **sections))
 
 
+@pytest.mark.keeps("fsdp2-train-line-rank")
 def test_what_a_model_says_is_refused_and_frozen_weights_are_not(tmp_path: Path):
     config, model = training(tmp_path), tiny()
     demand_shardable_model(model, config, "causal")
@@ -72,6 +74,7 @@ def test_what_a_model_says_is_refused_and_frozen_weights_are_not(tmp_path: Path)
     demand_shardable_model(frozen, config, "causal")  # what is trained is in fp32
 
 
+@pytest.mark.keeps("fsdp2-train-line-rank")
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_base_in_few_bits_is_refused(tmp_path: Path, base: str):
     model = PretrainedModel(path="somewhere", adapter=AdapterConfig(base=base))
@@ -128,6 +131,7 @@ def in_shards(model: Decoder, **precision: Any) -> Decoder:
     return in_fsdp2(model, ["layers.0", "layers.1"], dist.init_device_mesh("cpu", (1,)), **precision)
 
 
+@pytest.mark.keeps("update-shards-runs-out")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_an_update_of_shards_that_runs_out_of_memory_is_finished_bit_for_bit(options: dict[str, Any]):
@@ -170,6 +174,7 @@ def patched(optimizer: Any, memory: OutOfMemoryAt) -> Iterator[OutOfMemoryAt]:
     optimizer.step = step
 
 
+@pytest.mark.keeps("fsdp2-too-ranks-see")
 @pytest.mark.usefixtures("group")
 def test_a_sharded_step_is_the_plain_one_and_its_state_is_that_of_one_process(tmp_path: Path):
     plain, model = tiny(), tiny()

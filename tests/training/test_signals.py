@@ -25,6 +25,7 @@ TOLD = Path(__file__).with_name("told_moments.py")
 ALLOWED_SECONDS = 5.0  # from the signal to the end of the process, or what its checkpoint was said to take
 
 
+@pytest.mark.keeps("ctrl-c-sigterm-sighup")
 @pytest.mark.slow  # a training in a process of its own; SIGTERM is in test_kill.py, SIGHUP in test_cut.py
 def test_a_terminal_that_is_closed_ends_a_training_like_ctrl_c(tmp_path: Path):
     config = endless(tmp_path)
@@ -89,6 +90,7 @@ def told_and_sent(config: Path, moment: str, number: signal.Signals, delay: floa
     return process.returncode, said, usage.ru_utime + usage.ru_stime - sum(spent[:4])  # of ended compilers too
 
 
+@pytest.mark.keeps("after-signal-real-process")
 @pytest.mark.slow  # six trainings, five of them each in a process of its own
 @pytest.mark.parametrize(
     ("moment", "number", "delay"),
@@ -118,6 +120,7 @@ def test_after_a_signal_at_any_moment_the_process_is_gone_in_time_and_goes_on_bi
     assert timeless(tmp_path) == timeless(uninterrupted)
 
 
+@pytest.mark.keeps("after-signal-real-process")
 @pytest.mark.slow  # PyTorch's compiler is imported, and compiles C++
 @pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 0.5), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)])
 def test_a_signal_while_blocks_compile_ends_the_process_in_time_and_blocks_no_rerun(

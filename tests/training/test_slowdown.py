@@ -72,6 +72,7 @@ def test_a_plan_that_memory_had_tightened_gives_half_of_it_back(fits, monkeypatc
     assert "a looser plan takes over, 50% faster" in run.notes[0]
 
 
+@pytest.mark.keeps("plan-measured-slower-memory")
 def test_the_executors_overhead_is_priced_as_measured(fits, monkeypatch):
     loose, tight = fits
     Clock(monkeypatch, plain=1.0, planned=2.0)
@@ -107,6 +108,7 @@ def test_looser_plans_are_made_for_the_model_without_its_levers(fits, monkeypatc
     assert under_levers == [False]
 
 
+@pytest.mark.keeps("plan-measured-slower-memory")
 def test_a_looser_plan_that_computes_other_bits_is_not_taken(fits, monkeypatch):
     """A training's numbers must not depend on the clock."""
     loose, tight = fits
@@ -117,6 +119,7 @@ def test_a_looser_plan_that_computes_other_bits_is_not_taken(fits, monkeypatch):
     assert "no looser plan" in run.notes[0]
 
 
+@pytest.mark.keeps("plan-measured-slower-memory")
 def test_a_looser_plan_that_is_no_faster_is_not_taken(fits, monkeypatch):
     loose, tight = fits
     clock = Clock(monkeypatch, plain=1.0, planned=2.0)
@@ -128,6 +131,7 @@ def test_a_looser_plan_that_is_no_faster_is_not_taken(fits, monkeypatch):
     assert run.stepper.levers.fitted is tight
 
 
+@pytest.mark.keeps("plan-measured-slower-memory")
 def test_a_busy_machine_is_no_slow_plan(fits, monkeypatch):
     """Plain and planned passes take equally long: the steps take longer than predicted for another reason."""
     Clock(monkeypatch, plain=2.0, planned=2.0)
@@ -154,6 +158,7 @@ def test_a_training_is_looked_at_only_a_few_times():
     assert looks == LOOKS
 
 
+@pytest.mark.keeps("plan-measured-slower-memory")
 def test_a_look_leaves_everything_as_it_was(fits, monkeypatch):
     """Gradients, buffers, random states and what modules hold: the next step computes what it would have."""
     Clock(monkeypatch, plain=2.0, planned=2.0)

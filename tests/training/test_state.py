@@ -100,16 +100,19 @@ def resumes_to_the_bit(folder: Path, build: Any) -> None:
     assert not unequal
 
 
+@pytest.mark.keeps("state-optimizer-name-restored")
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "adamw in backward", "muon in backward"])
 def test_every_optimizer_goes_on_to_the_bit(tmp_path: Path, name: str):
     resumes_to_the_bit(tmp_path, lambda seed: stepper(name, seed=seed))
 
 
+@pytest.mark.keeps("state-optimizer-name-restored")
 @pytest.mark.parametrize("name", FOR_BF16)
 def test_every_optimizer_of_bf16_weights_goes_on_to_the_bit(tmp_path: Path, name: str):
     resumes_to_the_bit(tmp_path, lambda seed: stepper(name, torch.bfloat16, seed=seed))
 
 
+@pytest.mark.keeps("state-optimizer-name-restored")
 def test_the_gradient_scaler_goes_on_where_it_was(tmp_path: Path):
     resumes_to_the_bit(tmp_path, lambda seed: stepper("adamw", precision="fp16", seed=seed))
     checkpoint = Checkpoints(tmp_path).newest_intact().checkpoint
@@ -133,6 +136,7 @@ def saved(folder: Path, made: Stepper) -> Any:
     return Checkpoints(folder).newest_intact().checkpoint
 
 
+@pytest.mark.keeps("state-optimizer-name-restored")
 @pytest.mark.parametrize(
     ("other", "line"),
     [
@@ -149,6 +153,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, other: str, l
         stepper(other).state.restore(checkpoint)
 
 
+@pytest.mark.keeps("state-optimizer-name-restored")
 def test_the_state_of_another_model_is_refused_by_name(tmp_path: Path):
     made = stepper("adamw")
     checkpoint = saved(tmp_path, made)
@@ -184,6 +189,7 @@ def test_a_tied_weight_is_saved_once():
     assert names == ["model.first.weight", "model.norm.weight"]
 
 
+@pytest.mark.keeps("loading-checkpoint-takes-bytes")
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "adafactor", "offloaded_adamw"])
 def test_loading_takes_the_bytes_of_the_states_and_no_more(tmp_path: Path, name: str):
     made = stepper(name)
@@ -200,6 +206,7 @@ def test_loading_takes_the_bytes_of_the_states_and_no_more(tmp_path: Path, name:
     assert storage_bytes(states.values()) - shared <= rise <= storage_bytes(states.values()) + 3 * randoms
 
 
+@pytest.mark.keeps("loading-checkpoint-takes-bytes")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bytes_of_a_checkpoint_are_predicted(tmp_path: Path, name: str):
     config = settings(

@@ -65,6 +65,7 @@ def test_clearing_removes_an_earlier_run_and_nothing_else(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.keeps("run-folder-never-holds")
 def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = RunFolder(tmp_path)
     folder.write(RESULT, "old")
@@ -112,6 +113,7 @@ def test_a_model_that_was_written_loads_with_equal_weights(tmp_path: Path):
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
 
 
+@pytest.mark.keeps("run-interrupted-resumed-ends")
 def test_the_same_weights_are_the_same_bytes(tmp_path: Path):
     model = decoder()  # its head and its embedding are tied, so that the file names one of them in its metadata
     contents = set()

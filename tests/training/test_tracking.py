@@ -62,6 +62,7 @@ def test_tensorboard_has_every_figure_while_the_training_runs_and_purges_what_ru
     assert scalars(tmp_path) == {"train/loss": [(1, 4.0), (2, 3.0), (3, 2.5)]}
 
 
+@pytest.mark.keeps("trackers-receive-line-metrics")
 @pytest.mark.slow  # wandb starts a process of its own
 def test_wandb_without_a_key_writes_offline_into_the_runs_folder_and_goes_on_with_its_id(tmp_path, capfd):
     pytest.importorskip("wandb")
@@ -95,6 +96,7 @@ def history(path):
         place += 7 + size
 
 
+@pytest.mark.keeps("trackers-receive-line-metrics")
 def test_trackio_has_every_step_once_after_a_resume(tmp_path, monkeypatch, capfd):
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -175,6 +177,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch):
         demand_packages(["trackio"])
 
 
+@pytest.mark.keeps("trackers-receive-line-metrics")
 def test_a_training_is_tracked_and_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     leave_out_measuring(monkeypatch)
@@ -195,6 +198,7 @@ def test_a_training_is_tracked_and_goes_on_in_the_same_run_after_a_resume(tmp_pa
     assert found["memory/step_peak_bytes"][-1][0] == 6
 
 
+@pytest.mark.keeps("trackers-receive-line-metrics")
 def test_a_tracker_that_fails_in_the_middle_does_not_end_a_training(tmp_path, monkeypatch):
     leave_out_measuring(monkeypatch)
     monkeypatch.setattr(module, "demand_packages", lambda names: None)

@@ -35,6 +35,7 @@ def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_pictures(monkeypatch)
 
 
+@pytest.mark.keeps("peak-training-measured-equals")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("memory", [{}, BUDGET], ids=["plain", "planned"])
@@ -63,6 +64,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return [line["loss"] for line in metrics(folder)]
 
 
+@pytest.mark.keeps("training-recomputes-losses-bit")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", [BUDGET, {"recompute": {}}, {"recompute": {"segments": 2}}], ids=str)
 def test_recomputing_moves_no_loss_by_a_bit(tmp_path: Path, plain_losses: list[float], memory: dict[str, Any]):
@@ -100,6 +102,7 @@ def test_accumulated_micro_batches_train_as_the_whole_batch_does(tmp_path: Path)
     assert [line["loss"] for line in metrics(split)] == pytest.approx([line["loss"] for line in metrics(whole)])
 
 
+@pytest.mark.keeps("peak-training-measured-equals")
 @pytest.mark.slow  # a plan of every lever, and a training
 def test_every_lever_together_stays_within_the_budget(tmp_path: Path):
     result = run(tmp_path, training={"batch_size": 4}, memory={"budget": "0.5x", "levers": "rounding"})
@@ -109,6 +112,7 @@ def test_every_lever_together_stays_within_the_budget(tmp_path: Path):
     assert result.measured_peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=1e-3)
 
 
+@pytest.mark.keeps("plan-uses-fewest-micro")
 def test_micro_batches_that_the_plan_counts_keep_the_batch_and_the_schedule(tmp_path: Path):
     plain, automatic = tmp_path / "plain", tmp_path / "automatic"
     for folder in (plain, automatic):
@@ -154,6 +158,7 @@ def test_the_shortest_trainings_are_measured_too(tmp_path: Path, steps: int, mon
     assert (result.measured_step_seconds is None) == (steps < 3)
 
 
+@pytest.mark.keeps("steps-overflow-fp16-skipped")
 @pytest.mark.usefixtures("_unpredicted")
 def test_a_step_that_overflows_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Extreme(torch.amp.GradScaler):
@@ -258,6 +263,7 @@ def test_a_budget_below_zero_is_refused(tmp_path: Path):
         run(tmp_path, memory={"budget": 0})
 
 
+@pytest.mark.keeps("run-folder-never-holds")
 @pytest.mark.slow  # a whole training
 def test_the_run_folder_holds_everything_and_nothing_half_written(tmp_path: Path):
     config = settings(tmp_path, memory=BUDGET)
@@ -275,6 +281,7 @@ def test_the_run_folder_holds_everything_and_nothing_half_written(tmp_path: Path
     assert generate_text(load_model(folder), load_tokenizer(folder), "The", max_new_tokens=2).startswith("The")
 
 
+@pytest.mark.keeps("folder-cannot-written-reported")
 def test_an_unwritable_folder_is_found_before_the_data_is_read(tmp_path: Path):
     config = settings(tmp_path, output={"folder": str(tmp_path / "corpus.txt" / "run")}, data={"source": "missing"})
 
@@ -282,6 +289,7 @@ def test_an_unwritable_folder_is_found_before_the_data_is_read(tmp_path: Path):
         train(config)
 
 
+@pytest.mark.keeps("folder-cannot-written-reported")
 def test_an_earlier_run_survives_a_training_that_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         leave_out_predictions(patch)

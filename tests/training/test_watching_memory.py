@@ -30,6 +30,7 @@ def test_a_peak_that_was_predicted_says_nothing(fits):
     assert run.notes == []
 
 
+@pytest.mark.keeps("measured-peak-above-predicted")
 def test_a_peak_above_prediction_and_within_budget_is_reported_once(fits):
     peak = fits[0].planned.peak_bytes + 10_000
     run = observed(fits[0], peak, peak, peak)
@@ -39,6 +40,7 @@ def test_a_peak_above_prediction_and_within_budget_is_reported_once(fits):
     assert run.stepper.corrections == Corrections()
 
 
+@pytest.mark.keeps("measured-peak-above-predicted")
 def test_a_peak_beyond_the_budget_is_answered_with_a_plan_that_leaves_room_for_the_difference(fits):
     loose, tight = fits
     budget = loose.planned.peak_bytes + 2_000
@@ -62,6 +64,7 @@ def test_where_nothing_tighter_fits_the_training_goes_on_and_says_so(fits):
     assert run.stepper.levers.fitted is loose
 
 
+@pytest.mark.keeps("resumed-run-begins-plan")
 def test_corrections_survive_json(fits):
     import json
 

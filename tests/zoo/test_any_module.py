@@ -10,6 +10,7 @@ from tightfit.step import StepSettings
 from tiny import allocator_peak
 
 
+@pytest.mark.keeps("modules-language-models-vision")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "precision"), [(vision_case, "fp32"), (vision_case, "bf16"), (diffusion_case, "fp32")]
@@ -50,6 +51,7 @@ class LoopOverExperts(nn.Module):
         return out.square().mean()
 
 
+@pytest.mark.keeps("router-decides-sizes-estimate")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "bias", [(0.0, 0.0, 0.0, 0.0), (99.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 99.0), (9.0, 9.0, 0.0, 0.0)]

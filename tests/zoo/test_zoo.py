@@ -30,11 +30,13 @@ def model_and_batch(name):
     return transformers.T5ForConditionalGeneration(config).train(), tiny_batch(name)
 
 
+@pytest.mark.keeps("holds-dense-mixture-experts")
 @pytest.mark.slow  # nine seconds
 def test_an_encoder_with_a_decoder_is_estimated_planned_and_verified():
     check(*model_and_batch("T5ForConditionalGeneration"))
 
 
+@pytest.mark.keeps("holds-dense-mixture-experts")
 @pytest.mark.slow  # seven to fourteen seconds each
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_architecture_is_estimated_planned_and_verified(name):
