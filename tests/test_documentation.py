@@ -10,7 +10,8 @@ import pytest
 import tightfit
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.md")]
+ROOM_BYTES, HOUSE_BYTES = 4096, 6144  # a newcomer reads the house, then the room
 NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 SOURCES = ("", "docs", "src", "src/tightfit", "tests")  # where a name in the text may begin
 OTHERS = {"model/model_minimind.py"}  # files of MiniMind's
@@ -84,4 +85,12 @@ def test_a_name_that_is_no_more_is_noticed():
 
 def test_every_page_is_linked_from_another():
     reached = {target for page in PAGES for target in linked(page) if target != page}
-    assert {page for page in PAGES if page.parent != ROOT} <= reached
+    assert {page for page in PAGES if (ROOT / "docs") in page.parents} <= reached
+
+
+def test_the_design_is_a_page_and_a_note_beside_each_room():
+    assert (ROOT / "docs" / "architecture.md").stat().st_size <= HOUSE_BYTES
+    rooms = [path.parent for path in (ROOT / "src" / "tightfit").glob("*/__init__.py")]
+    assert not [room.name for room in rooms if not (room / "README.md").is_file()]
+    notes = (ROOT / "src").rglob("README.md")
+    assert not {note: size for note in notes if (size := note.stat().st_size) > ROOM_BYTES}

@@ -15,6 +15,8 @@ from typing import Any
 from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ROOT / "src" / "tightfit"
+NOTE = re.compile(r"\]\((?:\.\./)?src/tightfit/([\w/]+)/README\.md\)")  # a link from docs/ to a room's note
 SITES_OWN = ("404.html",)
 WORKER = "assets/iframe-worker.js"
 UNSEARCHED = 40_000  # bytes of a page from which on it is tables of figures, which nobody searches for
@@ -46,6 +48,7 @@ def pages() -> dict[str, str]:
         "reference/python.md": python_page(),
         "reference/kept_by.md": kept_by_page(),
         "cards/index.md": cards_page(),
+        **{f"design/{name}.md": text for name, text in design_notes().items()},
         **{f"cards/{size}gb.md": card_page(size) for size in CARD_SIZES},
     }
 
@@ -68,6 +71,7 @@ def with_links_of_the_site(markdown: str, uri: str) -> str:
     """Links to the root's pages lead to the site's. Links to other files of the repository become their names."""
     here = Path("docs") / uri if uri not in ELSEWHERE.values() else Path("docs") / Path(uri).name
     depth = "../" * uri.count("/")
+    markdown = NOTE.sub(lambda found: f"]({depth}design/{found[1].replace('/', '.')}.md)", markdown)
 
     def replaced(found: re.Match[str]) -> str:
         text, up, target, anchor = found[1], found[2], found[3], found[4] or ""
@@ -142,6 +146,15 @@ def python_page() -> str:
     for title, names in PYTHON.items():
         lines += ["", f"## {title}", *(f"\n::: tightfit.{name}" for name in names)]
     return "\n".join(lines) + "\n"
+
+
+def design_notes() -> dict[str, str]:
+    """The note of each room and of its parts, by the name that the table of the house has."""
+    notes = sorted(ROOMS.rglob("README.md"), key=lambda path: path.parts)
+    return {
+        ".".join(note.relative_to(ROOMS).parent.parts): re.sub(r"\]\((?:\.\./)+docs/", "](../", note.read_text("utf-8"))
+        for note in notes
+    }
 
 
 def kept_by_page() -> str:
@@ -256,6 +269,8 @@ def on_config(config: Any) -> Any:
     sys.path.insert(0, str(ROOT / "src"))
     for entry in config.nav:
         for title, target in entry.items():
+            if title == "How it works":
+                target.extend({name: f"design/{name}.md"} for name in design_notes())
             if target == "cards/":
                 entry[title] = ["cards/index.md", *({f"{size} GB": f"cards/{size}gb.md"} for size in CARD_SIZES)]
     return config

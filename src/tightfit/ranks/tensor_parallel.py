@@ -4,7 +4,7 @@ What is divided is the model's own plan, in the words of `transformers` (`model.
 its configuration). What no rule names is whole on every rank. The mathematics is that of Shoeybi et al. 2019,
 "Megatron-LM", section 3: a linear layer divided by its rows is followed by one divided by its columns, and between both
 nothing is sent. A rank's parts are plain parameters. With PyTorch's `parallelize_module` they would be DTensors beside
-plain ones, and PyTorch's optimizers and its clipping refuse lists of both (docs/architecture.md).
+plain ones, and PyTorch's optimizers and its clipping refuse lists of both (README.md beside this).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
