@@ -21,8 +21,8 @@ ALLOWED = {
     ("levers/captured/program.py", "exec"): "calls of operators that it has just written, with names of its own",
     ("levers/recompute/replay_code.py", "exec"): "calls of operators that it has just written, with names of its own",
     ("tracing/compiled_code.py", "exec"): "code that inductor has just made from the user's model, in a dry run",
-    ("integrations/running_step.py", "exec"): "a step of the user's own script, which runs anyway",
-    ("integrations/step_source.py", "eval"): "an expression of the user's own script, which runs anyway",
+    ("integrations/minimind/running_step.py", "exec"): "a step of the user's own script, which runs anyway",
+    ("integrations/minimind/step_source.py", "eval"): "an expression of the user's own script, which runs anyway",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from command_line import tightfit
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
 from tightfit.integrations.minimind import MemoryFlags, check_compiling, check_unwrapped, run_minimind
-from tightfit.integrations.minimind_report import against_prediction, describe_run
+from tightfit.integrations.minimind.report import against_prediction, describe_run
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.training.monitoring.script import profile_script
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tightfit import monitor
-from tightfit.integrations.running_step import fullest, running_request
+from tightfit.integrations.minimind.running_step import fullest, running_request
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.planner.api import make_estimate
 

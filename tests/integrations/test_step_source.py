@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from tightfit.errors import ModelError
-from tightfit.integrations.step_source import LOSS, find_step
+from tightfit.integrations.minimind.step_source import LOSS, find_step
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def minimind(
     [dim]tightfit minimind train_pretrain.py --use_moe 1 --memory_budget 0.5x[/]
     """
     from tightfit.integrations.minimind import MemoryFlags, run_minimind
-    from tightfit.integrations.minimind_report import describe_run
+    from tightfit.integrations.minimind.report import describe_run
 
     flags = MemoryFlags(use_checkpoint, memory_budget, segments, ffn_only)
     run = run_minimind(script, arguments or [], flags)

@@ -17,7 +17,7 @@ from torch import nn
 import tightfit
 from tightfit.errors import ModelError
 from tightfit.integrations.batches import ignores_labels, is_mask
-from tightfit.integrations.step_source import LOSS, WrittenStep, find_step
+from tightfit.integrations.minimind.step_source import LOSS, WrittenStep, find_step
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.optim.by_name import state_tensors
 from tightfit.planner.levers import CompiledBlocks, allowed_levers

@@ -1,6 +1,6 @@
 """Reports a MiniMind training under a plan, as text for a terminal."""
 
-from tightfit.integrations.minimind import MiniMindRun
+from tightfit.integrations.minimind.scripts import MiniMindRun
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.report.plan_tables import block_table, notes, worst_case

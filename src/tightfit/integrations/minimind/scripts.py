@@ -11,9 +11,9 @@ from torch import nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
 from tightfit.integrations.checkpointing import COMPILED, wrapper_of
-from tightfit.integrations.compiling import TakenOverCompile
 from tightfit.integrations.joined import joined_by
-from tightfit.integrations.running_step import running_request
+from tightfit.integrations.minimind.compiling import TakenOverCompile
+from tightfit.integrations.minimind.running_step import running_request
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.api import as_plan, plan_of_ranks
 from tightfit.planner.apply import AppliedPlan
