@@ -31,7 +31,7 @@ from environment import environment
 from tightfit import Plan, TokenBatch, estimate, plan
 from tightfit.devices.calibrate import calibrate
 from tightfit.devices.in_steps import StepTimes
-from tightfit.devices.quiet import Clocks, Observation
+from tightfit.devices.quiet import Observation, ProcessorTimes
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit
 from tightfit.levers.micro_batch import as_parts, split_batch
@@ -154,9 +154,9 @@ def rows(name: str, case: Case, device: DeviceSpec, rounds: int, reference: Refe
     model = case.build()
     batch = TokenBatch(*case.batch, case.vocabulary).tensors()
     found = variants(model, batch, case.precision, device)
-    began = Clocks.now()
+    began = ProcessorTimes.now()
     measure(model, batch, case.precision, found, rounds, reference)
-    others = Clocks.now().others_since(began)
+    others = ProcessorTimes.now().others_since(began)
     drift = reference.drift(case.precision)
     for variant in found:
         median = statistics.median(variant.seconds)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tightfit.devices.families import STREAM_UNITS, Family, Unit
+from tightfit.devices.families import STREAM_UNITS, Family, WorkUnit
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
 from tightfit.memory.disk import DiskRates
 
@@ -57,7 +57,7 @@ def even() -> DeviceSpec:
 
 
 def _line(family: Family) -> Curve:
-    per_unit = 1e-10 if STREAM_UNITS[family] is Unit.BYTES else SECONDS_PER_ELEMENT.get(family, 1e-9)
+    per_unit = 1e-10 if STREAM_UNITS[family] is WorkUnit.BYTES else SECONDS_PER_ELEMENT.get(family, 1e-9)
     return tuple((size, 2e-5 + per_unit * size) for size in (1e2, 1e5, 1e6, 1e7))
 
 
@@ -74,7 +74,7 @@ def slow_products() -> DeviceSpec:
 def slow_memory() -> DeviceSpec:
     """What is bound by memory takes twice as long, and so does memory that is fresh."""
     spec = even()
-    by_bytes = {family.value for family, unit in STREAM_UNITS.items() if unit is Unit.BYTES}
+    by_bytes = {family.value for family, unit in STREAM_UNITS.items() if unit is WorkUnit.BYTES}
     streams = {key: _times(law, 2) if key.partition("/")[0] in by_bytes else law for key, law in spec.streams.items()}
     return replace(spec, streams=streams, fresh_seconds_per_byte=2 * spec.fresh_seconds_per_byte)
 

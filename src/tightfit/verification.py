@@ -84,13 +84,13 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChangedValues:
     """Everything that a forward and backward changes, by name."""
 
     tensors: Mapping[str, torch.Tensor]
     states: Mapping[str, bytes]
 
-    def worst_difference(self, other: "Outcome") -> Difference | None:
+    def worst_difference(self, other: "ChangedValues") -> Difference | None:
         """The largest difference of a tensor, else a differing state, else None."""
         found = [Difference(name, _largest(t, other.tensors.get(name))) for name, t in self.tensors.items()]
         found += [Difference(n, math.inf) for n in other.tensors.keys() - self.tensors.keys()]
@@ -155,13 +155,13 @@ def refuse_without_memory(model: nn.Module) -> None:
             raise ModelError(f"verify compares numbers, and {name} has none (meta, or fake): load weights first")
 
 
-def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
+def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> ChangedValues:
     """Run forward and backward under a plan, from the model's present state, which is restored afterwards."""
     with torch.inference_mode(False), torch.enable_grad(), untouched(model, batch), apply_plan(plan, model) as applied:
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
         gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         buffers = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-        return Outcome({"loss": value.clone()} | gradients | buffers, random_states())
+        return ChangedValues({"loss": value.clone()} | gradients | buffers, random_states())
 
 
 def without_levers(plan: Plan) -> Plan:
@@ -175,7 +175,7 @@ def without_lever(plan: Plan, lever: Lever) -> Plan:
     return replace(plan, choices=lever.taken_out(plan.choices), levers=levers)
 
 
-def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> tuple[BlockChoice, ...]:
+def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: ChangedValues) -> tuple[BlockChoice, ...]:
     """The block whose choice alone makes a difference; several blocks if only their combination does."""
     choices = tuple(c for c in plan.choices if c.action != "keep" or c.captured or c.compiled)
 
@@ -191,7 +191,7 @@ def find_cause(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
     return choices
 
 
-def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Outcome) -> str:
+def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: ChangedValues) -> str:
     """The exact lever without which the plan makes no difference; recompute, where it is none of them."""
     for lever in plan.levers:
         if plain.worst_difference(run(model, batch, loss, without_lever(plan, lever))) is None:
@@ -199,7 +199,7 @@ def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ou
     return Recompute.name
 
 
-def rounding_spread(model: nn.Module, plain: Outcome, plan: Plan) -> float:
+def rounding_spread(model: nn.Module, plain: ChangedValues, plan: Plan) -> float:
     """The factor by which the error against fp64 may change: the largest spread of the plan's levers, and more if only
     few weights are trained.
     """
@@ -229,7 +229,7 @@ def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> t
     return relative_error(plain, truth), relative_error(planned, truth)
 
 
-def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outcome:
+def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> ChangedValues:
     """The plain run in fp64. Raises `ModelError` if the model does not run in fp64."""
     try:
         return run(exact, _in_double(batch), loss, plan)
@@ -240,7 +240,7 @@ def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Outc
         ) from error
 
 
-def relative_error(outcome: Outcome, truth: Outcome) -> float:
+def relative_error(outcome: ChangedValues, truth: ChangedValues) -> float:
     """The norm of the error of all gradients together, divided by the norm of the true gradients."""
     names = [name for name in truth.tensors if name.startswith("gradient")]
     pairs = [(_dense(outcome.tensors[n]).double(), _dense(truth.tensors[n])) for n in names]

@@ -1,7 +1,7 @@
 import pytest
 
 from tightfit.devices import quiet
-from tightfit.devices.quiet import Clocks, LoadObserver, Observation, is_quiet_now
+from tightfit.devices.quiet import LoadObserver, Observation, ProcessorTimes, is_quiet_now
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ def test_what_disturbed_is_said_in_words():
 
 
 def test_what_this_process_computes_itself_is_not_counted_as_others():
-    began = Clocks(wall=0.0, all_busy=100.0, own=10.0)
-    assert Clocks(wall=10.0, all_busy=120.0, own=30.0).others_since(began) == 0.0
-    assert Clocks(wall=10.0, all_busy=125.0, own=15.0).others_since(began) == 2.0
+    began = ProcessorTimes(wall=0.0, all_busy=100.0, own=10.0)
+    assert ProcessorTimes(wall=10.0, all_busy=120.0, own=30.0).others_since(began) == 0.0
+    assert ProcessorTimes(wall=10.0, all_busy=125.0, own=15.0).others_since(began) == 2.0
 
 
 def test_a_watch_compares_the_median_of_its_probe_with_its_least():
@@ -41,8 +41,8 @@ def test_a_watch_compares_the_median_of_its_probe_with_its_least():
 
 @pytest.mark.parametrize(("busy", "expected"), [(0.0, True), (0.4, False)])
 def test_a_glance_sees_whether_others_are_at_work(monkeypatch, busy, expected):
-    moments = iter([Clocks(0.0, 0.0, 0.0), Clocks(0.2, busy, 0.0)])
-    monkeypatch.setattr(quiet.Clocks, "now", classmethod(lambda cls: next(moments)))
+    moments = iter([ProcessorTimes(0.0, 0.0, 0.0), ProcessorTimes(0.2, busy, 0.0)])
+    monkeypatch.setattr(quiet.ProcessorTimes, "now", classmethod(lambda cls: next(moments)))
     monkeypatch.setattr(quiet, "GLANCE", 0.0)
     monkeypatch.setattr(quiet.os, "cpu_count", lambda: 2)
     assert is_quiet_now(threads=2) is expected

@@ -11,11 +11,11 @@ import pytest
 import tightfit
 from tightfit.cli.explorer import drawings
 from tightfit.cli.explorer.answers import answered, build
-from tightfit.cli.explorer.messages import Failure, Progress, Refusal, Waited
-from tightfit.cli.explorer.page import Answer, _fields, answers, places, shown_so_far
+from tightfit.cli.explorer.messages import NoAnswer, NoPlan, Progress, Waited
+from tightfit.cli.explorer.page import PartialAnswer, _fields, answers, places, shown_so_far
 from tightfit.cli.explorer.question import PageQuestion
 from tightfit.cli.explorer.serving import settings
-from tightfit.cli.explorer.uploads import Reading, Upload
+from tightfit.cli.explorer.uploads import Upload, UploadedModel
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import StepFigures
 from tightfit.planner.report.plan_tables import device_footprint, does_not_fit
@@ -50,7 +50,7 @@ def parts():
 
 
 def filled(parts):
-    answer = Answer(is_complete=True)
+    answer = PartialAnswer(is_complete=True)
     for part in parts:
         answer.take(part)
     return answer
@@ -88,7 +88,7 @@ def test_the_page_shows_the_bar_against_the_card_first_and_every_part(parts):
 @pytest.mark.slow  # searches for the least, and for recipes that fit
 def test_what_cannot_fit_says_the_least_and_keeps_the_bar():
     estimate, refusal, curve = answered(tiny(budget="0.01x"))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NoPlan)
     assert refusal.least_bytes == curve.points[-1].peak_bytes or refusal.least_bytes > 0
     head, *_ = places(tiny(budget="0.01x"), filled([estimate, refusal, curve]))
     assert re.search(r"Does not fit [\d.]+ \w+ on RTX 4090", head)
@@ -107,9 +107,9 @@ def test_an_uploaded_config_json_is_built_and_its_code_is_not_run(tmp_path, monk
     assert isinstance(estimate, EstimateRecord)
     assert "evil" not in sys.modules
     (too_long,) = answered(PageQuestion(upload=upload, sequence_length=65))
-    assert too_long == Failure("sequence 65 is longer than the model's 64 positions: lower it")
+    assert too_long == NoAnswer("sequence 65 is longer than the model's 64 positions: lower it")
     (reading,) = answered(upload)
-    assert isinstance(reading, Reading)
+    assert isinstance(reading, UploadedModel)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_uploaded_config_json_is_built_and_its_code_is_not_run(tmp_path, monk
 )
 def test_a_model_that_cannot_be_built_is_one_line(fields, line):
     (failure,) = answered(PageQuestion(upload=Upload("config.json", json.dumps(LLAMA | fields)), sequence_length=16))
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, NoAnswer)
     assert line in failure.line
     assert "\n" not in failure.line
     assert len(failure.line) <= 500
@@ -193,7 +193,7 @@ def of_card(*, fits, peak=20 * 2**30, reserved=24 * 2**30):
 def test_the_verdict_and_the_bar_say_the_same(fits):
     """The allocator gives back what it must, so a step may fit that reserves more where there is more."""
     estimate = of_card(fits=fits)
-    head, *_ = places(PageQuestion(), Answer(estimate=estimate, is_complete=True))
+    head, *_ = places(PageQuestion(), PartialAnswer(estimate=estimate, is_complete=True))
     assert ("Does not fit" in head) is not fits
     assert ("more than the card has" in head) is not fits
     assert ("23.00 GiB in all, 0 B left" in head) is fits
@@ -203,7 +203,7 @@ def test_the_verdict_and_the_bar_say_the_same(fits):
 
 
 def test_while_it_plans_the_page_says_what_it_does_and_for_how_long():
-    answer = Answer()
+    answer = PartialAnswer()
     assert "Starting" in places(PageQuestion(), answer)[0]
     answer.take(Progress("Step 1 of 4: running the plain step dry"))
     answer.take(Waited(7))
@@ -223,9 +223,9 @@ def test_while_it_plans_the_page_says_what_it_does_and_for_how_long():
 def test_there_is_nothing_to_run_where_nothing_fits_and_nothing_before_a_plan():
     question = tiny()
     described = question.described
-    answer = Answer(estimate=of_card(fits=False))
+    answer = PartialAnswer(estimate=of_card(fits=False))
     assert shown_so_far(question, described, answer)[4:] == ("", "")
-    answer.take(Refusal("it cannot fit", 2**40))
+    answer.take(NoPlan("it cannot fit", 2**40))
     for text in shown_so_far(question, described, answer)[4:]:
         assert text.startswith("# Nothing to run: this step does not fit rtx4090 within 100%")
         assert all(line.startswith("#") for line in text.splitlines())

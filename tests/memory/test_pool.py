@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tightfit.errors import LeverError, OutputError
-from tightfit.memory.disk import DiskStore, Extent
+from tightfit.memory.disk import ByteRange, DiskStore
 from tightfit.memory.pool import BufferPool, named_pools
 
 
@@ -48,7 +48,7 @@ def test_the_pool_says_no_where_everything_is_in_use(pool):
 def test_free_buffers_of_other_sizes_make_room(pool):
     del_me = [pool.lease(400), pool.lease(500)]
     del_me.clear()
-    assert pool.lease(900).buffer == Extent(0, 900)
+    assert pool.lease(900).buffer == ByteRange(0, 900)
     statistics = pool.statistics
     assert (statistics.buffers, statistics.high_water_bytes, statistics.refusals) == (1, 900, 0)
 

@@ -5,7 +5,7 @@ import torch
 
 import tightfit
 from tightfit.errors import DeviceError
-from tightfit.training.monitoring.cards.history import Block, History
+from tightfit.training.monitoring.cards.history import History, UsedMemory
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch's CUDA build can run")
@@ -29,7 +29,7 @@ EVENTS = [
 
 
 def history(first=0):
-    final = [Block(1, 10), Block(2, 30), Block(3, 4), Block(9, 1)]
+    final = [UsedMemory(1, 10), UsedMemory(2, 30), UsedMemory(3, 4), UsedMemory(9, 1)]
     return History(EVENTS[first:], final, last=54)
 
 

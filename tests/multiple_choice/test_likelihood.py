@@ -12,8 +12,8 @@ from tightfit.errors import CannotFit, InputError, ModelError
 from tightfit.tracing.step import trace_inference
 from tightfit.training.multiple_choice import scoring
 from tightfit.training.multiple_choice.batching import batched, by_tokens, equal, maximal
-from tightfit.training.multiple_choice.likelihood import Row, Target, batch_of, log_likelihoods, reading, rows_of
-from tightfit.training.multiple_choice.prompts import Request, encode_pair, lettered_context, requests_of
+from tightfit.training.multiple_choice.likelihood import ScoredRow, Target, batch_of, log_likelihoods, reading, rows_of
+from tightfit.training.multiple_choice.prompts import ScoredChoice, encode_pair, lettered_context, requests_of
 from tightfit.training.multiple_choice.questions import subject_of
 from tiny import decoder
 
@@ -126,7 +126,8 @@ def test_a_context_beyond_the_positions_loses_its_beginning_and_is_counted():
     found = score_choices(model, ASKED, tokenizer=tokenizer(), prompt="text")
     asked = requests()
     limited = [
-        Request((r.context + r.continuation)[-13:][: -len(r.continuation)], r.continuation, r.characters) for r in asked
+        ScoredChoice((r.context + r.continuation)[-13:][: -len(r.continuation)], r.continuation, r.characters)
+        for r in asked
     ]
     assert found.cut == sum(len(r.context) + len(r.continuation) > 13 for r in asked) > 0
     truth = one_at_a_time(model.eval(), limited)
@@ -241,7 +242,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(how, message):
 
 
 def row(length, counted=1):
-    return Row(tuple(range(length)), (Target(0, 0, tuple(range(counted))),))
+    return ScoredRow(tuple(range(length)), (Target(0, 0, tuple(range(counted))),))
 
 
 def price(batch):

@@ -25,7 +25,7 @@ from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
 from tightfit.recipes.table import NEAREST, describe_recipes
 from tightfit.recipes.variants import optimizer_of
-from tightfit.recipes.written import Setting, next_steps, written
+from tightfit.recipes.written import WrittenSections, next_steps, written
 from tightfit.step import StepSettings
 from tightfit.training.config import AdapterConfig, parse_config
 from tightfit.training.data.tokenizer import train_tokenizer
@@ -212,7 +212,7 @@ def test_a_recipe_that_another_one_beats_stands_behind():
 )
 def test_a_recipe_is_written_as_a_configuration(recipe, model, keys):
     made = Outcome(recipe, True, 8, 8, longest_sequence=Largest(64), micro_batches=2)
-    text = written(made, Setting(model, budget="8GiB", batch_size=4, sequence_length=512))
+    text = written(made, WrittenSections(model, budget="8GiB", batch_size=4, sequence_length=512))
     config = parse_config(yaml.safe_load(text))
     assert {key: getattr(config.model, key, None) for key in keys if key != "preset"} == keys
     assert getattr(config.model, "adapter", None) == recipe.adapter
@@ -231,7 +231,7 @@ def weights(tmp_path):
 
 def test_weights_that_are_trained_on_keep_their_tokenizer_and_wait_for_their_users_data(weights):
     made = Outcome(Recipe("bf16"), True, 8, 8)
-    setting = Setting({"path": str(weights)}, device="rtx4090", vocabulary=600)
+    setting = WrittenSections({"path": str(weights)}, device="rtx4090", vocabulary=600)
     config = parse_config(yaml.safe_load(written(made, setting)))
     assert (config.data.tokenizer, config.data.source) == ("model", "YOUR_DATA.jsonl")
     assert (config.training.device, config.training.learning_rate) == ("auto", 1e-5)
@@ -243,7 +243,7 @@ def test_weights_that_are_trained_on_keep_their_tokenizer_and_wait_for_their_use
 
 
 def test_a_shape_without_weights_gets_a_tokenizer_of_its_own_and_says_that_it_begins_anew():
-    setting = Setting({"path": "llama-3.1-8b"}, vocabulary=128256)
+    setting = WrittenSections({"path": "llama-3.1-8b"}, vocabulary=128256)
     config = parse_config(yaml.safe_load(written(Outcome(Recipe("bf16"), True, 8, 8), setting)))
     assert (config.data.tokenizer, config.data.vocab_size, config.training.learning_rate) == ("auto", 6400, 1e-3)
     assert next_steps("run.yaml", Outcome(Recipe("bf16"), True, 8, 8), setting)[-1].startswith("It begins with new")

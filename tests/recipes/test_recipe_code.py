@@ -12,7 +12,7 @@ from tightfit.errors import InputError
 from tightfit.names import OPTIMIZERS
 from tightfit.recipes.code import LIBRARIES, Job, as_code
 from tightfit.recipes.records import Outcome, Recipe
-from tightfit.recipes.written import Setting, written
+from tightfit.recipes.written import WrittenSections, written
 from tightfit.training.config.schema import AdapterConfig
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0, target_modules="all-linear", base="nf4")
@@ -89,12 +89,12 @@ def test_names_with_quotes_do_not_leave_their_string():
 
 def test_fit_writes_a_script_with_the_hubs_name_and_refuses_what_no_library_loads():
     outcome = Outcome(Recipe("bf16", None, "adamw8bit"), True, 1, 1, micro_batches=2)
-    setting = Setting({"path": "llama-3.1-8b"}, budget="80GiB", batch_size=4, sequence_length=64)
+    setting = WrittenSections({"path": "llama-3.1-8b"}, budget="80GiB", batch_size=4, sequence_length=64)
     text = written(outcome, setting, "trl")
     assert 'default="meta-llama/Llama-3.1-8B"' in text
     assert "PARTS = 2" in text
     with pytest.raises(InputError, match="tightfit's own decoder"):
-        written(outcome, Setting({"preset": "cpu8"}), "lightning")
+        written(outcome, WrittenSections({"preset": "cpu8"}), "lightning")
     with pytest.raises(InputError, match="--as keras is not known: choose one of yaml, transformers, trl, lightning"):
         written(outcome, setting, "keras")
 

@@ -11,7 +11,7 @@ from tightfit.errors import InputError
 from tightfit.names import CHECKPOINTS, CONFIG, LOCK, METRICS, PLAN, RESULT
 from tightfit.training.lock import locked
 from tightfit.training.run_folders import state
-from tightfit.training.run_folders.records import State, config_of, curve_of, differences, is_run, run_at, runs_in
+from tightfit.training.run_folders.records import RunState, config_of, curve_of, differences, is_run, run_at, runs_in
 
 
 def line(step, **figures):
@@ -36,7 +36,7 @@ def made(folder, *, ended=True, interrupted=False, steps=3, **files):
 
 def test_a_finished_run_is_what_its_result_says(tmp_path):
     found = run_at(made(tmp_path / "a"))
-    assert (found.state, found.steps, found.max_steps) == (State.FINISHED, 3, 8)
+    assert (found.state, found.steps, found.max_steps) == (RunState.FINISHED, 3, 8)
     assert (found.loss, found.validation_loss, found.tokens_per_second) == (1.5, 1.75, 42.0)
     assert (found.predicted_peak_bytes, found.measured_peak_bytes, found.budget_bytes) == (90, 89, 100)
     assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
@@ -48,8 +48,8 @@ def test_an_interrupted_run_and_a_killed_one_are_told_apart(tmp_path):
     made(tmp_path / "killed", ended=False, steps=5)
     (tmp_path / "killed" / LOCK).write_text("process 4194304 on " + os.uname().nodename)
     cut, killed = runs_in(tmp_path)
-    assert cut.state == State.INTERRUPTED
-    assert (killed.state, killed.steps, killed.loss, killed.measured_peak_bytes) == (State.KILLED, 5, 1.0, None)
+    assert cut.state == RunState.INTERRUPTED
+    assert (killed.state, killed.steps, killed.loss, killed.measured_peak_bytes) == (RunState.KILLED, 5, 1.0, None)
     assert (killed.predicted_peak_bytes, killed.budget_bytes) == (90, 100)
 
 
@@ -57,9 +57,9 @@ def test_a_run_whose_folder_is_locked_is_running_whatever_an_earlier_part_has_le
     folder = made(tmp_path / "run", interrupted=True, metrics=(line(1) + line(7)).encode() + b'{"step": 8, "lo')
     with locked(folder):
         found = run_at(folder)
-    assert (found.state, found.steps, found.loss) == (State.RUNNING, 7, 5.0 / 7)
+    assert (found.state, found.steps, found.loss) == (RunState.RUNNING, 7, 5.0 / 7)
     assert found.holder == f"process {os.getpid()} on {os.uname().nodename}"
-    assert run_at(folder).state == State.INTERRUPTED
+    assert run_at(folder).state == RunState.INTERRUPTED
 
 
 @pytest.mark.keeps("run-folder-state-listed")

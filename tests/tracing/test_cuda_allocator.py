@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.tracing.cuda.allocator import MIB, Block, CachingAllocator, DeviceFull, round_size, segment_size
+from tightfit.tracing.cuda.allocator import MIB, CachingAllocator, DeviceFull, SegmentPart, round_size, segment_size
 
 
 @pytest.mark.parametrize(("asked", "given_out"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
@@ -105,7 +105,7 @@ def test_growing_segments_leave_no_gaps():
     assert growing.reserved == 100 * MIB
 
 
-def overlaps(blocks: list[Block]) -> bool:
+def overlaps(blocks: list[SegmentPart]) -> bool:
     spans = sorted((b.address, b.address + b.size) for b in blocks)
     return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
 
@@ -118,7 +118,7 @@ requests = st.lists(st.tuples(st.integers(1, 48 * MIB), st.integers(0, 30), st.b
 @settings(max_examples=80, deadline=None)
 def test_whatever_is_asked_blocks_do_not_overlap_and_reserved_covers_allocated(sequence, expandable):
     allocator = CachingAllocator(expandable=expandable)
-    held: dict[bool, list[tuple[Block, int]]] = {True: [], False: []}
+    held: dict[bool, list[tuple[SegmentPart, int]]] = {True: [], False: []}
     for size, which, is_release in sequence:
         everything = held[True] + held[False]
         if is_release and everything:

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tightfit
-from tightfit.tracing.cuda.attention import Backend, Call, choose_backend, gemm_alignment
+from tightfit.tracing.cuda.attention import AttentionCall, Backend, choose_backend, gemm_alignment
 from tightfit.tracing.dry_run import DryRun
 
 T4, A100, RTX4090, H200, B200 = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)
@@ -14,12 +14,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def call(
     dtype=BF16, *, heads=4, kv_heads=4, length=64, keys=64, width=64, mask=None, dropout=0.0, causal=True, grouped=False
-) -> Call:
+) -> AttentionCall:
     def tensor(heads: int, length: int) -> torch.Tensor:
         return torch.empty(2, heads, length, width, dtype=dtype, device="meta", requires_grad=True)
 
     made = None if mask is None else torch.empty(mask, dtype=torch.bool, device="meta")
-    return Call(tensor(heads, length), tensor(kv_heads, keys), tensor(kv_heads, keys), made, dropout, causal, grouped)
+    return AttentionCall(
+        tensor(heads, length), tensor(kv_heads, keys), tensor(kv_heads, keys), made, dropout, causal, grouped
+    )
 
 
 @pytest.mark.keeps("dry-run-chooses-attention")
@@ -64,7 +66,7 @@ def test_the_first_kernel_that_takes_the_call_is_chosen(capability, asked, chose
 
 def test_on_data_centre_blackwell_cudnn_takes_the_widths_of_latent_attention():
     asked = call(width=192)
-    narrow = Call(asked.query, asked.key, asked.value[..., :128])
+    narrow = AttentionCall(asked.query, asked.key, asked.value[..., :128])
     assert choose_backend(narrow, B200) is Backend.CUDNN
     assert choose_backend(narrow, A100) is Backend.EFFICIENT
 
@@ -72,7 +74,7 @@ def test_on_data_centre_blackwell_cudnn_takes_the_widths_of_latent_attention():
 def test_a_tensor_that_is_not_contiguous_along_its_last_dimension_is_left_to_the_plain_kernel():
     asked = call()
     turned = asked.query.transpose(2, 3)
-    assert choose_backend(Call(turned, turned, turned), A100) is Backend.MATH
+    assert choose_backend(AttentionCall(turned, turned, turned), A100) is Backend.MATH
 
 
 def test_without_a_gradient_wide_heads_stay_with_flash_on_small_cards():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.training.data.best_fit import Rows
+from tightfit.training.data.best_fit import PackedRows
 from tightfit.training.data.samples import BestFitSamples, PaddedSamples, Pieces
 from tightfit.training.data.store import TokenStore
 
@@ -25,7 +25,7 @@ def packed(rows: list[list[np.ndarray]], length: int = LENGTH) -> dict[str, Tens
     store = TokenStore.from_lists(documents)
     pieces = Pieces.cut(np.arange(len(store)), store.lengths, length)
     bounds = np.cumsum([0, *map(len, rows)])
-    samples = BestFitSamples(store, pieces, Rows(np.arange(len(pieces)), bounds), length, PAD)
+    samples = BestFitSamples(store, pieces, PackedRows(np.arange(len(pieces)), bounds), length, PAD)
     return samples.batch(range(len(rows)))
 
 

@@ -13,7 +13,7 @@ from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import StepSettings
-from tightfit.training.buckets import Bucket, DryRun, sized
+from tightfit.training.buckets import Bucket, PredictedLength, sized
 from tightfit.training.config import parse_config
 from tightfit.training.data.arrange import arrange
 from tightfit.training.data.prepare import PreparedData
@@ -164,7 +164,7 @@ def test_a_length_takes_fewer_micro_batches_as_long_as_they_fit_and_more_where_i
 
     def run_dry(length, count):
         tried.append((length, count))
-        return DryRun(1000 // count, fits=count >= needed[length])
+        return PredictedLength(1000 // count, fits=count >= needed[length])
 
     buckets = sized([10, 20, 30, 40], [1, 2, 4, 8], run_dry, Bucket(40, 4, 250))
     assert [(each.length, each.micro_batches) for each in buckets] == [(10, 1), (20, 2), (30, 8), (40, 4)]
@@ -173,4 +173,4 @@ def test_a_length_takes_fewer_micro_batches_as_long_as_they_fit_and_more_where_i
 
 def test_a_length_that_fits_in_no_micro_batches_is_refused():
     with pytest.raises(CannotFit, match=r"batches of 10 tokens a row take .* set data\.buckets to false"):
-        sized([10, 20], [1, 2], lambda length, count: DryRun(5000, fits=False), Bucket(20, 2, 100))
+        sized([10, 20], [1, 2], lambda length, count: PredictedLength(5000, fits=False), Bucket(20, 2, 100))

@@ -20,7 +20,7 @@ from tightfit.training.api import train
 from tightfit.training.checkpoint.files import Files
 from tightfit.training.checkpoint.store import Checkpoints
 from tightfit.training.config import Config, TrainingConfig, dump_config
-from tightfit.training.interrupt import ENDING, Cut, Interrupt
+from tightfit.training.interrupt import ENDING, Interrupt, Interrupted
 from tightfit.training.loop import run_steps
 from tightfit.training.objective import CausalLMLoss
 from tightfit.training.reporter import SilentReporter
@@ -150,7 +150,7 @@ def test_a_backward_without_python_is_cut_at_the_next_gradient():
         value.register_hook(lambda gradient: begun.set())
         value.backward()
 
-    with Interrupt() as interrupt, interrupt.heeded_in_backward(model), pytest.raises(Cut):
+    with Interrupt() as interrupt, interrupt.heeded_in_backward(model), pytest.raises(Interrupted):
         interrupt.cuttable(work)
     sender.join()
 

@@ -17,7 +17,7 @@ from tightfit.training.api import train
 from tightfit.training.config import parse_config
 from tightfit.training.data.packing import PackedSamples
 from tightfit.training.evaluation import held_out_sums
-from tightfit.training.loop import Record
+from tightfit.training.loop import StepHistory
 from tightfit.training.objective import CausalLMLoss
 
 EVERY_TWO = {"max_steps": 5, "evaluate_every": 2, "log_every": 4}
@@ -106,7 +106,7 @@ def test_a_signal_inside_an_evaluation_loses_no_line_when_the_training_goes_on(t
 
 
 def test_the_lowest_held_out_loss_is_the_best_one():
-    record = Record()
+    record = StepHistory()
     for step, loss in enumerate((3.0, 2.0, 2.5, float("nan")), start=1):
         record.steps = step
         record.evaluated(loss)

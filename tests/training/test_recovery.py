@@ -15,7 +15,7 @@ from tightfit.ranks.processes.ranks import Ranks
 from tightfit.runtime.activity import now
 from tightfit.runtime.internals import is_fake
 from tightfit.training.fitting import LeversInForce
-from tightfit.training.interrupt import Cut
+from tightfit.training.interrupt import Interrupted
 from tightfit.training.joining import CANNOT_FIT, GOES_ON, OtherCannotFit
 from tiny import decoder
 
@@ -304,6 +304,6 @@ def test_the_others_undo_their_step_and_end_with_its_exit_code(plain):
 
 def test_a_signal_to_another_rank_cuts_the_step_here(plain):
     run = beside(BesideAnEmptyOne(int(signal.SIGTERM)), NothingFits(), plain)
-    with pytest.raises(Cut):
+    with pytest.raises(Interrupted):
         run.run(1, nothing)
     assert run.stepper.interrupt.received == signal.SIGTERM

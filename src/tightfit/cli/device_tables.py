@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from tightfit.devices.families import STREAM_UNITS, Unit
+from tightfit.devices.families import STREAM_UNITS, WorkUnit
 from tightfit.devices.figures import Figures, product_rates
 from tightfit.devices.spec import AttentionPoint, DeviceSpec
 from tightfit.planner.report.terminal import narrowed, rendered, table_of
@@ -19,7 +19,7 @@ NOTE = 18  # columns in which a card's full name can be read folded
 NOTHING = "–"
 
 
-class Row(NamedTuple):
+class DeviceRow(NamedTuple):
     """A device in the table: the name to ask for it by, its figures (None: not measured yet), and what it is."""
 
     key: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     note: str
 
 
-def describe_devices(rows: Sequence[Row], width: int) -> str:
+def describe_devices(rows: Sequence[DeviceRow], width: int) -> str:
     """The table of `tightfit devices`."""
 
     def made(names: Sequence[str]) -> Table:
@@ -108,7 +108,7 @@ def _streams(spec: DeviceSpec) -> Table:
     for family, unit in STREAM_UNITS.items():
         curves = [spec.streams.get(f"{family}/{dtype}") for dtype in dtypes]
         rates = [NOTHING if not curve else f"{curve[-1][0] / curve[-1][1] / 1e9:.3g}" for curve in curves]
-        table.add_row(str(family).replace("_", " "), "GB/s" if unit is Unit.BYTES else "10⁹ elements/s", *rates)
+        table.add_row(str(family).replace("_", " "), "GB/s" if unit is WorkUnit.BYTES else "10⁹ elements/s", *rates)
     return table
 
 

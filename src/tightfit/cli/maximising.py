@@ -23,7 +23,7 @@ Levers = str | Sequence[str] | frozenset[str] | None
 
 
 @dataclass(frozen=True)
-class Dimension:
+class MaximisedValue:
     """What can be maximised for one question: how a value is put in, which values there are, and up to where."""
 
     put: Callable[[int], Question]
@@ -65,8 +65,8 @@ def maximised(
     return dimension.put(found.value), found, first.asked.levers_named
 
 
-def _dimension(question: Question, what: str, subject: Subject) -> Dimension:
-    dimensions: dict[str, Callable[[Question, Subject], Dimension]] = {
+def _dimension(question: Question, what: str, subject: Subject) -> MaximisedValue:
+    dimensions: dict[str, Callable[[Question, Subject], MaximisedValue]] = {
         "sequence_length": _sequence_length,
         "batch_size": _batch_size,
         "hidden_size": _hidden_size,
@@ -76,25 +76,25 @@ def _dimension(question: Question, what: str, subject: Subject) -> Dimension:
     return dimensions[what](question, subject)
 
 
-def _batch_size(question: Question, subject: Subject) -> Dimension:
-    return Dimension(lambda n: replace(question, batch_size=n), subject.asked.micro_batches)
+def _batch_size(question: Question, subject: Subject) -> MaximisedValue:
+    return MaximisedValue(lambda n: replace(question, batch_size=n), subject.asked.micro_batches)
 
 
-def _sequence_length(question: Question, subject: Subject) -> Dimension:
+def _sequence_length(question: Question, subject: Subject) -> MaximisedValue:
     """The reference decoder's table of rotations grows with the sequence; other models have the positions they have."""
     decoder = _decoder(question)
     if decoder is None:
-        return Dimension(lambda n: replace(question, seq_len=n), TOKENS, position_limit(subject.model))
+        return MaximisedValue(lambda n: replace(question, seq_len=n), TOKENS, position_limit(subject.model))
     positions = decoder.max_position_embeddings
 
     def put(length: int) -> Question:
         shape: dict[str, Any] = {"max_position_embeddings": length} if length > positions else {}
         return replace(question, seq_len=length, shape=shape)
 
-    return Dimension(put, TOKENS)
+    return MaximisedValue(put, TOKENS)
 
 
-def _hidden_size(question: Question, subject: Subject) -> Dimension:
+def _hidden_size(question: Question, subject: Subject) -> MaximisedValue:
     decoder = _decoder(question)
     if decoder is None:
         raise InputError(
@@ -102,7 +102,7 @@ def _hidden_size(question: Question, subject: Subject) -> Dimension:
             f"{subject.name}: in Python, tightfit.maximise takes a function that builds a model for a size"
         )
     heads = 1 if decoder.head_dim is not None else 2 * decoder.num_heads  # a head has pairs to rotate
-    return Dimension(lambda n: replace(question, shape={"hidden_size": n}), math.lcm(WIDTH, heads))
+    return MaximisedValue(lambda n: replace(question, shape={"hidden_size": n}), math.lcm(WIDTH, heads))
 
 
 def _decoder(question: Question) -> DecoderConfig | None:

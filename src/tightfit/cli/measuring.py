@@ -10,7 +10,7 @@ from tightfit.cli.asking import columns, show
 from tightfit.errors import DeviceError
 
 if TYPE_CHECKING:
-    from tightfit.cli.device_tables import Row
+    from tightfit.cli.device_tables import DeviceRow
     from tightfit.devices.spec import Kind
 
 
@@ -72,11 +72,11 @@ def _kind(device: str | None) -> "Kind | None":
     return kinds[device]
 
 
-def _here() -> "list[Row]":
+def _here() -> "list[DeviceRow]":
     """The devices of this machine, with their figures if they were measured."""
     import torch
 
-    from tightfit.cli.device_tables import Row
+    from tightfit.cli.device_tables import DeviceRow
     from tightfit.devices.figures import figures_of
     from tightfit.devices.machine import device_name
     from tightfit.devices.present import PRESENT_KINDS, cached
@@ -87,23 +87,23 @@ def _here() -> "list[Row]":
             continue
         spec = cached(kind)
         state = "not measured yet" if spec is None else "measured, busy" if spec.disturbed_by else "measured"
-        rows.append(Row(kind, None if spec is None else figures_of(spec), f"here, {state}: {device_name(kind)}"))
+        rows.append(DeviceRow(kind, None if spec is None else figures_of(spec), f"here, {state}: {device_name(kind)}"))
     return rows
 
 
-def _published() -> "list[Row]":
-    from tightfit.cli.device_tables import Row
+def _published() -> "list[DeviceRow]":
+    from tightfit.cli.device_tables import DeviceRow
     from tightfit.devices.figures import figures_of
     from tightfit.devices.known import known_devices
     from tightfit.devices.present import is_present
 
     return [
-        Row(key, figures_of(known.spec), f"{known.spec.name}{', here' if is_present(known) else ''}")
+        DeviceRow(key, figures_of(known.spec), f"{known.spec.name}{', here' if is_present(known) else ''}")
         for key, known in known_devices().items()
     ]
 
 
-def _plain(row: "Row") -> dict[str, Any]:
+def _plain(row: "DeviceRow") -> dict[str, Any]:
     figures = None if row.figures is None else asdict(row.figures)
     return {"device": row.key, "note": row.note, "figures": figures, **_origin(row.key)}
 

@@ -23,7 +23,7 @@ from tightfit.recipes.listed import Recipes
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.search import token_count
 from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
-from tightfit.recipes.written import YAML, Setting, model_section, next_steps, written
+from tightfit.recipes.written import YAML, WrittenSections, model_section, next_steps, written
 from tightfit.step import Optimizer
 from tightfit.tracing.build import build_dry
 from tightfit.training.config import AdapterConfig, Config, PretrainedModel, load_config
@@ -40,7 +40,7 @@ class RecipeSubject:
     wanted: Wanted
     name: str
     budget: int | str | None
-    setting: Callable[[], Setting]
+    setting: Callable[[], WrittenSections]
     optimizer: OptimizerOf = optimizer_of
 
     def recipes(self, notice: Callable[[str], None]) -> Recipes:
@@ -105,8 +105,8 @@ def _of_model(question: Question) -> RecipeSubject:
     question = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
     asked = _measured(built(question, dry=True).asked.but(levers=question.allowed or LEVERS))
 
-    def setting() -> Setting:
-        return Setting(
+    def setting() -> WrittenSections:
+        return WrittenSections(
             model={**_section_of(source), **({} if attention is None else {"attention": attention})},
             device=question.device,
             budget=_budget(question.budget, asked),
@@ -147,9 +147,9 @@ def _of_config(question: Question) -> RecipeSubject:
         keys = {"optimizer": recipe.optimizer, "step_in_backward": recipe.step_in_backward}
         return OptimizerRecipe(training.model_copy(update=keys))
 
-    def setting() -> Setting:
+    def setting() -> WrittenSections:
         sections = _dumped(config)
-        return Setting(
+        return WrittenSections(
             model=sections["model"],
             sections=sections,
             device=question.device,

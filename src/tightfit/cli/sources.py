@@ -41,7 +41,7 @@ class Built(NamedTuple):
     batch: Batch | None = None
 
 
-class Held(NamedTuple):
+class HeldAs(NamedTuple):
     """How a model is to be held: the dtype of its weights (None: fp32, or as its function made it), adapters on it,
     its attention, and keys of the reference decoder that are laid over its own. With `as_published`, None is the dtype
     in which a model of transformers is published, as it is run and not trained.
@@ -54,10 +54,10 @@ class Held(NamedTuple):
     as_published: bool = False
 
 
-AS_IT_IS = Held()
+AS_IT_IS = HeldAs()
 
 
-def build(source: str, *, dry: bool, held: Held = AS_IT_IS) -> Built:
+def build(source: str, *, dry: bool, held: HeldAs = AS_IT_IS) -> Built:
     """The model that `source` names, held in that way; dry ones have shapes and no weights. Raises `ModelError`."""
     try:
         return _built(source, dry, held)
@@ -67,7 +67,7 @@ def build(source: str, *, dry: bool, held: Held = AS_IT_IS) -> Built:
         raise ModelError(str(error).replace(KEY, "--model")) from error  # what was written, not a configuration's key
 
 
-def _built(source: str, dry: bool, held: Held) -> Built:
+def _built(source: str, dry: bool, held: HeldAs) -> Built:
     path = Path(source)
     if is_quantised(path):
         return Built(_quantised(path, held))
@@ -84,7 +84,7 @@ def _built(source: str, dry: bool, held: Held) -> Built:
     return Built(_pretrained(source, dry, held))
 
 
-def _quantised(path: Path, held: Held) -> nn.Module:
+def _quantised(path: Path, held: HeldAs) -> nn.Module:
     """A quantised model with its weights: what memory they take is theirs to say."""
     if held.dtype is not None or held.adapter is not None:
         raise InputError(
@@ -101,7 +101,7 @@ def described(source: str) -> ModelConfig | None:
     return load_config(source).model if path.suffix in (".yaml", ".yml") and path.is_file() else None
 
 
-def _decoder(section: DecoderConfig, held: Held) -> DecoderConfig:
+def _decoder(section: DecoderConfig, held: HeldAs) -> DecoderConfig:
     """The reference decoder's section with the keys that are given."""
     changed: dict[str, Any] = dict(held.shape)
     if held.dtype is not None:
@@ -116,7 +116,7 @@ def _decoder(section: DecoderConfig, held: Held) -> DecoderConfig:
     return replace(section, **changed)
 
 
-def _laid_over(section: PretrainedModel, held: Held) -> PretrainedModel:
+def _laid_over(section: PretrainedModel, held: HeldAs) -> PretrainedModel:
     """The section of a model of `transformers` with what is given."""
     if held.attention == OF_THE_DECODER:
         raise InputError(
@@ -135,7 +135,7 @@ def _of_section(section: ModelConfig, dry: bool) -> nn.Module:
     return _made(lambda: build_model(asked, seed=SEED, any_task=True), dry)
 
 
-def _pretrained(source: str, dry: bool, held: Held) -> nn.Module:
+def _pretrained(source: str, dry: bool, held: HeldAs) -> nn.Module:
     """A model of `transformers`; with new weights where there are none to load, or none are wanted."""
     known = None if Path(source).exists() else find_published(source)
     name = source if known is None else known.source
@@ -153,7 +153,7 @@ def _pretrained(source: str, dry: bool, held: Held) -> nn.Module:
     return _of_section(section if has_weights else without_weights(section), dry)
 
 
-def _as_held(model: nn.Module, held: Held) -> nn.Module:
+def _as_held(model: nn.Module, held: HeldAs) -> nn.Module:
     """A model that is there already, held as asked: a run's, or one that a function made."""
     if held.attention is not None:
         set_attention(model, held.attention)
@@ -162,7 +162,7 @@ def _as_held(model: nn.Module, held: Held) -> nn.Module:
     return _adapted(model, held)
 
 
-def _adapted(model: nn.Module, held: Held) -> nn.Module:
+def _adapted(model: nn.Module, held: HeldAs) -> nn.Module:
     if held.adapter is None:
         return model
     if held.adapter.base in WEIGHT_DTYPES:
@@ -188,7 +188,7 @@ def _is_own(path: Path) -> bool:
     return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
 
 
-def _called(source: str, dry: bool, held: Held) -> Built:
+def _called(source: str, dry: bool, held: HeldAs) -> Built:
     """What the user's function returns: a module, or a module and a batch."""
     function = _imported(source)
     kept: list[Any] = []

@@ -239,7 +239,7 @@ def _ranks(question: Question) -> dict[str, Any]:
     return {"world_size": question.world_size, "nodes": question.nodes, "parallel": question.parallel}
 
 
-def _held(question: Question, inference: bool) -> sources.Held:
+def _held(question: Question, inference: bool) -> sources.HeldAs:
     """How a --model is to be held."""
     adapter = None if question.adapter is None else adapter_of(question.adapter, question.base)
-    return sources.Held(question.dtype, adapter, question.attention, question.shape, as_published=inference)
+    return sources.HeldAs(question.dtype, adapter, question.attention, question.shape, as_published=inference)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tightfit.devices.clocks import Seconds
-from tightfit.devices.families import STREAM_UNITS, Family, Unit
+from tightfit.devices.families import STREAM_UNITS, Family, WorkUnit
 from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
-from tightfit.devices.work import AttentionShape, ProductShape, TensorShape, Work, work_of
+from tightfit.devices.work import AttentionShape, CostedTensor, ProductShape, Work, work_of
 from tightfit.runtime.activity import now
 
 # The dtype whose figures replace those of a dtype that was not measured for a family.
@@ -40,7 +40,11 @@ class CostModel:
         self.law: Law = MeasuredLaw(spec) if spec.roofline is None else RooflineLaw(spec.roofline)
 
     def operator_seconds(
-        self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
+        self,
+        name: str,
+        inputs: Sequence[CostedTensor],
+        outputs: Sequence[CostedTensor],
+        arguments: tuple[Any, ...] = (),
     ) -> float:
         """Predicted seconds of one call of the operator `name` (`"aten.mm.default"`). Views cost nothing.
 
@@ -99,9 +103,9 @@ class MeasuredLaw:
         return attention.scores * _per_score(points, length, attention.width)
 
     def _stream(self, work: Work) -> float:
-        size = work.bytes if STREAM_UNITS[work.family] is Unit.BYTES else work.elements
+        size = work.bytes if STREAM_UNITS[work.family] is WorkUnit.BYTES else work.elements
         seconds = interpolate(self._figure(self.spec.streams, work.family, work.dtype), size)
-        if STREAM_UNITS[work.family] is Unit.BYTES:
+        if STREAM_UNITS[work.family] is WorkUnit.BYTES:
             return seconds
         # No operator is faster than reading and writing its bytes, however few instructions it has.
         floor = self._figure(self.spec.streams, Family.ARITHMETIC, "float32")

@@ -28,7 +28,7 @@ class Family(enum.StrEnum):
     SORT = "sort"
 
 
-class Unit(enum.StrEnum):
+class WorkUnit(enum.StrEnum):
     """The unit of work of a family."""
 
     BYTES = "bytes"  # read and written
@@ -37,22 +37,22 @@ class Unit(enum.StrEnum):
 
 # A family is limited by memory if its unit is bytes, and by instructions if it is elements.
 STREAM_UNITS = {
-    Family.FILL: Unit.BYTES,
-    Family.COPY: Unit.BYTES,
-    Family.TRANSPOSE: Unit.BYTES,
-    Family.ARITHMETIC: Unit.BYTES,
-    Family.REDUCTION: Unit.BYTES,
-    Family.GATHER: Unit.BYTES,
-    Family.TRANSCENDENTAL: Unit.ELEMENTS,
-    Family.ERROR_FUNCTION: Unit.ELEMENTS,
-    Family.SCAN: Unit.ELEMENTS,
-    Family.SOFTMAX: Unit.ELEMENTS,
-    Family.SOFTMAX_BACKWARD: Unit.ELEMENTS,
-    Family.NORM: Unit.ELEMENTS,
-    Family.NORM_BACKWARD: Unit.ELEMENTS,
-    Family.SCATTER: Unit.ELEMENTS,
-    Family.RANDOM: Unit.ELEMENTS,
-    Family.SORT: Unit.ELEMENTS,
+    Family.FILL: WorkUnit.BYTES,
+    Family.COPY: WorkUnit.BYTES,
+    Family.TRANSPOSE: WorkUnit.BYTES,
+    Family.ARITHMETIC: WorkUnit.BYTES,
+    Family.REDUCTION: WorkUnit.BYTES,
+    Family.GATHER: WorkUnit.BYTES,
+    Family.TRANSCENDENTAL: WorkUnit.ELEMENTS,
+    Family.ERROR_FUNCTION: WorkUnit.ELEMENTS,
+    Family.SCAN: WorkUnit.ELEMENTS,
+    Family.SOFTMAX: WorkUnit.ELEMENTS,
+    Family.SOFTMAX_BACKWARD: WorkUnit.ELEMENTS,
+    Family.NORM: WorkUnit.ELEMENTS,
+    Family.NORM_BACKWARD: WorkUnit.ELEMENTS,
+    Family.SCATTER: WorkUnit.ELEMENTS,
+    Family.RANDOM: WorkUnit.ELEMENTS,
+    Family.SORT: WorkUnit.ELEMENTS,
 }
 
 # Names without namespace, overload, the underscore of in-place operators and the prefix of foreach operators.

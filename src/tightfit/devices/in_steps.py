@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.devices.cost import MeasuredLaw
-from tightfit.devices.own_time import Block
+from tightfit.devices.own_time import TimedBlock
 from tightfit.devices.spec import DeviceSpec
 from tightfit.devices.work import work_of
 from tightfit.runtime.operators import tensors_among, traits_of
@@ -31,7 +31,7 @@ class _Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.blocks = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(TimedBlock(WIDTH, HEADS) for _ in range(BLOCKS)))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embedding(tokens)))

@@ -40,7 +40,7 @@ class OwnTime:
     captured: float
 
 
-class Block(nn.Module):
+class TimedBlock(nn.Module):
     """A decoder block."""
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS):
@@ -70,7 +70,7 @@ class _Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
-class _ModelBlock(Block):
+class _ModelBlock(TimedBlock):
     """A decoder block of as many small operators, views and modules as in models: its norms, and rotated positions."""
 
     angles: torch.Tensor

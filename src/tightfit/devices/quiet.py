@@ -47,7 +47,7 @@ class LoadObserver:
     probe: Call
     threads: int
     seconds: list[float] = field(default_factory=list)
-    began: "Clocks" = field(default_factory=lambda: Clocks.now())
+    began: "ProcessorTimes" = field(default_factory=lambda: ProcessorTimes.now())
 
     def sample(self) -> None:
         """Time the probe a few times."""
@@ -58,13 +58,13 @@ class LoadObserver:
 
     def observe(self) -> Observation:
         """The load so far."""
-        others = Clocks.now().others_since(self.began)
+        others = ProcessorTimes.now().others_since(self.began)
         spread = statistics.median(self.seconds) / min(self.seconds) if self.seconds else 1.0
         return Observation(others, os.cpu_count() or 1, self.threads, spread)
 
 
 @dataclass(frozen=True)
-class Clocks:
+class ProcessorTimes:
     """Seconds since an arbitrary start: wall time, busy time of all processors, and time of this process on them."""
 
     wall: float
@@ -72,14 +72,14 @@ class Clocks:
     own: float
 
     @classmethod
-    def now(cls) -> "Clocks":
+    def now(cls) -> "ProcessorTimes":
         # Time stolen by other guests of a virtual machine counts as busy. Waiting for a disk does not.
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
         guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # user and nice include these already
         return cls(time.perf_counter(), sum(times) - guests - idle, time.process_time())
 
-    def others_since(self, earlier: "Clocks") -> float:
+    def others_since(self, earlier: "ProcessorTimes") -> float:
         """The average number of cores that other processes used since an earlier reading."""
         wall = max(self.wall - earlier.wall, 1e-3)
         return max(0.0, (self.all_busy - earlier.all_busy) - (self.own - earlier.own)) / wall
@@ -87,6 +87,6 @@ class Clocks:
 
 def is_quiet_now(threads: int) -> bool:
     """Whether the machine has no other load now, from a short check."""
-    began = Clocks.now()
+    began = ProcessorTimes.now()
     time.sleep(GLANCE)
-    return not Observation(Clocks.now().others_since(began), os.cpu_count() or 1, threads).disturbed_by
+    return not Observation(ProcessorTimes.now().others_since(began), os.cpu_count() or 1, threads).disturbed_by

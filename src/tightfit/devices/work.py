@@ -15,7 +15,7 @@ CALLS_WITHIN = {"slice_backward": 3, "select_backward": 3, "masked_fill": 2}
 ROWS_OF_A_PARTIAL_SUM = 10  # NROWS_PER_THREAD in PyTorch's EmbeddingBackwardKernel.cu
 
 
-class TensorShape(Protocol):
+class CostedTensor(Protocol):
     """The properties of a tensor on which the cost of an operator depends."""
 
     @property
@@ -87,7 +87,7 @@ class Work:
 
 
 def work_of(
-    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...] = ()
+    name: str, inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor], arguments: tuple[Any, ...] = ()
 ) -> Work:
     """The work of one call of the operator `name` (`"aten.mm.default"`).
 
@@ -113,7 +113,7 @@ def work_of(
     )
 
 
-def _dtype(name: str, family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
+def _dtype(name: str, family: Family, inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor]) -> str:
     """The dtype that decides the kernel's rate."""
     # Only the first input counts for attention (the query, or the gradient in backward), and only the operands count
     # for a product. The log-sum-exp in fp32, or a sum in a wider dtype, would make them "mixed".
@@ -126,7 +126,7 @@ def _dtype(name: str, family: Family, inputs: Sequence[TensorShape], outputs: Se
     return dtype_key(inputs, outputs)
 
 
-def dtype_key(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> str:
+def dtype_key(inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor]) -> str:
     """The floating dtype in which an operator works; `"mixed"` for 16 and 32 bits together."""
     floating = {t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point and len(t.shape) > 0}
     halves = {dtype for dtype in floating if dtype.itemsize <= 2}
@@ -138,7 +138,7 @@ def dtype_key(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> 
 
 
 def _family(
-    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
+    name: str, inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor], arguments: tuple[Any, ...]
 ) -> Family:
     family = family_of(name) or Family.ARITHMETIC
     if family is Family.ERROR_FUNCTION and base_name(name) == "pow" and arguments[-1:] in ((2,), (2.0,), (0.5,), (1,)):
@@ -157,12 +157,12 @@ def _is_attention(family: Family) -> bool:
 # Bytes
 
 
-def _numel(tensor: TensorShape) -> int:
+def _numel(tensor: CostedTensor) -> int:
     """Distinct elements: a broadcast dimension has stride 0 and is read from the cache."""
     return math.prod(size for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride != 0 or size == 0)
 
 
-def _bytes(tensor: TensorShape) -> int:
+def _bytes(tensor: CostedTensor) -> int:
     return _numel(tensor) * tensor.dtype.itemsize
 
 
@@ -170,7 +170,7 @@ def _takes_lists(name: str) -> bool:
     return "_foreach_" in name or "._fused_" in name
 
 
-def _lie_alike(tensors: Sequence[TensorShape]) -> bool:
+def _lie_alike(tensors: Sequence[CostedTensor]) -> bool:
     """Whether all tensors as large as the largest have its strides and no gaps, and none is broadcast to it."""
     largest = max(tensors, key=lambda t: math.prod(t.shape), default=None)
     if largest is None:
@@ -182,7 +182,7 @@ def _lie_alike(tensors: Sequence[TensorShape]) -> bool:
     return len(strides) <= 1 and not spread and all(_is_dense(t) for t in alike)
 
 
-def _is_dense(tensor: TensorShape) -> bool:
+def _is_dense(tensor: CostedTensor) -> bool:
     """Whether the elements fill one range of memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride, strict=True)):
@@ -192,11 +192,11 @@ def _is_dense(tensor: TensorShape) -> bool:
     return True
 
 
-def _row_bytes(inputs: Sequence[TensorShape]) -> int:
+def _row_bytes(inputs: Sequence[CostedTensor]) -> int:
     return inputs[0].shape[-1] * inputs[0].dtype.itemsize if inputs and inputs[0].shape else 0
 
 
-def _block_rows(inputs: Sequence[TensorShape]) -> int:
+def _block_rows(inputs: Sequence[CostedTensor]) -> int:
     """Rows too long for one warp: of more than 1,024 numbers or 4 KiB (aten/src/ATen/native/cuda/SoftMax.cu)."""
     if not inputs or not inputs[0].shape:
         return 0
@@ -204,17 +204,21 @@ def _block_rows(inputs: Sequence[TensorShape]) -> int:
     return _numel(inputs[0]) // length if length > 1024 or _row_bytes(inputs) > 4096 else 0
 
 
-def _rows_are_contiguous(tensor: TensorShape) -> bool:
+def _rows_are_contiguous(tensor: CostedTensor) -> bool:
     return tensor.stride[-1] <= 1 or tensor.shape[-1] == 1
 
 
-def _turns_layout(tensors: Sequence[TensorShape]) -> bool:
+def _turns_layout(tensors: Sequence[CostedTensor]) -> bool:
     """Whether rows that are contiguous on one side are strided on the other."""
     return len({_rows_are_contiguous(t) for t in tensors if len(t.shape) > 1}) > 1
 
 
 def _bytes_moved(
-    name: str, family: Family, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
+    name: str,
+    family: Family,
+    inputs: Sequence[CostedTensor],
+    outputs: Sequence[CostedTensor],
+    arguments: tuple[Any, ...],
 ) -> int:
     read, written = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
     if _fills_its_argument(name):
@@ -265,13 +269,13 @@ def _sums_sorted(name: str, arguments: tuple[Any, ...]) -> bool:
     return base_name(name) == "embedding_dense_backward" or ("index_put" in base_name(name) and True in arguments)
 
 
-def _scattered(inputs: Sequence[TensorShape]) -> int:
+def _scattered(inputs: Sequence[CostedTensor]) -> int:
     """The number of elements written by index: those of the smaller of table and source."""
     values = [_numel(t) for t in inputs if t.dtype.is_floating_point] or [_numel(t) for t in inputs]
     return min(values, default=0)
 
 
-def _sorted_elements(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
+def _sorted_elements(inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor]) -> int:
     """The numbers that CUDA writes and reads again where it sums rows in the order of their indices.
 
     Ten rows of one index make a partial sum, which is written, read again and added up to a row of the table
@@ -288,17 +292,17 @@ def _sorted_elements(inputs: Sequence[TensorShape], outputs: Sequence[TensorShap
 # Products
 
 
-def _transposed(tensor: TensorShape) -> str:
+def _transposed(tensor: CostedTensor) -> str:
     return "n" if tensor.stride[-1] == 1 or tensor.shape[-1] == 1 else "t"
 
 
-def _product(a: TensorShape, b: TensorShape) -> ProductShape:
+def _product(a: CostedTensor, b: CostedTensor) -> ProductShape:
     batch = a.shape[0] if len(a.shape) == 3 else 1
     return ProductShape(batch, a.shape[-2], b.shape[-1], a.shape[-1], _transposed(a) + _transposed(b))
 
 
 def _products(
-    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple[Any, ...]
+    name: str, inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor], arguments: tuple[Any, ...]
 ) -> tuple[ProductShape, ...]:
     base = base_name(name)
     if "convolution" in base:
@@ -316,7 +320,7 @@ def _first_operand(name: str) -> int:
     return 1 if base_name(name) in ("addmm", "baddbmm", "addbmm", "_addmm_activation") else 0
 
 
-def _grouped(a: TensorShape, b: TensorShape, offsets: Sequence[TensorShape]) -> ProductShape:
+def _grouped(a: CostedTensor, b: CostedTensor, offsets: Sequence[CostedTensor]) -> ProductShape:
     """One product for each group. Groups are assumed to have equal shares of a two-dimensional side."""
     layout = _transposed(a) + _transposed(b)
     if len(a.shape) == 3 and len(b.shape) == 3:
@@ -329,7 +333,9 @@ def _grouped(a: TensorShape, b: TensorShape, offsets: Sequence[TensorShape]) -> 
     return ProductShape(groups, a.shape[-2], -(-b.shape[1] // groups), a.shape[-1], layout)
 
 
-def _convolution(base: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> tuple[ProductShape, ...]:
+def _convolution(
+    base: str, inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor]
+) -> tuple[ProductShape, ...]:
     """A convolution as the product of unfolded patches with the kernel. Backward is two such products."""
     backward = base.startswith("convolution_backward")
     weight, result = (inputs[2], inputs[0]) if backward else (inputs[1], outputs[0])
@@ -338,7 +344,7 @@ def _convolution(base: str, inputs: Sequence[TensorShape], outputs: Sequence[Ten
     return (product, product) if backward else (product,)
 
 
-def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> bool:
+def _is_depthwise(name: str, inputs: Sequence[CostedTensor], arguments: tuple[Any, ...]) -> bool:
     """Whether a convolution has one channel per group. It multiplies too little, and is limited by memory."""
     if "convolution" not in base_name(name):
         return False
@@ -349,7 +355,7 @@ def _is_depthwise(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any
 # Attention
 
 
-def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, ...]) -> AttentionShape:
+def _attention(name: str, inputs: Sequence[CostedTensor], arguments: tuple[Any, ...]) -> AttentionShape:
     """The shape of attention from query and key (B, H, T, D), which come first, and the arguments about visibility."""
     query, key = inputs[0], inputs[1]
     if base_name(name).startswith("_flash_attention_"):
@@ -365,7 +371,7 @@ def _attention(name: str, inputs: Sequence[TensorShape], arguments: tuple[Any, .
     return AttentionShape(batch * heads, length, keys, width, causal)
 
 
-def _joined_sequences(inputs: Sequence[TensorShape], causal: bool) -> AttentionShape:
+def _joined_sequences(inputs: Sequence[CostedTensor], causal: bool) -> AttentionShape:
     """Attention within sequences that are joined to one (T, H, D). The shapes do not show the lengths: equal ones."""
     (queries, heads, width), keys = inputs[0].shape, inputs[1].shape[0]
     offsets = next(t.shape[0] for t in inputs if len(t.shape) == 1 and not t.dtype.is_floating_point)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError
-from tightfit.levers.deferred_logits import DeferredLogits, Head
+from tightfit.levers.deferred_logits import DeferredHead, DeferredLogits
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.region import FrugalForward
 from tightfit.ops.head_loss import product_dtype
@@ -30,7 +30,7 @@ class DeferringForward(FrugalForward):
         # `torch.compile` sees the plain head: it cannot trace the deferred tensor, and fuses the loss itself.
         if torch.compiler.is_compiling() or not self._defers(head, input):
             return self.original(input)
-        made = Head(input, head.weight, head.bias, self.chunk_size)
+        made = DeferredHead(input, head.weight, head.bias, self.chunk_size)
         return DeferredLogits.of(made, input, made.dtype)
 
     def _defers(self, head: nn.Linear, input: torch.Tensor) -> bool:
@@ -64,7 +64,7 @@ class NeededLogits(DeferringForward):
         assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
         if self.removed or torch.is_grad_enabled() or not is_plain_product(head, input):
             return self.original(input)
-        made = Head(input, head.weight, head.bias, self.chunk_size)
+        made = DeferredHead(input, head.weight, head.bias, self.chunk_size)
         return DeferredLogits.of(made, input, made.dtype)
 
 

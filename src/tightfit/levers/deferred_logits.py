@@ -22,7 +22,7 @@ from tightfit.ops.cross_entropy import linear_cross_entropy
 from tightfit.ops.head_loss import product_dtype
 
 
-class Head:
+class DeferredHead:
     """The deferred product hidden (..., D) @ weight (V, D).T + bias (V), with the state in which the head ran.
 
     That state is the inputs, their versions, and autocast. `family` refers weakly to all logits derived from it.
@@ -90,7 +90,7 @@ class Origin:
             return self.operation(self.parent.content, *self.args, **self.kwargs)
 
 
-class Product(torch.autograd.Function):
+class DeferredProduct(torch.autograd.Function):
     """The autograd node of deferred logits, for C++ code that uses the tensor without calling `__torch_function__`."""
 
     @staticmethod
@@ -122,14 +122,14 @@ class DeferredLogits(Tensor):
     `hidden` (..., D) are the hidden states of its tokens. `content` are the logits once they are materialised.
     """
 
-    head: Head
+    head: DeferredHead
     hidden: Tensor
     origin: Origin | None
     content: Tensor | None
 
     @staticmethod
-    def of(head: Head, hidden: Tensor, dtype: torch.dtype, origin: Origin | None = None) -> "DeferredLogits":
-        deferred: Any = Product.apply(hidden, head.weight, head.bias, head.dtype, dtype)
+    def of(head: DeferredHead, hidden: Tensor, dtype: torch.dtype, origin: Origin | None = None) -> "DeferredLogits":
+        deferred: Any = DeferredProduct.apply(hidden, head.weight, head.bias, head.dtype, dtype)
         deferred.head, deferred.hidden, deferred.origin, deferred.content = head, hidden, origin, None
         head.family.append(weakref.ref(deferred))
         return deferred
@@ -174,7 +174,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Reached when C++ code uses the tensor. The gradient then runs through `Product`.
+        # Reached when C++ code uses the tensor. The gradient then runs through `DeferredProduct`.
         args, kwargs = computed(values, args, {} if kwargs is None else kwargs)
         return func(*args, **kwargs)
 

@@ -31,7 +31,7 @@ def unwritable(path: Path, error: OSError) -> OutputError:
     return OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}")
 
 
-class Extent(NamedTuple):
+class ByteRange(NamedTuple):
     """A range of bytes in the file."""
 
     start: int
@@ -95,7 +95,7 @@ class DiskStore:
             )
         self.budget_bytes = int(free_bytes * SHARE_OF_FREE_SPACE) if budget_bytes is None else budget_bytes
         self._end = 0
-        self._holes: list[Extent] = []  # free extents, sorted by start; adjacent ones are merged
+        self._holes: list[ByteRange] = []  # free extents, sorted by start; adjacent ones are merged
         self._fd = self._open()
 
     def _free_bytes(self) -> int:
@@ -118,27 +118,27 @@ class DiskStore:
 
     # Space
 
-    def allocate(self, nbytes: int) -> Extent | None:
+    def allocate(self, nbytes: int) -> ByteRange | None:
         """A new extent with its space on disk claimed; None if the budget is used up or the disk is full."""
         hole = next((hole for hole in self._holes if hole.nbytes >= nbytes), None)
         if hole is not None:
             place = self._holes.index(hole)
-            rest = Extent(hole.start + nbytes, hole.nbytes - nbytes)
+            rest = ByteRange(hole.start + nbytes, hole.nbytes - nbytes)
             self._holes[place : place + 1] = [rest] if rest.nbytes else []
-            return Extent(hole.start, nbytes)
+            return ByteRange(hole.start, nbytes)
         if self._end + nbytes > self.budget_bytes or not self._claim(self._end, nbytes):
             return None
         self._end += nbytes
-        return Extent(self._end - nbytes, nbytes)
+        return ByteRange(self._end - nbytes, nbytes)
 
-    def free(self, buffer: Extent, nbytes: int) -> None:
+    def free(self, buffer: ByteRange, nbytes: int) -> None:
         """Free an extent and merge it with free neighbours. At the end of the file, return its space to the disk."""
         holes = sorted([*self._holes, buffer])
         self._holes = holes[:1]
         for hole in holes[1:]:
             last = self._holes[-1]
             if last.end == hole.start:
-                self._holes[-1] = Extent(last.start, last.nbytes + hole.nbytes)
+                self._holes[-1] = ByteRange(last.start, last.nbytes + hole.nbytes)
             else:
                 self._holes.append(hole)
         if self._holes[-1].end == self._end:
@@ -159,14 +159,14 @@ class DiskStore:
 
     # Bytes
 
-    def write(self, extent: Extent, address: int) -> None:
+    def write(self, extent: ByteRange, address: int) -> None:
         """Copy the bytes at a memory address into the extent."""
         source = memoryview(_bytes_at(address, extent.nbytes))
         done = 0
         while done < extent.nbytes:  # one call moves 2 GiB at most
             done += os.pwrite(self._fd, source[done:], extent.start + done)
 
-    def read(self, extent: Extent, address: int) -> None:
+    def read(self, extent: ByteRange, address: int) -> None:
         """Copy the extent's bytes to a memory address."""
         target = memoryview(_bytes_at(address, extent.nbytes))
         done = 0

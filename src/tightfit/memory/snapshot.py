@@ -20,7 +20,7 @@ _USED = ("active_allocated", "active_awaiting_free", "active_pending_free")  # t
 
 
 @dataclass(frozen=True)
-class Holder:
+class HoldingLine:
     """Memory that one line of code held at the peak, in `count` allocations. `phase` is None without frames."""
 
     bytes: int
@@ -55,7 +55,7 @@ class Snapshot:
     largest_free_bytes: int
     events: int
     peak_bytes: int
-    holders: tuple[Holder, ...]  # at the peak, the largest first
+    holders: tuple[HoldingLine, ...]  # at the peak, the largest first
     phases: Mapping[str, int]  # bytes at the peak, by the phase in which they were allocated
     refused: tuple[RefusedAllocation, ...]
 
@@ -206,11 +206,11 @@ def _frames(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
     return tuple(Frame(f["filename"], f["line"], f["name"]) for f in holder.get("frames") or ())
 
 
-def _holders(allocations: Iterable[_Allocation]) -> tuple[Holder, ...]:
+def _holders(allocations: Iterable[_Allocation]) -> tuple[HoldingLine, ...]:
     groups: dict[tuple[str, str | None], list[int]] = {}
     for allocation in allocations:
         groups.setdefault((_place(allocation.frames), phase_of(allocation.frames)), []).append(allocation.bytes)
-    holders = (Holder(sum(sizes), len(sizes), where, phase) for (where, phase), sizes in groups.items())
+    holders = (HoldingLine(sum(sizes), len(sizes), where, phase) for (where, phase), sizes in groups.items())
     return tuple(sorted(holders, key=lambda holder: -holder.bytes))
 
 

@@ -22,7 +22,7 @@ from tightfit.errors import ModelError, OutputError
 from tightfit.models.adapters import is_adapted, merged
 from tightfit.models.decoder import Block, Decoder
 from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts
-from tightfit.models.layouts import Layout, from_transformers, layout_of, to_transformers
+from tightfit.models.layouts import Architecture, from_transformers, layout_of, to_transformers
 from tightfit.models.own import CONFIG_FILE, WEIGHTS_FILE, save_decoder
 from tightfit.models.pretrained import transformers_config
 from tightfit.names import MASKS
@@ -111,7 +111,7 @@ def weight_views(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield HEAD, model.head.weight
 
 
-def _block_views(block: Block, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _block_views(block: Block, layout: Architecture) -> Iterator[tuple[str, Tensor]]:
     yield "input_layernorm", block.attention_norm.weight
     yield "post_attention_layernorm", block.mlp_norm.weight
     for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
@@ -125,7 +125,7 @@ def _block_views(block: Block, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         yield from _expert_views(block.mlp, layout)
 
 
-def _expert_views(mlp: MixtureOfExperts, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _expert_views(mlp: MixtureOfExperts, layout: Architecture) -> Iterator[tuple[str, Tensor]]:
     yield layout.router, mlp.router.weight
     for expert, (gate_up, down) in enumerate(zip(mlp.gate_up_proj, mlp.down_proj, strict=True)):
         gate, up = gate_up.chunk(2)

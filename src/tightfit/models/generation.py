@@ -92,7 +92,7 @@ class Generation:
         on_read: Callable[[list[Tensor]], None] | None = None,
     ):
         limit = context_length or position_limit(model)
-        self.reading = _Reading(model, limit, chunk_size, input_ids.shape[1] + max_new_tokens, on_read)
+        self.reading = _GrowingText(model, limit, chunk_size, input_ids.shape[1] + max_new_tokens, on_read)
         self.temperature, self.top_k, self.generator, self.end_of_text = temperature, top_k, generator, end_of_text
         self.ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -162,7 +162,7 @@ def continue_ids(
     return continuation[: continuation.index(stop)] if stop in continuation else continuation
 
 
-class _Reading:
+class _GrowingText:
     """Reads a growing text: what is new of it, while all of it fits."""
 
     def __init__(

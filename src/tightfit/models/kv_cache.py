@@ -9,7 +9,7 @@ from tightfit.models.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisibleKeys:
     """Keys and values (B, Hkv, T, D) that the queries of a piece look at; the first query stands at key `offset`."""
 
     keys: Tensor
@@ -27,14 +27,14 @@ class WholeCache:
         self.capacity, self.length = capacity, 0
         self.keys = self.values = torch.empty(0)
 
-    def read(self, keys: Tensor, values: Tensor) -> Seen:
+    def read(self, keys: Tensor, values: Tensor) -> VisibleKeys:
         """Take in the keys and values of a piece; returns all that its queries may see."""
         first, self.length = self.length, self.length + keys.shape[2]
         if not first:
             self.keys, self.values = (t.new_empty(*t.shape[:2], self.capacity, t.shape[3]) for t in (keys, values))
         self.keys[:, :, first : self.length] = keys
         self.values[:, :, first : self.length] = values
-        return Seen(self.keys[:, :, : self.length], self.values[:, :, : self.length], first)
+        return VisibleKeys(self.keys[:, :, : self.length], self.values[:, :, : self.length], first)
 
 
 class WindowCache:
@@ -44,14 +44,14 @@ class WindowCache:
         self.reach = window - 1
         self.held: tuple[Tensor, Tensor] | None = None
 
-    def read(self, keys: Tensor, values: Tensor) -> Seen:
+    def read(self, keys: Tensor, values: Tensor) -> VisibleKeys:
         """Take in the keys and values of a piece; returns all that its queries may see."""
         before = 0 if self.held is None else self.held[0].shape[2]
         if self.held is not None:
             keys, values = (torch.cat(pair, dim=2) for pair in zip(self.held, (keys, values), strict=True))
         cut = max(keys.shape[2] - self.reach, 0)
         self.held = keys[:, :, cut:].clone(), values[:, :, cut:].clone()
-        return Seen(keys, values, before)
+        return VisibleKeys(keys, values, before)
 
 
 class ConvolutionCache:

@@ -17,7 +17,7 @@ DTYPES = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class Architecture:
     """An architecture of `transformers`: its `model_type` and class, and what the weights of its experts are called."""
 
     model_type: str
@@ -29,15 +29,17 @@ class Layout:
     down: str = "down_proj"
 
 
-LLAMA = Layout("llama", "LlamaForCausalLM")
-MISTRAL = Layout("mistral", "MistralForCausalLM")
-QWEN3 = Layout("qwen3", "Qwen3ForCausalLM")
-MIXTRAL = Layout("mixtral", "MixtralForCausalLM", "block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-QWEN3_MOE = Layout("qwen3_moe", "Qwen3MoeForCausalLM", "mlp.gate", "mlp.experts")
+LLAMA = Architecture("llama", "LlamaForCausalLM")
+MISTRAL = Architecture("mistral", "MistralForCausalLM")
+QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM")
+MIXTRAL = Architecture(
+    "mixtral", "MixtralForCausalLM", "block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"
+)
+QWEN3_MOE = Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "mlp.gate", "mlp.experts")
 LAYOUTS = {layout.model_type: layout for layout in (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE)}
 
 
-def layout_of(config: DecoderConfig) -> Layout:
+def layout_of(config: DecoderConfig) -> Architecture:
     """The architecture that computes what a decoder of this shape does. Raises `ModelError`."""
     if config.conv_kernel is not None:
         raise _inexpressible("conv_kernel", config.conv_kernel, "a block without attention")
@@ -152,7 +154,7 @@ def from_transformers(raw: Mapping[str, Any], place: str) -> DecoderConfig:
     return DecoderConfig(**keys, **_experts(raw, layout, place))
 
 
-def _window(raw: Mapping[str, Any], layout: Layout, place: str) -> int | None:
+def _window(raw: Mapping[str, Any], layout: Architecture, place: str) -> int | None:
     if layout is LLAMA:
         return None
     if layout is not QWEN3:
@@ -163,7 +165,7 @@ def _window(raw: Mapping[str, Any], layout: Layout, place: str) -> int | None:
     return raw["sliding_window"] if kinds == {"sliding_attention"} else None
 
 
-def _experts(raw: Mapping[str, Any], layout: Layout, place: str) -> dict[str, Any]:
+def _experts(raw: Mapping[str, Any], layout: Architecture, place: str) -> dict[str, Any]:
     if not layout.experts:
         return {}
     keys = {

@@ -21,7 +21,7 @@ from tightfit.models.own import CONFIG_FILE, QUANTISED_KEY, decoder_config, read
 from tightfit.models.pretrained import build_pretrained
 from tightfit.models.quantised_record import QUANTISED_FILE, QUANTISED_WEIGHTS, QuantisedRecord, read_record
 from tightfit.names import METHODS
-from tightfit.ops.weights.torchao_weights import Parts, demand_products, parts_of, torchao_version, weight_of
+from tightfit.ops.weights.torchao_weights import WeightParts, demand_products, parts_of, torchao_version, weight_of
 from tightfit.training.config.schema import PretrainedModel
 
 
@@ -118,7 +118,7 @@ def _fill(model: nn.Module, record: QuantisedRecord, file: Any, method: Any) -> 
             described = record.layers[name]
             found = {part: file.get_tensor(f"{name}.{part}") for part in described["parts"]}
             left -= {f"{name}.{part}" for part in found}
-            weight = weight_of(Parts(found, described), method)
+            weight = weight_of(WeightParts(found, described), method)
         else:
             weight = nn.Parameter(file.get_tensor(name), requires_grad=False)
             left.discard(name)

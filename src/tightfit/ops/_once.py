@@ -29,7 +29,8 @@ def differentiable_once(name: str | None = None) -> Callable[[Backward], Backwar
             if not torch.is_grad_enabled():
                 return results
             return tuple(
-                None if result is None else Refusal.apply(leaf(result), name or ctx.name) for result in results
+                None if result is None else NoSecondDerivative.apply(leaf(result), name or ctx.name)
+                for result in results
             )
 
         return guarded
@@ -41,7 +42,7 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-class Refusal(torch.autograd.Function):
+class NoSecondDerivative(torch.autograd.Function):
     """The identity, whose derivative is an error."""
 
     @staticmethod

@@ -51,7 +51,7 @@ class CannotRun(Coupled):
 
 
 @dataclass(frozen=True)
-class Trial:
+class SampleLosses:
     """The numbers of samples together and of each apart: the loss, then gradients."""
 
     parts: Sequence[Batch]
@@ -108,7 +108,7 @@ def can_be_tried(model: nn.Module, batch: Batch) -> bool:
     return not any(has_no_memory(tensor) or is_unbacked(tensor) for tensor in held)
 
 
-def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
+def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[SampleLosses]:
     """Trials of a batch's samples as they are, and with unlike numbers of labels. Raises `Coupled`.
 
     Sequences of tokens are cut. A loss that refuses such samples is tried with them whole. They are tried where the
@@ -124,7 +124,7 @@ def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[Trial]:
     yield from _trials(model, plain, short, loss)
 
 
-def _trials(model: nn.Module, plain: Batch, short: Batch, loss: Loss) -> Iterator[Trial]:
+def _trials(model: nn.Module, plain: Batch, short: Batch, loss: Loss) -> Iterator[SampleLosses]:
     said: Coupled | None = None
     found = False
     uneven = unlike(short)
@@ -145,7 +145,7 @@ def _trials(model: nn.Module, plain: Batch, short: Batch, loss: Loss) -> Iterato
     yield trial
 
 
-def _at_best(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
+def _at_best(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     """A trial in fp64, on a copy of a small model that runs so; else as the model is.
 
     What couples samples weakly is told from rounding by more digits only.
@@ -171,7 +171,7 @@ def _doubled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
+def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     """Run samples together, then each apart. Raises `Coupled` for what needs no comparison of numbers."""
     parts = split_batch(samples, inseparable_samples(samples, loss))
     compared = _compared(model)
@@ -198,7 +198,7 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> Trial:
         raise Coupled(f"forward computes the buffer {moved[0]} from the whole batch, and parts would leave another one")
     narrow = {numbers.dtype for numbers in compared} | {tensor.dtype for tensor in model.parameters()}
     limits = min((ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in narrow if dtype.is_floating_point), key=_strict)
-    return Trial(parts, whole, apart, limits)
+    return SampleLosses(parts, whole, apart, limits)
 
 
 def _draws_matter(

@@ -53,7 +53,7 @@ class SequenceRanks(NamedTuple):
         return add_up_parts(parts, self.size, self.group)
 
 
-class _Split(torch.autograd.Function):
+class _SplitSequence(torch.autograd.Function):
     """Each rank takes its part of what all have. The gradient of the whole is the same on all ranks."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Joined(torch.autograd.Function):
         return ctx.ranks.part(gradients[0], TOKENS).mul_(ctx.ranks.size), None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredSequence(torch.autograd.Function):
     """Keys or values (..., T / n, D) of all ranks, (..., T, D). Each rank's queries give them a gradient."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class _Gathered(torch.autograd.Function):
 
 def split(whole: Tensor, ranks: SequenceRanks) -> Tensor:
     """This rank's part (B, T / n, D) of hidden states (B, T, D) that all have. Backward divides by n."""
-    return _Split.apply(whole, ranks)  # type: ignore[return-value]
+    return _SplitSequence.apply(whole, ranks)  # type: ignore[return-value]
 
 
 def joined(part: Tensor, ranks: SequenceRanks) -> Tensor:
@@ -104,4 +104,4 @@ def joined(part: Tensor, ranks: SequenceRanks) -> Tensor:
 
 def gathered(part: Tensor, ranks: SequenceRanks) -> Tensor:
     """Keys or values (..., T, D) of all ranks. Backward adds up what each rank's queries give them."""
-    return _Gathered.apply(part, ranks)  # type: ignore[return-value]
+    return _GatheredSequence.apply(part, ranks)  # type: ignore[return-value]

@@ -25,7 +25,7 @@ from tightfit.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedRemedies:
     """The plain step, the ranked remedies, and sentences about remedies that could not be tried."""
 
     plain: StepTrace
@@ -48,7 +48,7 @@ class _Trial:
 
 @aside()
 @old_objects_left_alone()
-def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
+def priced_remedies(request: Request, limit_bytes: int | None) -> PricedRemedies:
     """Run the step dry without and with each remedy, and rank the remedies.
 
     If `limit_bytes` is known, remedies that fit come first, the fastest at the head; those that change the numerics
@@ -71,7 +71,7 @@ def priced_remedies(request: Request, limit_bytes: int | None) -> Priced:
             remedies.append(_planned(request, plain, limit_bytes))
         except CannotFit as error:
             notes.append(f"No plan of exact levers fits: {error}.")
-    return Priced(plain, tuple(sorted(remedies, key=_rank)), tuple(notes))
+    return PricedRemedies(plain, tuple(sorted(remedies, key=_rank)), tuple(notes))
 
 
 def _rank(remedy: Remedy) -> tuple[bool, bool, float]:

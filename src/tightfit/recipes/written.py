@@ -21,7 +21,7 @@ YOUR_DATA = "YOUR_DATA.jsonl"  # stands for the data of whoever trains on from w
 
 
 @dataclass(frozen=True)
-class Setting:
+class WrittenSections:
     """What a configuration holds beside the recipe: its sections, as far as they are known.
 
     `model` names the model: a preset, or a path. `sections` are laid under the recipe's own keys. `device` is the one
@@ -50,7 +50,7 @@ def model_section(source: str) -> dict[str, Any]:
     return {"path": source}
 
 
-def written(outcome: Outcome, setting: Setting, as_: str = YAML) -> str:
+def written(outcome: Outcome, setting: WrittenSections, as_: str = YAML) -> str:
     """The recipe as text: a configuration whose plan is the recipe's, or a script for one of `LIBRARIES`.
 
     Raises `InputError` for another kind of text, and for what a script cannot train.
@@ -64,7 +64,7 @@ def written(outcome: Outcome, setting: Setting, as_: str = YAML) -> str:
     return f"# {outcome.name}, as `tightfit fit` chose it.\n{text}"
 
 
-def next_steps(path: str, outcome: Outcome, setting: Setting, as_: str = YAML) -> list[str]:
+def next_steps(path: str, outcome: Outcome, setting: WrittenSections, as_: str = YAML) -> list[str]:
     """What to do with the text that was written to `path`, a line each."""
     if as_ != YAML:
         return [f"Train: python {path} MODEL DATA"]
@@ -82,7 +82,7 @@ def next_steps(path: str, outcome: Outcome, setting: Setting, as_: str = YAML) -
     return found
 
 
-def _job(outcome: Outcome, setting: Setting) -> Job:
+def _job(outcome: Outcome, setting: WrittenSections) -> Job:
     """What a script trains. Raises `InputError` for a model that `transformers` does not load by a name."""
     path = setting.model.get("path")
     if path is None:
@@ -102,7 +102,7 @@ def _job(outcome: Outcome, setting: Setting) -> Job:
     )
 
 
-def configuration(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+def configuration(outcome: Outcome, setting: WrittenSections) -> dict[str, Any]:
     """The sections of the configuration."""
     recipe = outcome.recipe
     sections = {name: dict(section) for name, section in setting.sections.items()}
@@ -130,14 +130,14 @@ def configuration(outcome: Outcome, setting: Setting) -> dict[str, Any]:
     return {name: section for name, section in found.items() if section}
 
 
-def _holds_weights(setting: Setting) -> bool:
+def _holds_weights(setting: WrittenSections) -> bool:
     """Whether the model's section names weights, and not only their shape."""
     if "path" not in setting.model or setting.model.get("random_init"):
         return False
     return bool(setting.model.get("gguf_file")) or find(setting.model["path"]).has_weights
 
 
-def _model(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+def _model(outcome: Outcome, setting: WrittenSections) -> dict[str, Any]:
     recipe, model = outcome.recipe, dict(setting.model)
     if "path" not in model:
         return {**model, "dtype": recipe.dtype}

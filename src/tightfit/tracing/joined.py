@@ -80,7 +80,7 @@ def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
     for index, operator in enumerate(operators):
         levels[index] += states
         if operator.name.startswith(STEPPED):
-            update_of = updates.get(operator.name, _Update())
+            update_of = updates.get(operator.name, _ParameterUpdate())
             operators[index] = operator._replace(**update_of._asdict(), phase=Phase.OPTIMIZER)
             levels[index] += update_of.workspace_bytes
     return replace(
@@ -93,7 +93,7 @@ def _inside(part: StepTrace, update: StepTrace) -> StepTrace:
     )
 
 
-class _Update(NamedTuple):
+class _ParameterUpdate(NamedTuple):
     """The update of one parameter: its seconds, those of either clock, and how far memory rises in it."""
 
     seconds: float = 0.0
@@ -102,18 +102,18 @@ class _Update(NamedTuple):
     workspace_bytes: int = 0
 
 
-def _by_parameter(update: StepTrace) -> dict[str, _Update]:
+def _by_parameter(update: StepTrace) -> dict[str, _ParameterUpdate]:
     """The updates by the names of their notes."""
-    found: dict[str, _Update] = {}
+    found: dict[str, _ParameterUpdate] = {}
     name, base = "", 0
     for operator, level, start in zip(update.operators, update.levels, update.starts, strict=True):
         if operator.name.startswith(STEPPED):
             name, base = operator.name, -1
-            found[name] = _Update()
+            found[name] = _ParameterUpdate()
         elif name:
             base = start if base < 0 else base
             sofar = found[name]
-            found[name] = _Update(
+            found[name] = _ParameterUpdate(
                 sofar.seconds + operator.seconds,
                 sofar.host_seconds + operator.host_seconds,
                 sofar.device_seconds + operator.device_seconds,

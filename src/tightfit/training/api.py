@@ -15,7 +15,7 @@ from tightfit.training.purpose import Purpose, refuse_teacher
 from tightfit.training.reporter import Reporter, SilentReporter
 from tightfit.training.result import TrainResult
 from tightfit.training.resume import Earlier, look_back
-from tightfit.training.run import Run
+from tightfit.training.run import TrainingRun
 from tightfit.training.several import folder_of, ranks_of
 from tightfit.training.tracked import TrackingReporter
 
@@ -82,7 +82,7 @@ def run_training(
                 reporter.on_note(f"{where}: see that no other training writes there")
             with ranks.first_goes_ahead():
                 earlier = look_back(settings, folder, reporter) if resume else Earlier()
-            run = Run(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
+            run = TrainingRun(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
             try:
                 result = earlier.finished or run.run()
             except CannotFit as error:

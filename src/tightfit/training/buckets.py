@@ -23,7 +23,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class PredictedLength:
     """The predicted peak of one length in some micro-batches, and whether that is within the budget."""
 
     peak_bytes: int
@@ -31,7 +31,7 @@ class DryRun:
 
 
 def sized(
-    lengths: Sequence[int], counts: Sequence[int], run_dry: Callable[[int, int], DryRun], longest: Bucket
+    lengths: Sequence[int], counts: Sequence[int], run_dry: Callable[[int, int], PredictedLength], longest: Bucket
 ) -> tuple[Bucket, ...]:
     """A bucket for each of `lengths`, and `longest`, which is planned already; in ascending order.
 

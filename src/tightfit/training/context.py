@@ -18,7 +18,7 @@ from tightfit.training.config import Config
 from tightfit.training.corrections import Corrections
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.fitting import Fit, fit_of
-from tightfit.training.loop import Record
+from tightfit.training.loop import StepHistory
 from tightfit.training.reporter import Reporter
 from tightfit.training.storage import PLAN
 from tightfit.version import package_version
@@ -71,7 +71,7 @@ class Context:
         """The plan, a file of the checkpoint: lists of checkpoints read the record of each."""
         return {} if fitted.plan is None else {PLAN: json.dumps(fitted.plan.to_dict()).encode()}
 
-    def resumed(self, checkpoint: Checkpoint, reporter: Reporter) -> Record:
+    def resumed(self, checkpoint: Checkpoint, reporter: Reporter) -> StepHistory:
         """What the steps before the checkpoint have shown. Raises `DataError` where the data is other data now.
 
         The reporter is told of circumstances that may change the last bits of the results.
@@ -95,7 +95,7 @@ class Context:
         ]
         if changed:
             reporter.on_note(f"equal to rounding, no longer to the bit, from here on: {', '.join(changed)}")
-        return Record(**stored["counts"])
+        return StepHistory(**stored["counts"])
 
     def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None) -> Corrections:
         """What the training had learnt until the checkpoint; nothing where the plan that it began with is not gone on

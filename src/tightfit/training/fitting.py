@@ -25,7 +25,7 @@ from tightfit.ranks.world import Sharding
 from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss
 from tightfit.tracing.record import Category
-from tightfit.training.buckets import Bucket, DryRun, sized
+from tightfit.training.buckets import Bucket, PredictedLength, sized
 from tightfit.training.config.schema import Config, RecomputeConfig
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.random_states import random_bytes
@@ -301,15 +301,15 @@ def _buckets(asked: Request, fitted: Fit, shorter: Sequence[Mapping[str, Any]]) 
         separation = asked.checked(may_choose=True).separation
         counts += [each.count for each in MicroBatches.apart(separation, asked.micro_batches, size)]
 
-    def run_dry(length: int, count: int) -> DryRun:
+    def run_dry(length: int, count: int) -> PredictedLength:
         found = estimate_asked(asked.but(batch=batches[length], micro_batches=count))
         if fitted.plan is None:
-            return DryRun(found.peak_bytes, fits=True)
+            return PredictedLength(found.peak_bytes, fits=True)
         worst = max(found.peak_bytes, found.worst_peak_bytes or 0)
         room = fitted.plan.room
         reserves_more = room is not None and (found.reserved_bytes or 0) > room.reserved_bytes
         fits = worst + UNSEEN_BYTES <= fitted.plan.budget_bytes and found.fits
-        return DryRun(worst, fits and not (room is not None and room.is_bounded and reserves_more))
+        return PredictedLength(worst, fits and not (room is not None and room.is_bounded and reserves_more))
 
     with fitted.apply(asked.model):
         return sized(list(batches), counts, run_dry, longest)

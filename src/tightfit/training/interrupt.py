@@ -16,7 +16,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 T = TypeVar("T")
 
 
-class Cut(BaseException):
+class Interrupted(BaseException):
     """Work that a signal has cut. Only the training that began the work sees it.
 
     No `Exception`: neither a user's nor a library's `except Exception` may take it for an error of its own.
@@ -48,9 +48,10 @@ class Interrupt:
         self._restore()
 
     def cuttable(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Raises `Cut` at any place in it where a signal arrives, or has arrived."""
+        """What `work` returns. Raises `Interrupted` at any place in it where a signal arrives, or has arrived."""
         try:
-            # A signal before this line does not cut, and one after `finally` does not either: `Cut` leaves this call.
+            # A signal before this line does not cut, and one after `finally` does not either: `Interrupted` leaves this
+            # call.
             self._may_cut = True
             self.heed()
             return work()
@@ -68,11 +69,11 @@ class Interrupt:
         self._may_cut = False
 
     def heed(self) -> None:
-        """Raise `Cut` where a signal has arrived inside of `cuttable`: one that arrived while Python ignored exceptions
-        (in a finaliser) did not cut there.
+        """Raise `Interrupted` where a signal has arrived inside of `cuttable`: one that arrived while Python ignored
+        exceptions (in a finaliser) did not cut there.
         """
         if self._may_cut and self.received is not None:
-            raise Cut
+            raise Interrupted
 
     @contextmanager
     def heeded_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -102,7 +103,7 @@ class Interrupt:
         self.received = number
         self._restore()
         if self._may_cut:
-            raise Cut
+            raise Interrupted
 
     def _restore(self) -> None:
         while self._before:

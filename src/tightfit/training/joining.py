@@ -13,7 +13,7 @@ from torch import nn
 
 from tightfit.errors import LeverError, PeerFailed
 from tightfit.ranks.processes.ranks import Ranks
-from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.interrupt import Interrupt, Interrupted
 
 GOES_ON, CANNOT_FIT = 0, 1000  # what a rank says of its step; between them, the number of a signal
 
@@ -30,14 +30,14 @@ def agree(ranks: Ranks, model: nn.Module, word: int) -> None:
 def join(ranks: Ranks, model: nn.Module, loss: torch.Tensor, interrupt: Interrupt) -> torch.Tensor:
     """Replace the gradients by their sums over all ranks, and return the sum of the losses.
 
-    A weight that has a gradient on no rank has none afterwards, as in one process. Raises `Cut` where a signal has cut
-    another rank's step, `OtherCannotFit` where another rank cannot compute its own.
+    A weight that has a gradient on no rank has none afterwards, as in one process. Raises `Interrupted` where a signal
+    has cut another rank's step, `OtherCannotFit` where another rank cannot compute its own.
     """
     trained = _trained(model)
     word, has_gradient = _exchange(ranks, GOES_ON, [int(p.grad is not None) for p in trained])
     if word != GOES_ON:
         interrupt.take(word)
-        raise Cut
+        raise Interrupted
     for parameter, has in zip(trained, has_gradient, strict=True):
         if has and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

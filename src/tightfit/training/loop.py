@@ -13,7 +13,7 @@ import torch
 
 from tightfit.errors import OutputError, RecoveryError
 from tightfit.training.config.schema import TrainingConfig
-from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.measure import measured_peak, resident_tensors
 from tightfit.training.optimizer import set_learning_rate
 from tightfit.training.reporter import Reporter
@@ -26,7 +26,7 @@ SETTLED = 2  # the step from which on all steps are alike: the first one makes t
 
 
 @dataclass
-class Record:
+class StepHistory:
     """Mutable: what the steps so far have shown, those before a resume included."""
 
     steps: int = 0
@@ -96,18 +96,18 @@ def run_steps(
     reporter: Reporter,
     interrupt: Interrupt,
     *,
-    record: Record | None = None,
-    save: Callable[[Record], object] = lambda record: None,
+    record: StepHistory | None = None,
+    save: Callable[[StepHistory], object] = lambda record: None,
     copied_bytes: Callable[[], int] = lambda: 0,
     evaluate: Callable[[], float | None] = lambda: None,
-) -> Record:
+) -> StepHistory:
     """All steps after those in `record`, or those until a signal comes: it cuts a step, which is undone.
 
     `save` is called after each step. `copied_bytes` are those of copies for saving in the background, which lie in a
     CPU's memory during a step. `evaluate` returns the loss on held-out samples, None where there are none or where a
     signal cuts it; a resumed training makes that evaluation again.
     """
-    record = Record() if record is None else record
+    record = StepHistory() if record is None else record
     measured = measured_steps(training.max_steps, begun=record.steps)
     watch = _Watch(training, reporter, measured, copied_bytes, is_cut=lambda: interrupt.received is not None)
     if record.unevaluated is not None:
@@ -117,7 +117,7 @@ def run_steps(
         while record.steps < training.max_steps and stepper.goes_on():
             try:
                 metrics = _one_step(stepper, batches, record, watch)
-            except Cut:
+            except Interrupted:
                 record.is_whole = not stepper.ranks.any(not _undone(stepper))
                 break
             _conclude(metrics, record, watch, folder, evaluate)
@@ -145,7 +145,7 @@ class _Watch(NamedTuple):
 
 
 def _conclude(
-    metrics: StepMetrics, record: Record, watch: _Watch, folder: RunFolder, evaluate: Callable[[], float | None]
+    metrics: StepMetrics, record: StepHistory, watch: _Watch, folder: RunFolder, evaluate: Callable[[], float | None]
 ) -> None:
     """Evaluate a step that was made, if it is time, and report it."""
     every = watch.training.evaluate_every
@@ -163,7 +163,7 @@ def _conclude(
     watch.reporter.on_step(metrics)
 
 
-def _log(metrics: StepMetrics, record: Record, folder: RunFolder, reporter: Reporter) -> None:
+def _log(metrics: StepMetrics, record: StepHistory, folder: RunFolder, reporter: Reporter) -> None:
     """The step's line, after those that found no room before: a full disk does not end a training."""
     record.unwritten.append(metrics.to_json())
     try:
@@ -183,7 +183,7 @@ def measured_steps(max_steps: int, *, begun: int = 0) -> frozenset[int]:
     return frozenset({settled, max_steps} if max_steps > settled + 1 else {settled})
 
 
-def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: Record, watch: _Watch) -> StepMetrics:
+def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: StepHistory, watch: _Watch) -> StepMetrics:
     step = record.steps + 1
     rate = learning_rate(step, watch.training)
     set_learning_rate(stepper.optimizer, rate)

@@ -10,7 +10,7 @@ from torch import nn
 from tightfit.ops.weights.low_bit import count_weights
 from tightfit.training.config import Config
 from tightfit.training.fitting import Fit
-from tightfit.training.loop import Record
+from tightfit.training.loop import StepHistory
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.result import TrainResult
 from tightfit.version import package_version
@@ -20,7 +20,7 @@ def result_of(
     config: Config,
     model: nn.Module,
     fitted: Fit,
-    record: Record,
+    record: StepHistory,
     *,
     is_cut: bool,
     validation: float | None,

@@ -23,7 +23,7 @@ from tightfit.training.context import Context
 from tightfit.training.data.packing import BatchStream, StreamPosition
 from tightfit.training.data.prepare import PreparedData, check_fits, prepare_data
 from tightfit.training.fitting import Fit, fit
-from tightfit.training.loop import Record
+from tightfit.training.loop import StepHistory
 from tightfit.training.objective import Objective, counted
 from tightfit.training.objectives import plannable
 from tightfit.training.optimizer import rounding_note
@@ -55,7 +55,7 @@ class Prepared:
     model: nn.Module
     device: DeviceSpec
     context: Context
-    record: Record
+    record: StepHistory
     own: Config
     longest: Mapping[str, Any]
     fitted: Fit
@@ -93,7 +93,7 @@ class Preparation:
             data = plannable(prepare_data(config.data, config.model, objective=training.objective, notice=notice))
         data = self.purpose.prepared(data, config, device, self.reporter)
         context = Context.of(config, data, device, self.purpose.identity, ranks.size)
-        record = Record() if checkpoint is None else context.resumed(checkpoint, self.reporter)
+        record = StepHistory() if checkpoint is None else context.resumed(checkpoint, self.reporter)
         model = self._model(data)
         own = config_of_a_rank(config, ranks, data.training.rows)
         longest, *shorter = [counted(batch) for batch in data.for_dry_runs(own.training.batch_size)]

@@ -21,7 +21,7 @@ RANDOM = "random"
 _OF_OTHERS = "ranks"  # in the record: what is no tensor of the states of all ranks but the first
 
 
-class Stored(Protocol):
+class CheckpointWithRandomStates(Protocol):
     """A checkpoint, as far as random states are read from one."""
 
     @property
@@ -33,7 +33,7 @@ class Stored(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class RandomStates(NamedTuple):
+class StoredRandomStates(NamedTuple):
     """The generators' states: tensors by name, and what is no tensor, as JSON."""
 
     tensors: dict[str, Tensor]
@@ -49,7 +49,7 @@ def seed_generators(seed: int, rank: int = 0) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def random_states() -> RandomStates:
+def random_states() -> StoredRandomStates:
     """The generators as tensors; what little of Python's and numpy's is no list of numbers in the record."""
     version, numbers, gauss = random.getstate()
     _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
@@ -60,7 +60,7 @@ def random_states() -> RandomStates:
     }
     if torch.cuda.is_initialized():
         tensors |= {f"{RANDOM}.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return RandomStates(
+    return StoredRandomStates(
         tensors,
         {
             "python": {"version": version, "gauss": gauss},
@@ -74,7 +74,7 @@ def random_bytes() -> int:
     return sum(tensor.nbytes for tensor in random_states().tensors.values())
 
 
-def random_states_of_all(ranks: Ranks) -> RandomStates:
+def random_states_of_all(ranks: Ranks) -> StoredRandomStates:
     """Those of every rank; the names of all but the first have the number of the rank."""
     own = random_states()
     if not ranks.is_several:
@@ -85,10 +85,10 @@ def random_states_of_all(ranks: Ranks) -> RandomStates:
         loaded = safetensors.torch.load(content)
         tensors |= loaded if rank == 0 else {_of_rank(name, rank): tensor for name, tensor in loaded.items()}
         records.append(_record_in(content))
-    return RandomStates(tensors, {**records[0], _OF_OTHERS: records[1:]})
+    return StoredRandomStates(tensors, {**records[0], _OF_OTHERS: records[1:]})
 
 
-def set_random_states(stored: Stored, ranks: Ranks = ALONE) -> None:
+def set_random_states(stored: CheckpointWithRandomStates, ranks: Ranks = ALONE) -> None:
     """Those of CUDA devices too, as far as the devices are there. A rank that the checkpoint does not know gets fresh
     ones: drawn by what rank 0 would draw next, and its number.
     """

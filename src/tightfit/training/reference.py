@@ -13,14 +13,14 @@ from tightfit.training.config.schema import TrainingConfig
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.data.samples import Samples
 from tightfit.training.fitting import LeversInForce
-from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.preferences import ReferencedSamples, from_file, reference_log_probs, to_file
 from tightfit.training.reporter import Reporter
 from tightfit.training.storage import RunFolder
 
 
 @dataclass
-class Reference:
+class ReferenceModel:
     """Where the log-probabilities are kept, and how they are computed: with this rank's settings of the training."""
 
     folder: RunFolder
@@ -74,5 +74,5 @@ class Reference:
                     stop=lambda: self.interrupt.received is not None,
                 )
             )
-        except Cut:
+        except Interrupted:
             return None

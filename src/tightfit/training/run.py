@@ -17,9 +17,9 @@ from tightfit.training.data.packing import BatchStream
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit_of
-from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.joining import OtherCannotFit, agree_on_signal
-from tightfit.training.loop import Record, run_steps
+from tightfit.training.loop import StepHistory, run_steps
 from tightfit.training.objective import Objective, counted
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.outcome import result_of
@@ -27,7 +27,7 @@ from tightfit.training.preparing import Preparation, Prepared
 from tightfit.training.purpose import Purpose, loss_held_out, loss_of_step
 from tightfit.training.random_states import seed_generators
 from tightfit.training.recovering import RecoveringStepper, StepPlanner
-from tightfit.training.reference import Reference
+from tightfit.training.reference import ReferenceModel
 from tightfit.training.reporter import Reporter, Start
 from tightfit.training.result import TrainResult
 from tightfit.training.sampling import sample_text
@@ -43,7 +43,7 @@ from tightfit.training.validating import Validation
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One training in its folder, from a checkpoint on or from the start."""
 
     config: Config
@@ -84,7 +84,7 @@ class Run:
                 if fitted.is_sharded:
                     shard(model, ready.blocks, ranks, in_force.sharding, precision=config.training.precision)
                 if ready.data.objective == "dpo":
-                    reference = Reference(self.folder, ranks, self.reporter, self.interrupt, ready.own.training)
+                    reference = ReferenceModel(self.folder, ranks, self.reporter, self.interrupt, ready.own.training)
                     data = reference.beside(ready.data, model, levers, is_resumed=checkpoint is not None)
                     if data is None:
                         return None
@@ -176,7 +176,7 @@ class Run:
 
         return TighterPlans(ready.model, levers, ready.own, self.ranks, within)
 
-    def _restore(self, stepper: Stepper, checkpoint: Checkpoint, record: Record) -> None:
+    def _restore(self, stepper: Stepper, checkpoint: Checkpoint, record: StepHistory) -> None:
         """The state of a checkpoint, and metrics.jsonl as it was then."""
         try:
             stepper.state.restore(checkpoint)
@@ -226,7 +226,7 @@ class Run:
         stepper: Stepper,
         batches: BatchStream,
         fitted: Fit,
-        record: Record,
+        record: StepHistory,
         saver: Saver,
         evaluate: Callable[[], float | None],
     ) -> None:
@@ -268,5 +268,5 @@ class Run:
         """A sample of the trained model; empty where a signal has come."""
         try:
             return self.interrupt.cuttable(lambda: sample_text(model, data, seed=self.config.training.seed))
-        except Cut:
+        except Interrupted:
             return ""

@@ -9,7 +9,7 @@ from tightfit.training.checkpoint.background import BackgroundSaver
 from tightfit.training.checkpoint.store import Checkpoints
 from tightfit.training.checkpoint.tensors import copy_bytes
 from tightfit.training.config.schema import CheckpointConfig
-from tightfit.training.loop import Record
+from tightfit.training.loop import StepHistory
 from tightfit.training.reporter import Reporter
 from tightfit.training.sharded.saving import ShardedCheckpoints
 from tightfit.training.state import State
@@ -61,13 +61,13 @@ class Saver:
             f"{format_bytes(state_bytes)}{takes}: go on from it with --resume"
         )
 
-    def after_step(self, record: Record) -> None:
+    def after_step(self, record: StepHistory) -> None:
         """A checkpoint if one is due: every so many steps, and after the last one."""
         every = self.settings.every_steps
         if every is not None and (record.steps % every == 0 or record.steps == self.max_steps):
             self.save(record)
 
-    def save(self, record: Record, *, now: bool = False) -> None:
+    def save(self, record: StepHistory, *, now: bool = False) -> None:
         """Write a checkpoint; with `now` it is on its disk when this returns, and its held-out loss is left out."""
         ranks = self.stepper.ranks
         if not ranks.any(self.saved != record.steps):  # rank 0 alone knows that a save has failed
@@ -78,7 +78,7 @@ class Saver:
         else:
             self.saved = record.steps
 
-    def _write(self, record: Record, state: State, score: float | None, *, now: bool) -> None:
+    def _write(self, record: StepHistory, state: State, score: float | None, *, now: bool) -> None:
         try:
             beside = {
                 **self.context,
@@ -99,7 +99,7 @@ class Saver:
         else:
             self.saved = record.steps
 
-    def end(self, record: Record, *, is_cut: bool) -> None:
+    def end(self, record: StepHistory, *, is_cut: bool) -> None:
         """After the last step: what is written in the background is on its disk, and a training that a signal has ended
         has its checkpoint.
         """
@@ -138,7 +138,7 @@ class Saver:
             self.saved = None
             self.reporter.on_note(f"a checkpoint was not written: {error}")
 
-    def _score(self, record: Record) -> float | None:
+    def _score(self, record: StepHistory) -> float | None:
         if not self.settings.keep_best:
             return None
         held_out = record.held_out()

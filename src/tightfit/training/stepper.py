@@ -16,7 +16,7 @@ from tightfit.ranks.processes.ranks import ALONE, Ranks
 from tightfit.runtime.internals import forget_unscaled
 from tightfit.step import Loss, StepSettings, clip, forward_backward, let_go
 from tightfit.training.corrections import Corrections
-from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.joining import agree, join
 from tightfit.training.objective import counted, on_device
 from tightfit.training.recovery.step_state import StepState
@@ -49,8 +49,8 @@ class _UntilWeightsMove:
 class Stepper:
     """Runs optimizer steps on one model. The model, the optimizer and the scaler are what moves.
 
-    A signal cuts a step before its update (`Cut`); an update that has begun is finished. `corrections` are what one
-    that recovers has learnt, for checkpoints.
+    A signal cuts a step before its update (`Interrupted`); an update that has begun is finished. `corrections` are what
+    one that recovers has learnt, for checkpoints.
     """
 
     model: nn.Module
@@ -159,8 +159,8 @@ class StepUnderWay:
             self._clip()
 
     def join(self) -> None:
-        """The gradients of all ranks, where there are several, clipped on their norm. Raises `Cut` where a signal has
-        cut another rank's step.
+        """The gradients of all ranks, where there are several, clipped on their norm. Raises `Interrupted` where a
+        signal has cut another rank's step.
         """
         stepper = self._stepper
         if stepper.ranks.is_several:
@@ -174,11 +174,11 @@ class StepUnderWay:
         self._norm = clip(stepper.model, stepper.optimizer, stepper.settings, scaler)
 
     def _cuttable(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `work` returns. Raises `Cut`, of which the other ranks know then."""
+        """What `work` returns. Raises `Interrupted`, of which the other ranks know then."""
         stepper = self._stepper
         try:
             return stepper.interrupt.cuttable(work)
-        except Cut:
+        except Interrupted:
             if stepper.ranks.is_several:
                 assert stepper.interrupt.received is not None, "a signal cuts"
                 agree(stepper.ranks, stepper.model, int(stepper.interrupt.received))

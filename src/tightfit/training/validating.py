@@ -10,7 +10,7 @@ from tightfit.training.config import Config
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.evaluation import HeldOutSums, held_out_sums
 from tightfit.training.fitting import LeversInForce
-from tightfit.training.interrupt import Cut, Interrupt
+from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.joining import agree_on_signal
 from tightfit.training.objective import Objective
 from tightfit.training.reporter import Reporter
@@ -71,7 +71,7 @@ class Validation:
                         ranks=self.ranks,
                     )
                 )
-        except Cut:
+        except Interrupted:
             pass
         if self.ranks.any(found is None):
             agree_on_signal(self.ranks, interrupt)

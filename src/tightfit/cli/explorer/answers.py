@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 import tightfit
-from tightfit.cli.explorer.messages import Failure, Progress, Refusal
+from tightfit.cli.explorer.messages import NoAnswer, NoPlan, Progress
 from tightfit.cli.explorer.question import PageQuestion
 from tightfit.cli.explorer.uploads import Described, Upload, read_upload
 from tightfit.errors import CannotFit, InputError, ModelError, TightfitError
@@ -38,7 +38,7 @@ PACKAGE = Path(tightfit.__file__).parent
 
 STEPS = 4  # estimate, plan, curve and recipes
 Tell = Callable[[Progress], None]
-Part = EstimateRecord | PlanRecord | CurveRecord | RecipesRecord | Refusal
+Part = EstimateRecord | PlanRecord | CurveRecord | RecipesRecord | NoPlan
 
 
 def parts_of(question: PageQuestion, tell: Tell) -> Iterator[Part]:
@@ -76,7 +76,7 @@ def _parts(question: PageQuestion, model: nn.Module, tell: Tell) -> Iterator[Par
         try:
             yield plain_data(PlanRecord, as_plan(search, search.run()))
         except CannotFit as error:
-            yield Refusal(str(error), error.least_bytes, ways_out(error))
+            yield NoPlan(str(error), error.least_bytes, ways_out(error))
         tell(Progress(f"Step 3 of {STEPS}: planning for other budgets"))
         yield plain_data(CurveRecord, Tradeoff(search).curve())
     budget: int | str = question.budget
@@ -138,7 +138,7 @@ def plain_data(kind: type[Any], found: Any) -> Any:
 
 
 def answered(request: PageQuestion | Upload, tell: Tell = lambda said: None) -> Iterator[Any]:
-    """The parts of an answer, or of a reading of an upload; at the end a `Failure` if there is no (further) one.
+    """The parts of an answer, or of a reading of an upload; at the end a `NoAnswer` if there is no (further) one.
 
     `tell` is called with a `Progress` when something else is being done.
     """
@@ -148,12 +148,12 @@ def answered(request: PageQuestion | Upload, tell: Tell = lambda said: None) -> 
         else:
             yield from parts_of(request, tell)
     except TightfitError as error:
-        yield Failure(line_of(error))
+        yield NoAnswer(line_of(error))
     except MemoryError:
-        yield Failure("this question needs more memory than the page may use: ask for less, or use the command line")
+        yield NoAnswer("this question needs more memory than the page may use: ask for less, or use the command line")
     except Exception as error:  # whatever a model of strangers raises, the page shows one line and goes on
         traceback.print_exc()
-        yield Failure(f"this question failed: {type(error).__name__}: {line_of(error)}")
+        yield NoAnswer(f"this question failed: {type(error).__name__}: {line_of(error)}")
 
 
 def line_of(error: BaseException) -> str:

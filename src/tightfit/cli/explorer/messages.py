@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NoPlan:
     """That no plan fits: why, the least that a plan reaches, and ways out as lines."""
 
     line: str
@@ -13,7 +13,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Failure:
+class NoAnswer:
     """That a question has no answer, or none from here on, in one line."""
 
     line: str

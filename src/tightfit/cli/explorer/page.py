@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tightfit
 from tightfit.cli.explorer import drawings, writing
 from tightfit.cli.explorer.limits import UPLOAD_BYTES
-from tightfit.cli.explorer.messages import Failure, Progress, Refusal, Waited
+from tightfit.cli.explorer.messages import NoAnswer, NoPlan, Progress, Waited
 from tightfit.cli.explorer.question import (
     ALLOWED,
     BASES,
@@ -22,7 +22,7 @@ from tightfit.cli.explorer.question import (
     choosable_models,
     choosable_optimizers,
 )
-from tightfit.cli.explorer.uploads import Described, Reading, Upload
+from tightfit.cli.explorer.uploads import Described, Upload, UploadedModel
 from tightfit.cli.explorer.workers import Readers, Workers
 from tightfit.errors import InputError, TightfitError
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
@@ -46,15 +46,15 @@ FIELDS = (
 
 
 @dataclass
-class Answer:
+class PartialAnswer:
     """The parts of an answer that are known. Mutable: parts come one after the other."""
 
     estimate: EstimateRecord | None = None
     plan: PlanRecord | None = None
-    refusal: Refusal | None = None
+    refusal: NoPlan | None = None
     curve: CurveRecord | None = None
     recipes: RecipesRecord | None = None
-    failure: Failure | None = None
+    failure: NoAnswer | None = None
     progress: Progress | None = None
     waited: Waited | None = None
     is_complete: bool = False
@@ -63,10 +63,10 @@ class Answer:
         for name, kind in (
             ("estimate", EstimateRecord),
             ("plan", PlanRecord),
-            ("refusal", Refusal),
+            ("refusal", NoPlan),
             ("curve", CurveRecord),
             ("recipes", RecipesRecord),
-            ("failure", Failure),
+            ("failure", NoAnswer),
             ("progress", Progress),
             ("waited", Waited),
         ):
@@ -248,7 +248,7 @@ def answers(
     except TightfitError as error:
         yield (drawings.failure(str(error)), "", "", "", "", "")
         return
-    answer = Answer()
+    answer = PartialAnswer()
     yield shown_so_far(question, described, answer)
     try:
         for part in workers.ask(question, has_left):
@@ -257,14 +257,14 @@ def answers(
             answer.take(part)
             yield shown_so_far(question, described, answer)
     except TightfitError as error:
-        answer.failure = Failure(str(error))
+        answer.failure = NoAnswer(str(error))
     if has_left():  # a newer question of this reader writes to the same places
         return
     answer.is_complete = True
     yield shown_so_far(question, described, answer)
 
 
-def shown_so_far(question: PageQuestion, described: Described, answer: Answer) -> tuple[str, ...]:
+def shown_so_far(question: PageQuestion, described: Described, answer: PartialAnswer) -> tuple[str, ...]:
     """The six places of an answer, as far as it is known. What does not fit is nothing to run."""
     texts = "", ""
     if answer.plan is not None:
@@ -274,7 +274,7 @@ def shown_so_far(question: PageQuestion, described: Described, answer: Answer) -
     return (*places(question, answer), *texts)
 
 
-def places(question: PageQuestion, answer: Answer) -> tuple[str, str, str, str]:
+def places(question: PageQuestion, answer: PartialAnswer) -> tuple[str, str, str, str]:
     """Head, timeline, recipes and curve, as far as they are known."""
     estimate, plan, doing = answer.estimate, answer.plan, answer.doing
     if estimate is None and doing:
@@ -303,12 +303,12 @@ def read(gr: Any, workers: Workers, file: Any, values: dict[str, Any]) -> tuple[
     """The upload, a line about it, and the values of the fields as it has them."""
     try:
         upload = upload_of(file)
-        reading: Reading | None = None
+        reading: UploadedModel | None = None
         for part in workers.ask(upload):
-            if isinstance(part, Failure):
+            if isinstance(part, NoAnswer):
                 raise InputError(part.line)
             reading = part
-        assert isinstance(reading, Reading), "an upload that is read gives a reading"
+        assert isinstance(reading, UploadedModel), "an upload that is read gives a reading"
         question = PageQuestion.of({**values, **reading.values, "upload": upload})
     except TightfitError as error:
         return (None, drawings.failure(str(error)), gr.skip(), *(gr.skip() for _ in FIELDS))

@@ -115,10 +115,10 @@ class Guard:
             await send({"type": "http.response.start", "status": 421, "headers": [(b"content-type", b"text/plain")]})
             await send({"type": "http.response.body", "body": b"this page answers on its own address only\n"})
             return
-        await self.app(scope, receive, _Sender(send))
+        await self.app(scope, receive, _WithPolicy(send))
 
 
-class _Sender:
+class _WithPolicy:
     """Passes an answer on, with the policy; an HTML page without addresses of other hosts in its `meta`."""
 
     def __init__(self, send: Any):

@@ -81,7 +81,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Reading:
+class UploadedModel:
     """What an upload says: a model, values for the page's fields, and the keys that the page does not use."""
 
     described: Described
@@ -95,7 +95,7 @@ def shown(name: str) -> str:
     return "".join(mark if mark.isprintable() else "?" for mark in last)[-60:] or "the file"
 
 
-def read_upload(upload: Upload) -> Reading:
+def read_upload(upload: Upload) -> UploadedModel:
     """What a file says. Raises `InputError` and `ConfigError` in one line."""
     try:
         return _from_json(upload) if upload.is_json else _from_yaml(upload)
@@ -122,7 +122,7 @@ def reads_text(entry: Published) -> bool:
 # config.json
 
 
-def _from_json(upload: Upload) -> Reading:
+def _from_json(upload: Upload) -> UploadedModel:
     try:
         raw = json.loads(upload.text)
     except ValueError as error:
@@ -136,8 +136,8 @@ def _from_json(upload: Upload) -> Reading:
         own = {key: value for key, value in fields.items() if key != "model_type"}
         model = parse_config({"model": own}, source=upload.name).model
         assert isinstance(model, DecoderConfig), "a section without a path is a decoder"
-        return Reading(Described(upload.name, decoder=model), notes=left_out)
-    return Reading(Described(upload.name, fields=fields), notes=left_out)
+        return UploadedModel(Described(upload.name, decoder=model), notes=left_out)
+    return UploadedModel(Described(upload.name, fields=fields), notes=left_out)
 
 
 def _plain_fields(raw: Mapping[str, Any], source: str, notes: list[str], depth: int) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def shown_value(value: object) -> str:
 # YAML
 
 
-def _from_yaml(upload: Upload) -> Reading:
+def _from_yaml(upload: Upload) -> UploadedModel:
     _refuse_aliases(upload)
     raw = parse_yaml(upload.text, upload.name)
     if not isinstance(raw, Mapping):
@@ -201,7 +201,7 @@ def _from_yaml(upload: Upload) -> Reading:
     elif training.device != "auto":
         unread.append("training.device")
     notes = (f"{upload.name}: not read here: {', '.join(unread)}",) if unread else ()
-    return Reading(described, values, notes)
+    return UploadedModel(described, values, notes)
 
 
 def _described(name: str, section: Any) -> tuple[Described, dict[str, Any]]:

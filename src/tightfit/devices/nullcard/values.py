@@ -81,7 +81,7 @@ class _Runtime:
         self.library.card_wait_stream.argtypes = (ctypes.c_void_p,)
 
 
-class Values:
+class ComputedValues:
     """Mutable: the operators that were computed, work that waits, and an error of work that ran late."""
 
     def __init__(self, late: bool, only: Mapping[str, Reference | None] | None) -> None:
@@ -338,7 +338,7 @@ def _overload(namespace: str, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def true_values(late: bool = False, only: Mapping[str, Reference | None] | None = None) -> Iterator[Values]:
+def true_values(late: bool = False, only: Mapping[str, Reference | None] | None = None) -> Iterator[ComputedValues]:
     """Within it, operators on a null card have true results, in every thread.
 
     A tensor that Python has seen has one holder more, so autograd adds to no gradient in place and peaks are higher
@@ -353,7 +353,7 @@ def true_values(late: bool = False, only: Mapping[str, Reference | None] | None 
         NotComputed: an operator has no reference on the CPU; named.
         TightfitError: this process has no null card.
     """
-    values = Values(late, only)
+    values = ComputedValues(late, only)
     values.register()
     try:
         yield values

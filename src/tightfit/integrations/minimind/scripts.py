@@ -26,7 +26,7 @@ from tightfit.planner.search.search import Search
 from tightfit.planner.wrapped import is_distributed
 from tightfit.runtime.module_paths import without_ddp
 from tightfit.training.monitoring.record import Record
-from tightfit.training.monitoring.script import Prepared, profile_script
+from tightfit.training.monitoring.script import PreparedScript, profile_script
 from tightfit.units import check_budget
 
 WHO = "tightfit minimind"
@@ -117,7 +117,7 @@ class _Planner:
     compiling: TakenOverCompile = field(default_factory=TakenOverCompile)
     compiles: bool = False
 
-    def __call__(self, model: nn.Module) -> Prepared:
+    def __call__(self, model: nn.Module) -> PreparedScript:
         self.compiling.end()
         try:
             held = without_ddp(model)
@@ -135,7 +135,7 @@ class _Planner:
                 batch = request.batch
                 self.plan = joined.plan(inner, [batch], self.flags, lambda: make_plan(request, self.flags))
             self.applied.append(self.plan.apply(inner))
-            return Prepared(request.resident or (), is_compiled=self.plan.lever(CompiledBlocks) is not None)
+            return PreparedScript(request.resident or (), is_compiled=self.plan.lever(CompiledBlocks) is not None)
         except TightfitError as error:  # kept, because the script may catch the exception
             self.refusal = error
             raise

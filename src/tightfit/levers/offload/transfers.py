@@ -56,9 +56,9 @@ class Lanes:
         self.streams = streams
         self.out, self.back = streams.new(), streams.new()
         self.lock = threading.RLock()
-        self.group: Group | None = None  # its copies have not begun
+        self.group: TransferGroup | None = None  # its copies have not begun
 
-    def send(self, buffer: PinnedBuffer, storage: Any) -> "Group":
+    def send(self, buffer: PinnedBuffer, storage: Any) -> "TransferGroup":
         """Copy a storage to a buffer, with others. The group says when that has begun."""
         with self.lock:
             owner = self.streams.current()
@@ -67,7 +67,7 @@ class Lanes:
                 group.begin()
                 group = None
             if group is None:
-                group = self.group = Group(self, owner)
+                group = self.group = TransferGroup(self, owner)
             group.copies.append((buffer, storage))
             if len(group.copies) >= GROUP:
                 group.begin()
@@ -80,7 +80,7 @@ class Lanes:
                 self.group.begin()
 
 
-class Group:
+class TransferGroup:
     """Copies to the host that begin together. `owner` is the stream to which the memory of the values belongs."""
 
     __slots__ = ("copies", "event", "lanes", "owner")

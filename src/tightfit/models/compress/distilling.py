@@ -23,7 +23,7 @@ from tightfit.models.compress.source import open_source
 from tightfit.models.compress.store_writing import StoreFigures
 from tightfit.models.compress.stored_samples import StoredSamples
 from tightfit.models.compress.stores import complete_store
-from tightfit.models.compress.students import Cut, cut_of, with_student
+from tightfit.models.compress.students import StudentShape, student_shape_of, with_student
 from tightfit.models.compress.teachers import (
     demand_same_tokenizer,
     demand_same_vocabulary,
@@ -161,7 +161,7 @@ def distil(
     }
     keywords = [f"distil.{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     settings = _resolved(config, [*overrides, *keywords])
-    distillation = Distillation(_section(settings), cut_of(settings))
+    distillation = Distillation(_section(settings), student_shape_of(settings))
     if distillation.cut is not None and distillation.folder is not None:
         settings = with_student(settings, distillation.cut, distillation.folder)
     if store_only:
@@ -205,7 +205,7 @@ class Distillation(Purpose):
     """A training's purpose: to follow a teacher. Mutable: `figures` of the store, once it is complete."""
 
     section: DistilConfig
-    cut: Cut | None = None
+    cut: StudentShape | None = None
     figures: StoreFigures | None = None
     teacher_bytes: int = 0
     held_out: Tensor | None = None

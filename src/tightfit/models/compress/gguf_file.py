@@ -27,7 +27,7 @@ INSTEAD = "use tightfit export without --to, which writes a folder for transform
 
 
 @dataclass(frozen=True)
-class Family:
+class GGUFFamily:
     """How GGUF names a model's type, and whether its rotations turn neighbouring numbers, not the halves of a head."""
 
     architecture: str
@@ -35,10 +35,10 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("llama", turns_neighbours=True),
-    "mistral": Family("llama", turns_neighbours=True),
-    "qwen2": Family("qwen2", turns_neighbours=False),
-    "qwen3": Family("qwen3", turns_neighbours=False),
+    "llama": GGUFFamily("llama", turns_neighbours=True),
+    "mistral": GGUFFamily("llama", turns_neighbours=True),
+    "qwen2": GGUFFamily("qwen2", turns_neighbours=False),
+    "qwen3": GGUFFamily("qwen3", turns_neighbours=False),
 }
 # Which cut of text a tokenizer's `pre_tokenizer` makes, by the names that llama.cpp has for it.
 _LLAMA3 = "|".join(
@@ -124,7 +124,7 @@ def export_gguf(source: str | Path, folder: str | Path, *, weights: Weights) -> 
     return family.architecture
 
 
-def _family(shape: Any) -> Family:
+def _family(shape: Any) -> GGUFFamily:
     """Raises `ModelError` for a model that GGUF would say wrongly."""
     family = FAMILIES.get(shape.model_type)
     if family is None:
@@ -164,7 +164,7 @@ def _write_shape(writer: Any, shape: Any, file_type: Any) -> None:
     writer.add_quantization_version(2)
 
 
-def _turned(weight: Tensor, path: str, family: Family, shape: Any) -> Tensor:
+def _turned(weight: Tensor, path: str, family: GGUFFamily, shape: Any) -> Tensor:
     """The rows of a query's or a key's projection in the order in which GGUF's rotation pairs them."""
     heads = {
         "q_proj": shape.num_attention_heads,

@@ -60,7 +60,7 @@ class StoreFigures:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TeacherReading:
     """How a teacher reads samples: the call that is predicted, measured and run."""
 
     identity: Identity
@@ -105,7 +105,7 @@ def seed_of(seed: int, first: int, start: int) -> int:
 
 
 def batch_of(samples: Samples, numbers: range, device: str) -> tuple[dict[str, Any], list[int]]:
-    """Some samples as `Reading` takes them, and how many of each sample's tokens have a label."""
+    """Some samples as `TeacherReading` takes them, and how many of each sample's tokens have a label."""
     batch = samples.batch(np.arange(numbers.start, numbers.stop))
     counted = labelled(batch["labels"])
     positions = counted.flatten().nonzero().squeeze(1)
@@ -181,7 +181,7 @@ class StoreWriter:
     def predicted_peak_bytes(self, identity: Identity) -> int:
         """The peak of the heaviest batch, run dry."""
         batch, _ = batch_of(self.samples, self._heaviest(identity), "cpu")
-        reading = Reading(identity, self.config.training.precision)
+        reading = TeacherReading(identity, self.config.training.precision)
         return trace_inference(self.teacher, batch, reading, role=role_of(self.device)).peak_bytes
 
     def write(self, store: TeacherStore, missing: list[int]) -> float:
@@ -205,7 +205,7 @@ class StoreWriter:
 
     @torch.no_grad()
     def _read(self, store: TeacherStore, rows: range, heaviest: range) -> list[Entries]:
-        reading, found = Reading(store.identity, self.config.training.precision), []
+        reading, found = TeacherReading(store.identity, self.config.training.precision), []
         batch, counts = batch_of(self.samples, rows, self.device.kind)
         if rows == heaviest:
             resident = [*held_by([self.teacher]), *tensors_in(batch)]

@@ -29,7 +29,7 @@ _PLAIN = DecoderConfig()
 
 
 @dataclass(frozen=True)
-class Cut:
+class StudentShape:
     """The shares that go, how parts are ranked, and the folder where the student begins, which is `model.path` of its
     training.
     """
@@ -76,7 +76,7 @@ def first_rows(samples: Samples, longest: int) -> list[Tensor]:
     return [row[: min(length, longest)] for row, length in zip(ids, lengths, strict=True)]
 
 
-def cut_of(config: Config) -> Cut | None:
+def student_shape_of(config: Config) -> StudentShape | None:
     """The cut that a configuration asks for; None where it asks for none. Raises `ConfigError` where `model` names
     another student.
     """
@@ -97,10 +97,10 @@ def cut_of(config: Config) -> Cut | None:
             f"model.{said[0]} says a student's shape, and {given} cuts the student out of the teacher: leave one of "
             "them out"
         )
-    return Cut(Ratios(**shares), section.student_by, folder, None if model.dtype == "auto" else model.dtype)
+    return StudentShape(Ratios(**shares), section.student_by, folder, None if model.dtype == "auto" else model.dtype)
 
 
-def with_student(config: Config, cut: Cut, teacher: Path) -> Config:
+def with_student(config: Config, cut: StudentShape, teacher: Path) -> Config:
     """The configuration with the student's folder as its model. A tokenizer that is the model's is the teacher's."""
     model = PretrainedModel(path=str(cut.folder), dtype=config.model.dtype)
     data = config.data

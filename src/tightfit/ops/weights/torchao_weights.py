@@ -26,7 +26,7 @@ SIXTEEN = 16  # values of a 4-bit code
 EXTREMES = (127, -128, -127)  # codes whose products overflow 16 bits first
 
 
-class Parts(NamedTuple):
+class WeightParts(NamedTuple):
     """A quantised weight as plain tensors by name, and what else it takes to put it together, as JSON."""
 
     tensors: dict[str, Tensor]
@@ -127,23 +127,23 @@ def has_int4() -> bool:
     return tuple(found.shape) == (1, ROW_MULTIPLE)
 
 
-def parts_of(weight: Tensor) -> Parts | None:
+def parts_of(weight: Tensor) -> WeightParts | None:
     """A weight of torchao's as plain tensors; None for any other tensor."""
     kind = type(weight.data).__name__
     held: Any = weight.data
     if kind == "Int8Tensor":
         names = list(held.__tensor_flatten__()[0])
         tensors = {name: getattr(held, name).contiguous() for name in names}
-        return Parts(tensors, {"kind": kind, "dtype": _name(held.dtype), "block_size": list(held.block_size)})
+        return WeightParts(tensors, {"kind": kind, "dtype": _name(held.dtype), "block_size": list(held.block_size)})
     if kind == "Int4OpaqueTensor":
         # How a CPU packs the codes depends on its instructions, so a file has them in their plain order.
         codes = _plain_codes(held.qdata, tuple(held.shape))
         tensors = {"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "scale_and_zero": held.scale_and_zero.contiguous()}
-        return Parts(tensors, {"kind": kind, "block_size": list(held.block_size)})
+        return WeightParts(tensors, {"kind": kind, "block_size": list(held.block_size)})
     return None
 
 
-def weight_of(parts: Parts, method: Method) -> nn.Parameter:
+def weight_of(parts: WeightParts, method: Method) -> nn.Parameter:
     """The weight that `parts_of` took apart, for this machine's products. Raises `KeyError` for parts of others."""
     tensors, described = dict(parts.tensors), parts.described
     if described["kind"] == "Int4OpaqueTensor":

@@ -29,7 +29,7 @@ _LISTS = nn.ModuleList | nn.Sequential
 
 
 @dataclass(eq=False)
-class Part:
+class CalledModule:
     """A module, the bytes that its calls keep for backward, and the modules that it calls.
 
     `kind` is its class, `shape` its class with the shapes of its weights, `holder` the path of the list that it is a
@@ -43,14 +43,14 @@ class Part:
     composed: bool  # more than a single layer
     kept_bytes: int = 0
     calls: int = 0
-    parts: dict[str, "Part"] = field(default_factory=dict)
+    parts: dict[str, "CalledModule"] = field(default_factory=dict)
 
     @property
-    def candidates(self) -> list["Part"]:
+    def candidates(self) -> list["CalledModule"]:
         return [part for part in self.parts.values() if part.composed and part.kept_bytes]
 
     @property
-    def repeated(self) -> list["Part"]:
+    def repeated(self) -> list["CalledModule"]:
         """The candidates that repeat: of one class, in one list, or called several times in one call of this part."""
         kinds = Counter(part.kind for part in self.candidates)
         holders = Counter(part.holder for part in self.candidates if part.holder)
@@ -85,7 +85,7 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
     return list(dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least))
 
 
-def repeated_parts(part: Part, *, into_stages: bool) -> list[Part]:
+def repeated_parts(part: CalledModule, *, into_stages: bool) -> list[CalledModule]:
     """The repeated parts below a part, in the order in which they run. `into_stages` replaces a stage by its parts."""
     repeated = part.repeated
     least = AS_HEAVY * median([child.kept_bytes for child in repeated] or [0])
@@ -101,7 +101,7 @@ def repeated_parts(part: Part, *, into_stages: bool) -> list[Part]:
     return blocks
 
 
-def largest_parts(part: Part) -> list[Part]:
+def largest_parts(part: CalledModule) -> list[CalledModule]:
     """The blocks of a part in which nothing is repeated: its parts if they keep most of its bytes, else the part."""
     parts = part.candidates
     covered = sum(child.kept_bytes for child in parts) >= COVERED * part.kept_bytes
@@ -115,7 +115,7 @@ def largest_parts(part: Part) -> list[Part]:
 # The parts as a step ran them
 
 
-def _as_run(model: nn.Module, trace: StepTrace) -> Part:
+def _as_run(model: nn.Module, trace: StepTrace) -> CalledModule:
     """The tree of module calls in the forward of the last micro-batch, with the model as root.
 
     Calls of modules that are not in the model (made by the loss, for example) are skipped: the modules that they call
@@ -176,7 +176,7 @@ def _kept_bytes(trace: StepTrace) -> list[int]:
 # The parts as a model holds them
 
 
-def _as_held(model: nn.Module) -> Part:
+def _as_held(model: nn.Module) -> CalledModule:
     """The module tree without lists and dicts. The number of weights replaces the bytes kept, which need a run."""
     root = _part("", model)
     root.calls = 1
@@ -184,7 +184,7 @@ def _as_held(model: nn.Module) -> Part:
     return root
 
 
-def _hold(module: nn.Module, path: str, part: Part, *, alone: bool) -> None:
+def _hold(module: nn.Module, path: str, part: CalledModule, *, alone: bool) -> None:
     for name, child in module.named_children():
         child_path = f"{path}.{name}".lstrip(".")
         # An `nn.Sequential` in a list runs as one module, so it is a block. Elsewhere it only holds modules.
@@ -201,10 +201,10 @@ def _hold(module: nn.Module, path: str, part: Part, *, alone: bool) -> None:
         _hold(child, child_path, inner, alone=False)
 
 
-def _part(path: str, module: nn.Module) -> Part:
+def _part(path: str, module: nn.Module) -> CalledModule:
     weights = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*module.parameters(), *module.buffers())]
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return Part(path, kind, f"{kind} {weights}", "", composed=_has_children(module))
+    return CalledModule(path, kind, f"{kind} {weights}", "", composed=_has_children(module))
 
 
 def _has_children(module: nn.Module) -> bool:

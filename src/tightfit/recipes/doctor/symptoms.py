@@ -13,7 +13,7 @@ from tightfit.recipes.doctor.diagnosis import Diagnosis
 from tightfit.recipes.doctor.general import general_remedies
 from tightfit.recipes.doctor.records import Holder
 from tightfit.training.monitoring.record import Record
-from tightfit.training.monitoring.where import Place
+from tightfit.training.monitoring.where import PlaceInStep
 from tightfit.units import format_bytes
 
 HOLDERS = 8
@@ -86,7 +86,7 @@ def of_record(record: Record) -> Diagnosis:
         found = Diagnosis(name, (highest,), phase=record.peak_phase, peak_bytes=record.peak_bytes)
     failure = record.failure
     if failure is not None and failure.out_of_memory is not None:
-        place = Place(failure.phase, failure.module, failure.operator)
+        place = PlaceInStep(failure.phase, failure.module, failure.operator)
         said = of_error(failure.out_of_memory, place)
         if record.traced is not None and record.complete:
             before = f"Step {record.traced_step}, which was traced before, reached {format_bytes(record.peak_bytes)}."
@@ -105,7 +105,7 @@ def of_record(record: Record) -> Diagnosis:
     return found
 
 
-def of_error(said: OutOfMemory, place: Place, subject: str | None = None) -> Diagnosis:
+def of_error(said: OutOfMemory, place: PlaceInStep, subject: str | None = None) -> Diagnosis:
     """The diagnosis of an out-of-memory error: the allocator's figures, and the place where it was raised."""
     requested = "" if said.requested_bytes is None else f": {format_bytes(said.requested_bytes)} were requested"
     findings = [f"{said.device} ran out of memory{requested}{_in(place)}."]
@@ -165,7 +165,7 @@ def available(said: OutOfMemory) -> int | None:
 def of_log(logged: LoggedFailure) -> Diagnosis:
     """The diagnosis of an error in a text, with the traceback before it."""
     frame = users_frame(logged.frames)
-    place = Place(phase_in_log(logged.frames), None)
+    place = PlaceInStep(phase_in_log(logged.frames), None)
     found = of_error(logged.out_of_memory, place, f"an out-of-memory error in {logged.name}")
     if is_loading(logged.frames):
         found = replace(
@@ -216,7 +216,7 @@ def of_snapshot(snapshot: Snapshot) -> Diagnosis:
     )
 
 
-def _in(place: Place) -> str:
+def _in(place: PlaceInStep) -> str:
     parts = [part for part in (place.phase, place.module, short(place.operator) if place.operator else None) if part]
     return f", in {', '.join(parts)}" if parts else ""
 

@@ -70,15 +70,15 @@ class DeviceFull(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class SegmentPart:
     """A part of a segment, free or allocated, linked to its neighbours in the segment."""
 
     address: int
     size: int
     pool: "PoolName"
     is_free: bool = True
-    before: "Block | None" = None
-    after: "Block | None" = None
+    before: "SegmentPart | None" = None
+    after: "SegmentPart | None" = None
 
 
 @dataclass
@@ -86,23 +86,23 @@ class _Pool:
     """Free blocks, sorted by size and then by address."""
 
     keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], SegmentPart] = field(default_factory=dict)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SegmentPart) -> None:
         key = block.size, block.address
         bisect.insort(self.keys, key)
         self.blocks[key] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: SegmentPart) -> None:
         key = block.size, block.address
         del self.keys[bisect.bisect_left(self.keys, key)]
         del self.blocks[key]
 
-    def best_fit(self, size: int) -> Block | None:
+    def best_fit(self, size: int) -> SegmentPart | None:
         place = bisect.bisect_left(self.keys, (size, 0))
         return self.blocks[self.keys[place]] if place < len(self.keys) else None
 
-    def whole_segments(self) -> list[Block]:
+    def whole_segments(self) -> list[SegmentPart]:
         return [block for block in self.blocks.values() if block.before is None and block.after is None]
 
 
@@ -121,10 +121,10 @@ class CachingAllocator:
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
         self._pools: defaultdict[PoolName, _Pool] = defaultdict(_Pool)
-        self._ends: dict[PoolName, Block] = {}  # the last block of each growing segment
+        self._ends: dict[PoolName, SegmentPart] = {}  # the last block of each growing segment
         self._next_address = 0
 
-    def allocate(self, size: int, stream: int = 0) -> Block:
+    def allocate(self, size: int, stream: int = 0) -> SegmentPart:
         """A block for a request of `size` > 0 bytes by a stream. Raises `DeviceFull`."""
         rounded = round_size(size)
         name = PoolName(stream, rounded <= SMALL_SIZE)
@@ -141,7 +141,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: SegmentPart) -> None:
         """Free a block, and join it with its free neighbours."""
         assert not block.is_free, "a block is freed once"
         self.allocated -= block.size
@@ -153,13 +153,13 @@ class CachingAllocator:
                 self._join(block, neighbour)
         pool.add(block)
 
-    def _should_split(self, block: Block, size: int) -> bool:
+    def _should_split(self, block: SegmentPart, size: int) -> bool:
         rest = block.size - size
         # A rest of at most 1 MiB remains part of a large block, and counts as allocated (`should_split`).
         return rest >= MIN_BLOCK if block.pool.is_small or self.expandable else rest > SMALL_SIZE
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool, before=block, after=block.after)
+    def _split(self, block: SegmentPart, size: int) -> None:
+        rest = SegmentPart(block.address + size, block.size - size, block.pool, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest
@@ -167,7 +167,7 @@ class CachingAllocator:
             self._ends[block.pool] = rest
         self._pools[block.pool].add(rest)
 
-    def _join(self, block: Block, neighbour: Block) -> None:
+    def _join(self, block: SegmentPart, neighbour: SegmentPart) -> None:
         if neighbour is block.before:
             block.address, block.before = neighbour.address, neighbour.before
             if block.before is not None:
@@ -180,14 +180,14 @@ class CachingAllocator:
         if self._ends.get(block.pool) is neighbour:
             self._ends[block.pool] = block
 
-    def _new_segment(self, size: int, pool: PoolName) -> Block:
+    def _new_segment(self, size: int, pool: PoolName) -> SegmentPart:
         asked = segment_size(size)
         self._reserve(asked)
-        block = Block(self._next_address, asked, pool)
+        block = SegmentPart(self._next_address, asked, pool)
         self._next_address += asked
         return block
 
-    def _grow(self, size: int, pool: PoolName) -> Block:
+    def _grow(self, size: int, pool: PoolName) -> SegmentPart:
         # Pages of the size of a segment are mapped after the last block. If that block is free, it grows.
         if not self._has_room(self._missing(size, pool)):
             self._release_cached()  # which may take that block
@@ -198,7 +198,7 @@ class CachingAllocator:
             self._pools[pool].remove(end)
             end.size += mapped
             return end
-        block = Block(0 if end is None else end.address + end.size, mapped, pool, before=end)
+        block = SegmentPart(0 if end is None else end.address + end.size, mapped, pool, before=end)
         if end is not None:
             end.after = block
         self._ends[pool] = block

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from tightfit.runtime.activity import now
-from tightfit.tracing.cuda.attention import Call, Capability, efficient_takes, flash_takes
+from tightfit.tracing.cuda.attention import AttentionCall, Capability, efficient_takes, flash_takes
 from tightfit.tracing.cuda.replacements import Replacements
 
 _TRUE_ANSWERS = frozenset(
@@ -33,7 +33,7 @@ _OF_MODELS = ("tightfit.models.", "transformers.models.", "transformers.integrat
 _MAPPED = "cuda"
 
 
-class Card(Protocol):
+class DeviceProperties(Protocol):
     """The properties of a device that Python code may ask for."""
 
     @property
@@ -46,7 +46,7 @@ class Card(Protocol):
     def memory_bytes(self) -> int: ...
 
 
-def card_played() -> Card | None:
+def card_played() -> DeviceProperties | None:
     """The device that this thread simulates, if any."""
     return now.card if now.playing_cuda else None
 
@@ -57,7 +57,7 @@ def shared_memory(capability: tuple[int, int]) -> int:
     return 1024 * (known or (_NEWEST_SHARED_KIB if capability >= (7, 0) else _LEAST_SHARED_KIB))
 
 
-def properties_of(card: Card) -> SimpleNamespace:
+def properties_of(card: DeviceProperties) -> SimpleNamespace:
     """What `torch.cuda.get_device_properties` returns for a device."""
     major, minor = card.capability
     shared = shared_memory(card.capability)
@@ -72,13 +72,13 @@ def properties_of(card: Card) -> SimpleNamespace:
 # The device of a tensor
 
 
-class _Kind(str):
+class _DeviceKind(str):
     """The text "cpu" for PyTorch's C++ code, which reads the characters; equal to "cuda" for Python code."""
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kind) or other == _MAPPED
+        return isinstance(other, _DeviceKind) or other == _MAPPED
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -126,11 +126,11 @@ class PlayedDevice(str):
         return "device(type='cuda', index=0)"
 
 
-_KIND = _Kind("cpu")
+_KIND = _DeviceKind("cpu")
 _DEVICE = PlayedDevice("cpu")
 
 
-def _asks_in_play(depth: int = 2) -> Card | None:
+def _asks_in_play(depth: int = 2) -> DeviceProperties | None:
     """The simulated device if the code that asks gets its answers; None if it gets the true ones."""
     card = card_played()
     if card is None:
@@ -269,12 +269,12 @@ def replace_in_backends(module: ModuleType, replacements: Replacements) -> None:
         replacements.replace(module, name, _taken(getattr(module, name), takes))
 
 
-def _taken(original: Callable[..., bool], takes: Callable[[Call, Capability], bool]) -> Callable[..., bool]:
+def _taken(original: Callable[..., bool], takes: Callable[[AttentionCall, Capability], bool]) -> Callable[..., bool]:
     def taken(params: Any, debug: bool = False) -> bool:
         card = card_played()
         if card is None:
             return original(params, debug)
-        call = Call(
+        call = AttentionCall(
             params.query,
             params.key,
             params.value,

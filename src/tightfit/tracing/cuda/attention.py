@@ -37,7 +37,7 @@ _NEWEST = (12, 1)  # the highest capability that the fused kernels are built for
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The call on which the choice depends: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), and the options."""
 
     query: Tensor
@@ -64,7 +64,7 @@ class Call:
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
 
-def choose_backend(call: Call, capability: Capability) -> Backend:
+def choose_backend(call: AttentionCall, capability: Capability) -> Backend:
     """The first backend that supports the call, in the present order of preference.
 
     `torch.nn.attention.sdpa_kernel` changes that order, and `torch.backends.cuda` disables single backends.
@@ -91,7 +91,7 @@ def _preferred(capability: Capability) -> list[str]:
 # The constraints of each backend
 
 
-def _cudnn_takes(call: Call, capability: Capability) -> bool:
+def _cudnn_takes(call: AttentionCall, capability: Capability) -> bool:
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     return (
         _is_four_dimensional(call)
@@ -115,7 +115,7 @@ def _cudnn_takes_widths(width: int, value_width: int, capability: Capability) ->
     return (max(width, value_width) <= most or is_pair) and width % 8 == value_width % 8 == 0
 
 
-def flash_takes(call: Call, capability: Capability) -> bool:
+def flash_takes(call: AttentionCall, capability: Capability) -> bool:
     """Whether the flash kernel supports a call (`can_use_flash_attention`)."""
     width = call.query.shape[-1]
     return (
@@ -131,14 +131,14 @@ def flash_takes(call: Call, capability: Capability) -> bool:
     )
 
 
-def _flash_backward_takes(call: Call, capability: Capability) -> bool:
+def _flash_backward_takes(call: AttentionCall, capability: Capability) -> bool:
     # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`: too little shared memory there
     width = call.query.shape[-1]
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     return not (small and call.needs_gradient) or width <= 192 or (width > 224 and call.dropout == 0)
 
 
-def efficient_takes(call: Call, capability: Capability) -> bool:
+def efficient_takes(call: AttentionCall, capability: Capability) -> bool:
     """Whether the memory-efficient kernel supports a call (`can_use_mem_efficient_attention`)."""
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     alignment = gemm_alignment(call.query.dtype, capability)
@@ -162,15 +162,15 @@ def gemm_alignment(dtype: torch.dtype, capability: Capability) -> int:
     return max(least, 128 // (16 if is_half else 32)) if uses_tensor_cores else least
 
 
-def _is_four_dimensional(call: Call) -> bool:
+def _is_four_dimensional(call: AttentionCall) -> bool:
     return all(t.dim() == 4 and t.shape[-2] > 0 for t in call.tensors)
 
 
-def _has_dtype(call: Call, dtypes: Sequence[torch.dtype]) -> bool:
+def _has_dtype(call: AttentionCall, dtypes: Sequence[torch.dtype]) -> bool:
     return call.query.dtype in dtypes and call.query.dtype == call.key.dtype == call.value.dtype
 
 
-def _mask_is_plain(call: Call) -> bool:
+def _mask_is_plain(call: AttentionCall) -> bool:
     # `check_attn_mask_shape`
     mask = call.mask
     if mask is None:
@@ -181,7 +181,7 @@ def _mask_is_plain(call: Call) -> bool:
     return all(size in (1, full) for size, full in zip(mask.shape, wanted, strict=True))
 
 
-def _heads_agree(call: Call, *, takes_grouped: bool) -> bool:
+def _heads_agree(call: AttentionCall, *, takes_grouped: bool) -> bool:
     # `check_batch_size_and_num_heads_dense`
     if len({t.shape[0] for t in call.tensors}) != 1:
         return False
@@ -191,7 +191,7 @@ def _heads_agree(call: Call, *, takes_grouped: bool) -> bool:
     return heads == key_heads == value_heads
 
 
-def _last_stride_is_one(call: Call, *, ignore_single: bool) -> bool:
+def _last_stride_is_one(call: AttentionCall, *, ignore_single: bool) -> bool:
     single = ignore_single and call.query.shape[-1] == 1
     mask_fits = call.mask is None or call.mask.stride(-1) == 1 or (ignore_single and call.mask.shape[-1] == 1)
     return (single or all(t.stride(-1) == 1 for t in call.tensors)) and mask_fits
@@ -200,7 +200,7 @@ def _last_stride_is_one(call: Call, *, ignore_single: bool) -> bool:
 # The calls
 
 
-def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
+def attend(capability: Capability, call: AttentionCall, scale: float | None) -> Tensor:
     """Attention as CUDA would compute it: the operator of the chosen kernel, with inputs padded as it requires."""
     backend = choose_backend(call, capability)
     if backend is Backend.MATH or call.may_be_known:
@@ -228,7 +228,7 @@ def attend(capability: Capability, call: Call, scale: float | None) -> Tensor:
     )[0]
 
 
-def flash(call: Call, scale: float | None) -> Tensor:
+def flash(call: AttentionCall, scale: float | None) -> Tensor:
     """The operator of the flash kernel."""
     # Head widths are padded to a multiple of 8 (`pad_last_dim<8, false>`, attention.cpp)
     width = call.query.shape[-1]
@@ -239,7 +239,7 @@ def flash(call: Call, scale: float | None) -> Tensor:
     return result[0][..., :width] if missing else result[0]
 
 
-def _as_bias(call: Call) -> Tensor | None:
+def _as_bias(call: AttentionCall) -> Tensor | None:
     # `convert_boolean_attn_mask`
     mask = call.mask
     if mask is None or mask.dtype != torch.bool:

@@ -9,7 +9,7 @@ from tightfit.tracing.cuda.allocator import RESULT, round_up
 from tightfit.tracing.cuda.answers import shared_memory
 from tightfit.tracing.cuda.convolutions import BACKWARD, CONVOLUTION, convolution_scratch
 from tightfit.tracing.cuda.normalisation import copies
-from tightfit.tracing.cuda.reductions import Card, reduction_scratch
+from tightfit.tracing.cuda.reductions import LaunchLimits, reduction_scratch
 from tightfit.tracing.shapes import TensorShape, contiguous
 
 Shapes = Sequence[TensorShape]
@@ -31,7 +31,7 @@ _LOSSES = {
 }
 
 
-def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple, card: Card) -> list[int]:
+def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple, card: LaunchLimits) -> list[int]:
     """Bytes of scratch memory of one operator call."""
     if name in _NORMS:
         return _norm_backward(inputs, outputs, _NORMS[name], card)
@@ -46,7 +46,7 @@ def scratch_by_card(name: str, inputs: Shapes, outputs: Shapes, arguments: tuple
     return reduction_scratch(name, inputs, outputs, arguments, card) if inputs else []
 
 
-def _loss(name: str, inputs: Shapes, result: TensorShape, card: Card) -> list[int]:
+def _loss(name: str, inputs: Shapes, result: TensorShape, card: LaunchLimits) -> list[int]:
     sizes = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
     every, before = contiguous(sizes, result.dtype), _LOSSES[name]
     if result.shape:
@@ -55,7 +55,7 @@ def _loss(name: str, inputs: Shapes, result: TensorShape, card: Card) -> list[in
     return [*(every.bytes if size is None else size for size in before), *reduced]
 
 
-def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: Card) -> list[int]:
+def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: LaunchLimits) -> list[int]:
     # `LaunchGammaBetaBackwardCUDAKernel` in native/cuda/layer_norm_kernel.cu: if there are many short rows, the
     # gradients of weight and bias are summed in blocks of rows, and a reduction adds these sums. The outputs are the
     # gradient of the input (see `normalisation.py`), then those of the weights, which have one dimension if the norm is
@@ -77,7 +77,7 @@ def _norm_backward(inputs: Shapes, outputs: Shapes, weights: int, card: Card) ->
     return [*begun, *(-size for size in reversed(last)), -gradients[0].bytes, RESULT, *last]
 
 
-def _flash_forward(inputs: Shapes, arguments: tuple, card: Card) -> list[int]:
+def _flash_forward(inputs: Shapes, arguments: tuple, card: LaunchLimits) -> list[int]:
     # `set_params_splitkv` and `num_splits_heuristic` in flash_attn/flash_api.cpp: if the heads do not fill the card and
     # there is no dropout, the keys are split, and each part has its sums and its output in fp32. With dropout, the
     # generator's state goes through a buffer.
@@ -94,7 +94,7 @@ def _flash_forward(inputs: Shapes, arguments: tuple, card: Card) -> list[int]:
     return [RESULT, RESULT, *parts, RESULT, RESULT] if splits > 1 else []
 
 
-def _efficient_backward(inputs: Shapes, card: Card) -> list[int]:
+def _efficient_backward(inputs: Shapes, card: LaunchLimits) -> list[int]:
     # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
     # of 16 bytes each. Kernels that do not sum the gradients of keys and values in registers have those in fp32 too.
     # And delta, the sum of each row of out times its gradient, which 16-bit kernels compute themselves.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.tracing.cuda.attention import Call, Capability, attend
+from tightfit.tracing.cuda.attention import AttentionCall, Capability, attend
 from tightfit.tracing.shapes import KNOWN_LIMIT
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def composites(capability: Capability) -> Iterator[tuple[str, str, Callable[...,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         return attend(capability, call, scale)
 
     yield "scaled_dot_product_attention", "AutogradCPU", scaled_dot_product_attention

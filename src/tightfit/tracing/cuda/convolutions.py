@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tightfit.tracing.cuda.allocator import RESULT
-from tightfit.tracing.cuda.reductions import Card, reduction_scratch
+from tightfit.tracing.cuda.reductions import LaunchLimits, reduction_scratch
 from tightfit.tracing.shapes import TensorShape, contiguous
 
 Shapes = Sequence[TensorShape]
 CONVOLUTION, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 
 
-def convolution_scratch(name: str, inputs: Shapes, arguments: tuple, card: Card) -> list[int]:
+def convolution_scratch(name: str, inputs: Shapes, arguments: tuple, card: LaunchLimits) -> list[int]:
     """The blocks of a convolution or of its backward, with its results among them."""
     if not all(shape.numel for shape in inputs):
         return []
@@ -29,7 +29,7 @@ def _forward(source: TensorShape, weight: TensorShape) -> list[int]:
     return [*row, *_layout_copies(source, is_last), RESULT, *_layout_copies(weight, is_last)]
 
 
-def _backward(inputs: Shapes, arguments: tuple, card: Card) -> list[int]:
+def _backward(inputs: Shapes, arguments: tuple, card: LaunchLimits) -> list[int]:
     *_, is_transposed, _, groups, wanted = arguments
     gradient, source, weight = inputs[:3]
     row, (gradient, source, weight) = _row(source), map(_in_two_dimensions, (gradient, _row_made(source), weight))

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from tightfit.errors import TraceError
 from tightfit.runtime.activity import now
-from tightfit.tracing.cuda.attention import Call, flash
+from tightfit.tracing.cuda.attention import AttentionCall, flash
 from tightfit.tracing.cuda.replacements import Replacements
 from tightfit.tracing.dry_run import running
 
@@ -56,7 +56,7 @@ def flash_attn_func(
     """Attention of q (B, T, H, D) to k and v (B, S, Hkv, D)."""
     _note(q)
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return flash(Call(query, key, value, None, dropout_p, causal, True), softmax_scale).transpose(1, 2)
+    return flash(AttentionCall(query, key, value, None, dropout_p, causal, True), softmax_scale).transpose(1, 2)
 
 
 def flash_attn_varlen_func(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import TraceError
-from tightfit.tracing.cuda.answers import Card, card_played, shared_memory
+from tightfit.tracing.cuda.answers import DeviceProperties, card_played, shared_memory
 from tightfit.tracing.cuda.replacements import Install, Replacements
 from tightfit.tracing.dry_run import running
 
@@ -95,7 +95,7 @@ def _tensors(items: Iterable[Any], depth: int = 0) -> Iterator[torch.Tensor]:
 class _Driver:
     """The driver of the simulated device."""
 
-    def __init__(self, card: Card):
+    def __init__(self, card: DeviceProperties):
         major, minor = card.capability
         self._target = SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32)
         self._properties = {

@@ -35,7 +35,7 @@ REDUCTIONS = SUMS | EXTREMES | QUESTIONS | VARIANCES | PLACES
 
 
 @dataclass(frozen=True)
-class Card:
+class LaunchLimits:
     """The properties of a CUDA device that decide how kernels split their work."""
 
     capability: tuple[int, int]
@@ -48,7 +48,7 @@ class Card:
 
 
 def reduction_scratch(
-    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple, card: Card
+    name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple, card: LaunchLimits
 ) -> list[int]:
     """Bytes of scratch memory of one reduction of a tensor over the dimensions among its arguments (all, if none)."""
     source = inputs[0]
@@ -84,7 +84,7 @@ def _converted(source: TensorShape, outputs: Sequence[TensorShape]) -> list[int]
     return [] if result == source.dtype or is_widened else [source.numel * result.itemsize]
 
 
-def _blocks(source: TensorShape, dims: set[int], card: Card, accumulated: int) -> list[int]:
+def _blocks(source: TensorShape, dims: set[int], card: LaunchLimits, accumulated: int) -> list[int]:
     """`setReduceConfig`, `global_memory_size` and `semaphore_size`."""
     sizes, strides, width = source.shape, source.stride, source.dtype.itemsize
     reduced = _merged([(strides[d], sizes[d]) for d in sorted(dims, reverse=True)])

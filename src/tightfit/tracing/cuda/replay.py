@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tightfit.tracing.cuda.allocator import RESULT, Block, CachingAllocator, DeviceFull, Scratch
+from tightfit.tracing.cuda.allocator import RESULT, CachingAllocator, DeviceFull, Scratch, SegmentPart
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, takes_workspace
 from tightfit.tracing.record import Category, Phase, StepTrace, StorageRecord
 
@@ -20,7 +20,7 @@ _LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 
 
 @dataclass(frozen=True)
-class Replay:
+class AllocatorReplay:
     """`levels` are the allocated bytes while each operator of the last step runs. `reserved_bytes` is the peak of the
     reserved bytes over all steps.
     """
@@ -47,7 +47,7 @@ def fits_device(trace: StepTrace, capacity: int, *, once: bool = False) -> bool:
     return True
 
 
-def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, once: bool = False) -> Replay:
+def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, once: bool = False) -> AllocatorReplay:
     """Allocate and free as `steps` steps do, with an allocator configured by the environment.
 
     With `once` there is one step, which finds the optimizer's states that it did not make itself. Raises `DeviceFull`
@@ -57,7 +57,7 @@ def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, o
     levels: list[int] = []
     for step in range(1 if once else steps):
         levels = player.step(first=step == 0 and not once)
-    return Replay(tuple(levels), player.allocator.peak_reserved)
+    return AllocatorReplay(tuple(levels), player.allocator.peak_reserved)
 
 
 def expandable_segments() -> bool:
@@ -72,7 +72,7 @@ class _Player:
     def __init__(self, trace: StepTrace, allocator: CachingAllocator):
         self.trace = trace
         self.allocator = allocator
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, SegmentPart] = {}
         self.resident: list[int] = []
         self.states: list[int] = []
         self.workspaces: list[int] = []  # of cuBLAS: of forward's thread, and of backward's
@@ -138,7 +138,7 @@ class _Player:
         first = max(0, len(results) - blocks.count(RESULT))
         self._allocate(results[:first])
         waiting = iter(results[first:])
-        held: list[tuple[int, Block]] = []
+        held: list[tuple[int, SegmentPart]] = []
         highest = self.allocator.allocated
         for size in blocks:
             if size == RESULT:

@@ -20,7 +20,7 @@ from tightfit.tracing.cuda.products import (
     installed_release,
     product_scratch,
 )
-from tightfit.tracing.cuda.reductions import Card
+from tightfit.tracing.cuda.reductions import LaunchLimits
 from tightfit.tracing.cuda.replacements import Replacements
 from tightfit.tracing.cuda.workspace import cuda_workspace
 from tightfit.tracing.shapes import TensorShape
@@ -59,7 +59,7 @@ class CudaRole:
         blocks = [
             *product_scratch(name, tuple(inputs), self.capability, self.release),
             *cuda_workspace(name, inputs, outputs, arguments).blocks,
-            *scratch_by_card(name, inputs, outputs, arguments, Card(self.capability, self.multiprocessors)),
+            *scratch_by_card(name, inputs, outputs, arguments, LaunchLimits(self.capability, self.multiprocessors)),
         ]
         return Scratch.of(blocks)
 

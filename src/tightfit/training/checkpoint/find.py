@@ -11,7 +11,7 @@ _TRIES = 5  # while another process saves and prunes, a list of the folder may b
 
 
 @dataclass(frozen=True)
-class Found:
+class NewestCheckpoint:
     """The newest intact checkpoint, or None, and one line for each newer one: what is wrong with it."""
 
     checkpoint: Checkpoint | None
@@ -19,7 +19,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedCheckpoint:
     """A checkpoint in the list: None and one line where its manifest is damaged, or a file missing or of another size.
 
     Its hashes are not verified.
@@ -31,7 +31,7 @@ class Entry:
     problem: str | None
 
 
-def newest_intact(folder: Path) -> Found:
+def newest_intact(folder: Path) -> NewestCheckpoint:
     """Verifies every byte of a checkpoint before it is returned. Raises `CheckpointError` where the folder cannot be
     read; one that is not there has no checkpoints.
     """
@@ -45,13 +45,13 @@ def newest_intact(folder: Path) -> Found:
             except CheckpointError as error:
                 passed_over.append(str(error))
             else:
-                return Found(checkpoint, tuple(passed_over))
+                return NewestCheckpoint(checkpoint, tuple(passed_over))
         if checkpoint_paths(folder) == paths:
             break
-    return Found(None, tuple(passed_over))
+    return NewestCheckpoint(None, tuple(passed_over))
 
 
-def listed(folder: Path) -> tuple[Entry, ...]:
+def listed(folder: Path) -> tuple[ListedCheckpoint, ...]:
     """By step, without reading the tensors. Raises `CheckpointError` where the folder cannot be read."""
     return tuple(_entry(path) for path in checkpoint_paths(folder))
 
@@ -68,12 +68,12 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return sorted(steps, key=lambda path: (steps[path], not is_old(path.name), path.name))
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path) -> ListedCheckpoint:
     step = step_of(path.name)
     assert step is not None, "the list has checkpoints only"
     try:
         checkpoint = open_checkpoint(path)
         checkpoint.check_sizes()
     except CheckpointError as error:
-        return Entry(step, path, None, str(error))
-    return Entry(step, path, checkpoint, None)
+        return ListedCheckpoint(step, path, None, str(error))
+    return ListedCheckpoint(step, path, checkpoint, None)

@@ -50,7 +50,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor and where its bytes begin in the file."""
 
     spec: TensorSpec
@@ -66,7 +66,7 @@ class Layout:
     """A whole file: its first bytes (length and header), and the tensors by name in the order of their bytes."""
 
     head: bytes
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ def lay_out(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Lay
     except ValueError as error:
         raise ValueError(f"the header of the tensors {error}: they are too many") from None
     head = struct.pack("<Q", len(text)) + text
-    return Layout(head, {name: Place(specs[name], len(head) + offsets[name]) for name in names})
+    return Layout(head, {name: TensorPlace(specs[name], len(head) + offsets[name]) for name in names})
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
@@ -159,7 +159,7 @@ def _check_metadata(metadata: Any) -> None:
         raise ValueError("has metadata that are not texts by name")
 
 
-def _place(name: str, entry: Any, head_bytes: int) -> Place:
+def _place(name: str, entry: Any, head_bytes: int) -> TensorPlace:
     check_name(name)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"describes the tensor {shown(name)} by something else than dtype, shape and offsets")
@@ -171,4 +171,4 @@ def _place(name: str, entry: Any, head_bytes: int) -> Place:
         raise ValueError(f"has no two offsets for the tensor {shown(name)}")
     if offsets[0] < 0 or offsets[1] - offsets[0] != spec.nbytes:
         raise ValueError(f"has offsets for the tensor {shown(name)} that do not fit its shape")
-    return Place(spec, head_bytes + offsets[0])
+    return TensorPlace(spec, head_bytes + offsets[0])

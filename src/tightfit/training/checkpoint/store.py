@@ -18,7 +18,7 @@ from tightfit.memory.disk import unwritable
 from tightfit.training.checkpoint import find, reading
 from tightfit.training.checkpoint import record as records
 from tightfit.training.checkpoint.files import FILES, Files
-from tightfit.training.checkpoint.find import Entry, Found
+from tightfit.training.checkpoint.find import ListedCheckpoint, NewestCheckpoint
 from tightfit.training.checkpoint.manifest import (
     MANIFEST,
     MAX_STEP,
@@ -103,14 +103,14 @@ class Checkpoints:
                 self._remove_old()
         return target
 
-    def newest_intact(self) -> Found:
+    def newest_intact(self) -> NewestCheckpoint:
         """The newest checkpoint whose every byte is as it was written, and one line for each newer one that is not.
 
         Raises `CheckpointError` where the folder is there and cannot be read.
         """
         return find.newest_intact(self.folder)
 
-    def listed(self) -> tuple[Entry, ...]:
+    def listed(self) -> tuple[ListedCheckpoint, ...]:
         """All checkpoints by step, without reading their tensors. Raises `CheckpointError` like `newest_intact`."""
         return find.listed(self.folder)
 
@@ -140,7 +140,7 @@ class Checkpoints:
                 self._remove(removed)
                 return tuple(removed)
 
-    def _newest_step(self, entries: tuple[Entry, ...]) -> int:
+    def _newest_step(self, entries: tuple[ListedCheckpoint, ...]) -> int:
         """The step of the newest intact one; -1 where there is none, so that nothing is older."""
         if self._saved is not None and any(entry.step == self._saved and entry.checkpoint for entry in entries):
             return self._saved
@@ -234,7 +234,7 @@ class Checkpoints:
             raise OutputError(f"{path}: cannot be written: {error}") from error
 
 
-def _score(entry: Entry, metric: str) -> float | None:
+def _score(entry: ListedCheckpoint, metric: str) -> float | None:
     score = entry.checkpoint.record.get(metric) if entry.checkpoint else None
     if not isinstance(score, int | float) or isinstance(score, bool) or math.isnan(score):
         return None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Piece(NamedTuple):
+class TensorRows(NamedTuple):
     """A part of a tensor: the number of its file, its name there, its first row in the whole, and its rows."""
 
     file: int
@@ -171,15 +171,15 @@ class Checkpoint:
         """The tensors of which several files have rows."""
         return self.manifest.shards[0].specs if self.manifest.shards else {}
 
-    def _pieces(self, name: str) -> list[Piece]:
+    def _pieces(self, name: str) -> list[TensorRows]:
         """Where the rows of a tensor are. A tensor without dimensions counts as one row."""
         if name not in self._split:
             tensors = self.manifest.tensors
-            return [Piece(0, tensors.same_as.get(name, name), 0, (*tensors.specs[name].shape, 1)[0])]
+            return [TensorRows(0, tensors.same_as.get(name, name), 0, (*tensors.specs[name].shape, 1)[0])]
         pieces, start = [], 0
         for number, file in enumerate(self._files):
             rows = file.specs[name].shape[0]
-            pieces.append(Piece(number, name, start, rows))
+            pieces.append(TensorRows(number, name, start, rows))
             start += rows
         return pieces
 
@@ -212,7 +212,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def _overlap(tensor: "Tensor", first: int, piece: Piece) -> "Tensor":
+def _overlap(tensor: "Tensor", first: int, piece: TensorRows) -> "Tensor":
     """The rows of a tensor, of which the first has that number in the whole, that are in a piece."""
     return tensor[max(0, piece.start - first) : max(0, piece.start + piece.rows - first)]
 

@@ -13,7 +13,7 @@ from tightfit.errors import ConfigError
 _FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+")
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """Reads; refuses a key that stands twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -40,17 +40,17 @@ def _is_hashable(key: object) -> bool:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes so that `_Loader` reads the same values back."""
+    """Writes so that `_StrictLoader` reads the same values back."""
 
 
-for _class in (_Loader, _Dumper):
+for _class in (_StrictLoader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_POINT, list("-+0123456789"))
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """The value that the YAML `text` holds. Raises `ConfigError` with `source`, line and column."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_StrictLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source

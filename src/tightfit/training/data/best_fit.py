@@ -14,7 +14,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Which pieces each row holds: row i those in `pieces[bounds[i] : bounds[i + 1]]`, in their order in the row."""
 
     pieces: np.ndarray
@@ -27,7 +27,7 @@ class Rows:
         return self.pieces[self.bounds[row] : self.bounds[row + 1]]
 
 
-def best_fit(lengths: np.ndarray, capacity: int) -> Rows:
+def best_fit(lengths: np.ndarray, capacity: int) -> PackedRows:
     """Rows of at most `capacity` tokens that hold pieces of these lengths, each 1 to `capacity`, each piece once.
 
     Pieces keep their order inside a row, and rows stand in the order of their first pieces. The same lengths give the
@@ -42,7 +42,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Rows:
     row_of = rank[row_of]
     pieces = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of, minlength=len(first))
-    return Rows(pieces, np.concatenate(([0], np.cumsum(counts))))
+    return PackedRows(pieces, np.concatenate(([0], np.cumsum(counts))))
 
 
 def _assigned(lengths: np.ndarray, capacity: int) -> np.ndarray:

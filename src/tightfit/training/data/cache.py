@@ -27,7 +27,7 @@ from tightfit.devices.cache import cache_folder
 from tightfit.devices.present import Notice
 from tightfit.training.data.bad_lines import Tally
 from tightfit.training.data.store import Kind, TokenStore
-from tightfit.training.data.writing import FileWriter, MemoryWriter, Writer, array_file, map_store
+from tightfit.training.data.writing import FileWriter, MemoryWriter, TokenWriter, array_file, map_store
 
 MANIFEST = "manifest.json"
 LAYOUT = 2  # of the files of an entry
@@ -39,7 +39,7 @@ _DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A tokenized source: its items, the files that the tokenizer was read from by name, and notes about the source."""
 
     store: TokenStore
@@ -60,7 +60,7 @@ class Filling(Protocol):
         """The files of the tokenizer."""
         ...
 
-    def fill(self, writer: Writer) -> Tally:
+    def fill(self, writer: TokenWriter) -> Tally:
         """Write all items. Raises `DataError`. Returns the count of lines."""
         ...
 
@@ -70,7 +70,7 @@ def tokens_folder() -> Path:
     return cache_folder() / "tokens"
 
 
-def cached(key: Mapping[str, Any], notice: Notice, folder: Path | None = None) -> Entry | None:
+def cached(key: Mapping[str, Any], notice: Notice, folder: Path | None = None) -> CacheEntry | None:
     """The entry of a key; None where there is none. A damaged one is removed, and `notice` is told."""
     path = _path(folder or tokens_folder(), key)
     if not path.is_dir():
@@ -87,7 +87,7 @@ def cached(key: Mapping[str, Any], notice: Notice, folder: Path | None = None) -
     return entry
 
 
-def build(key: Mapping[str, Any] | None, filling: Filling, notice: Notice, folder: Path | None = None) -> Entry:
+def build(key: Mapping[str, Any] | None, filling: Filling, notice: Notice, folder: Path | None = None) -> CacheEntry:
     """Tokenize, into the entry of a key; without a key into files that last as long as they are mapped.
 
     Where the folder cannot be written, or is full, the items are kept in memory and `notice` is told.
@@ -105,7 +105,7 @@ def build(key: Mapping[str, Any] | None, filling: Filling, notice: Notice, folde
         notice(f"the token cache {folder} cannot be written ({error.strerror}): the tokens are kept in memory")
     writer = MemoryWriter(filling.kind, filling.dtype, has_learnt=filling.has_learnt)
     tally = filling.fill(writer)
-    return Entry(writer.store(tally.skipped), filling.tokenizer, tally.first, tally.notes)
+    return CacheEntry(writer.store(tally.skipped), filling.tokenizer, tally.first, tally.notes)
 
 
 class _Damaged(Exception):
@@ -117,12 +117,12 @@ def _path(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / hashlib.sha256(spelled.encode()).hexdigest()[:40]
 
 
-def _open(path: Path) -> Entry:
+def _open(path: Path) -> CacheEntry:
     manifest = _manifest(path / MANIFEST)
     for name, expected in manifest["files"].items():
         _check(path / name, expected)
     tokenizer = {name: (path / name).read_text("utf-8") for name in manifest["tokenizer"]}
-    return Entry(_map(path, manifest), tokenizer, manifest["first_skipped"], tuple(manifest["notes"]))
+    return CacheEntry(_map(path, manifest), tokenizer, manifest["first_skipped"], tuple(manifest["notes"]))
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _map(path: Path, manifest: Mapping[str, Any]) -> TokenStore:
     )
 
 
-def _fill(part: Path, key: Mapping[str, Any] | None, filling: Filling) -> Entry:
+def _fill(part: Path, key: Mapping[str, Any] | None, filling: Filling) -> CacheEntry:
     writer = FileWriter(part, filling.kind, filling.dtype, has_learnt=filling.has_learnt)
     with contextlib.closing(writer):
         tally = filling.fill(writer)
@@ -193,7 +193,7 @@ def _fill(part: Path, key: Mapping[str, Any] | None, filling: Filling) -> Entry:
         "files": files,
     }
     _write(part / MANIFEST, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode())
-    return Entry(_map(part, manifest), filling.tokenizer, tally.first, tally.notes)
+    return CacheEntry(_map(part, manifest), filling.tokenizer, tally.first, tally.notes)
 
 
 def _write(path: Path, content: bytes) -> None:

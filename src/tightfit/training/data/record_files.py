@@ -35,7 +35,7 @@ _ANYWHERE = json.JSONDecoder()  # finds where a value ends; what is wrong inside
 
 
 @dataclass(frozen=True)
-class Row:
+class FoundValue:
     """What stands where a record should: its value, and the text that spells it, which begins at a line and a column of
     the file; or why there is none.
     """
@@ -80,7 +80,7 @@ def layout_of(path: Path) -> Layout:
     return "table" if _is_table(text) else "text"
 
 
-def rows(path: Path, layout: Layout) -> Iterator[Row]:
+def rows(path: Path, layout: Layout) -> Iterator[FoundValue]:
     """What stands in a file where records should. Raises `DataError` where it cannot be read on."""
     return {"lines": _lines, "values": _values, "table": _table}[layout](path)
 
@@ -124,19 +124,19 @@ def _begins_with_object(text: str) -> bool:
         return False
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[FoundValue]:
     for number, line in read_lines(path):
         try:
             if line is None:
                 raise BadLine(f"longer than {MOST_LINE_BYTES >> 20} MiB: write one record a line")
             value, text = parse_line(line, is_first=number == 1)
         except BadLine as bad:
-            yield Row(number, bad=bad)
+            yield FoundValue(number, bad=bad)
             continue
-        yield Row(number, value, text)
+        yield FoundValue(number, value, text)
 
 
-def _values(path: Path) -> Iterator[Row]:
+def _values(path: Path) -> Iterator[FoundValue]:
     """The members of one list, or values one after another."""
     with opened(path) as file:
         window = _Window(file, path)
@@ -151,9 +151,9 @@ def _values(path: Path) -> Iterator[Row]:
             text = window.value()
             is_first = False
             try:
-                yield Row(line, parse_text(text), text, column)
+                yield FoundValue(line, parse_text(text), text, column)
             except BadLine as bad:
-                yield Row(line, None, text, column, bad)
+                yield FoundValue(line, None, text, column, bad)
         window.skip(is_list)
         window.expect("")
 
@@ -260,7 +260,7 @@ def _names(cells: list[str]) -> list[str]:
     return [cell.strip().lower().replace(" ", "_") for cell in cells]
 
 
-def _table(path: Path) -> Iterator[Row]:
+def _table(path: Path) -> Iterator[FoundValue]:
     """The rows of a table whose first line has the columns' names."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE_BYTES))  # of the process: a text may be a long field
     with opened(path) as file:
@@ -280,16 +280,16 @@ def _table(path: Path) -> Iterator[Row]:
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                yield Row(line, bad=BadLine(f"not a row of a table: {error}"))
+                yield FoundValue(line, bad=BadLine(f"not a row of a table: {error}"))
                 continue
             if cells is None:
                 return
             if not any(cells):
                 continue
             if len(cells) != len(names):
-                yield Row(line, bad=BadLine(f"{len(cells)} fields, and the first line names {len(names)}"))
+                yield FoundValue(line, bad=BadLine(f"{len(cells)} fields, and the first line names {len(names)}"))
                 continue
-            yield Row(line, dict(zip(names, cells, strict=True)))
+            yield FoundValue(line, dict(zip(names, cells, strict=True)))
 
 
 def _utf8(line: bytes, *, path: Path, is_first: bool = False) -> str:

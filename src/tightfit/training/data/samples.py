@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightfit.training.data.best_fit import Rows, best_fit
+from tightfit.training.data.best_fit import PackedRows, best_fit
 from tightfit.training.data.store import TokenStore
 
 IGNORE_INDEX = -100
@@ -182,7 +182,7 @@ class BestFitSamples:
 
     store: TokenStore
     pieces: Pieces
-    packed: Rows
+    packed: PackedRows
     length: int
     pad_id: int
 

@@ -12,12 +12,12 @@ from typing import Any
 from tightfit.devices.present import Notice
 from tightfit.errors import ConfigError
 from tightfit.training.config.schema import DataConfig, ModelConfig, PretrainedModel
-from tightfit.training.data.cache import Entry, build, cached, tokens_folder
+from tightfit.training.data.cache import CacheEntry, build, cached, tokens_folder
 from tightfit.training.data.content_hash import hash_files
 from tightfit.training.data.corpus import Corpus, open_corpus
 from tightfit.training.data.store import TokenStore
 from tightfit.training.data.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer, train_tokenizer
-from tightfit.training.data.tokenizing import Reading, SampleTexts, Tokenizing
+from tightfit.training.data.tokenizing import CorpusReading, SampleTexts, Tokenizing
 from tightfit.training.data.unused import unused_files
 
 
@@ -36,7 +36,7 @@ def tokenized(config: DataConfig, model: ModelConfig, notice: Notice) -> Tokeniz
     `DataError` and `ConfigError`.
     """
     corpus = open_corpus(config.source, config.format)
-    reading = Reading(corpus, config.source, config.max_documents, config.bad_lines, config.max_bad_lines)
+    reading = CorpusReading(corpus, config.source, config.max_documents, config.bad_lines, config.max_bad_lines)
     tokenizer = _loaded_tokenizer(config, model)
     key = _key(config, corpus, tokenizer)
     entry = None if key is None else cached(key, notice)
@@ -49,7 +49,7 @@ def tokenized(config: DataConfig, model: ModelConfig, notice: Notice) -> Tokeniz
     return Tokenized(tokenizer or read_tokenizer(entry.tokenizer, str(tokens_folder())), entry.store)
 
 
-def _tell_of_skipped(entry: Entry, notice: Notice) -> None:
+def _tell_of_skipped(entry: CacheEntry, notice: Notice) -> None:
     skipped = entry.store.skipped_lines
     if skipped:
         lines = "1 bad line was skipped" if skipped == 1 else f"{skipped} bad lines were skipped, the first"

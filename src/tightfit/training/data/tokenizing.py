@@ -13,7 +13,7 @@ from tightfit.training.data.corpus import Corpus, read_records
 from tightfit.training.data.records import Completion, Conversation, Preference, Record, Text
 from tightfit.training.data.store import Kind
 from tightfit.training.data.tokenizer import TextTokenizer
-from tightfit.training.data.writing import Writer
+from tightfit.training.data.writing import TokenWriter
 
 # Records handed to the tokenizer at once: enough for its threads, few enough that their ids take little memory.
 ENCODED_AT_ONCE = 64
@@ -24,7 +24,7 @@ Item = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True)
-class Reading:
+class CorpusReading:
     """A corpus, and how it is read. `policy` and `ceiling` are `data.bad_lines` and `data.max_bad_lines`."""
 
     corpus: Corpus
@@ -43,7 +43,7 @@ class Reading:
 class SampleTexts(Iterable[str]):
     """The texts that a tokenizer is trained on, read anew each time: documents, or what is said in conversations."""
 
-    def __init__(self, reading: Reading):
+    def __init__(self, reading: CorpusReading):
         self.reading = reading
 
     def __iter__(self) -> Iterator[str]:
@@ -54,14 +54,14 @@ class SampleTexts(Iterable[str]):
 class Tokenizing:
     """Reads a source, tokenizes it and writes the items: what the cache is filled with."""
 
-    def __init__(self, reading: Reading, tokenizer: TextTokenizer):
+    def __init__(self, reading: CorpusReading, tokenizer: TextTokenizer):
         self._reading, self._tokenizer = reading, tokenizer
         self.kind: Kind = reading.corpus.kind
         self.dtype = tokenizer.dtype
         self.has_learnt = self.kind != "text"
         self.tokenizer: Mapping[str, str] = tokenizer.to_files()
 
-    def fill(self, writer: Writer) -> Tally:
+    def fill(self, writer: TokenWriter) -> Tally:
         """Write all items. Raises `DataError`."""
         tally = self._reading.tally()
         for batch in _batches(self._reading.records(tally)):

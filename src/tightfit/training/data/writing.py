@@ -15,7 +15,7 @@ TOKENS, OFFSETS, LEARNT = "tokens", "offsets", "learnt"
 _BUFFER_BYTES = 1 << 20
 
 
-class Writer(ABC):
+class TokenWriter(ABC):
     """Takes items and becomes a `TokenStore`. With `has_learnt`, every item has flags, else none."""
 
     def __init__(self, kind: Kind, dtype: np.dtype, *, has_learnt: bool):
@@ -53,7 +53,7 @@ class Writer(ABC):
     def _write(self, name: str, content: bytes) -> None: ...
 
 
-class MemoryWriter(Writer):
+class MemoryWriter(TokenWriter):
     """Into memory."""
 
     def __init__(self, kind: Kind, dtype: np.dtype, *, has_learnt: bool):
@@ -76,7 +76,7 @@ class MemoryWriter(Writer):
         )
 
 
-class FileWriter(Writer):
+class FileWriter(TokenWriter):
     """Into files of a folder, one for each array. Close it before the files are read: raises `OSError` where some of it
     did not reach the disk.
     """

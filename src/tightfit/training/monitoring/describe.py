@@ -8,7 +8,7 @@ from tightfit.memory.pool import PoolStatistics
 from tightfit.planner.records import TensorGroup
 from tightfit.planner.report.terminal import WIDTH, rendered, table_of
 from tightfit.planner.report.words import short
-from tightfit.training.monitoring.recorded import Failure, RecordedTraining
+from tightfit.training.monitoring.recorded import RecordedFailure, RecordedTraining
 from tightfit.units import format_bytes, format_count, format_seconds
 
 MODULES = 8  # named in a table
@@ -69,7 +69,7 @@ def place_in_words(record: RecordedTraining) -> str:
     return f"{record.traced.peak_phase}, {module}, {short(record.traced.peak_operator)}"
 
 
-def failure_line(failure: Failure) -> str:
+def failure_line(failure: RecordedFailure) -> str:
     where = ", ".join(part for part in (failure.phase, failure.module, failure.operator) if part)
     return f"Ended by {failure.kind} in {where or 'the script'}: {failure.message}"
 

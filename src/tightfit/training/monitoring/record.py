@@ -10,7 +10,7 @@ from tightfit.errors import InputError
 from tightfit.memory.failure import OutOfMemory
 from tightfit.memory.pool import PoolStatistics
 from tightfit.planner.records import StepFigures
-from tightfit.training.monitoring.recorded import Failure, RecordedTraining, Sample
+from tightfit.training.monitoring.recorded import RecordedFailure, RecordedTraining, Sample
 
 FORMAT = 2
 KIND = "tightfit memory record"
@@ -57,6 +57,6 @@ class Record(RecordedTraining):
         return describe_record(self)
 
 
-def _failure(raw: Mapping[str, Any]) -> Failure:
+def _failure(raw: Mapping[str, Any]) -> RecordedFailure:
     said = raw["out_of_memory"]
-    return Failure(**{**raw, "out_of_memory": None if said is None else OutOfMemory(**said)})
+    return RecordedFailure(**{**raw, "out_of_memory": None if said is None else OutOfMemory(**said)})

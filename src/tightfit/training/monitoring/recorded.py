@@ -23,7 +23,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RecordedFailure:
     """The exception that ended the monitored training."""
 
     kind: str
@@ -62,7 +62,7 @@ class RecordedTraining:
     device: str
     allocator: Mapping[str, int] | None
     samples: tuple[Sample, ...]
-    failure: Failure | None
+    failure: RecordedFailure | None
     pools: Mapping[str, PoolStatistics]
     script: str = ""
 

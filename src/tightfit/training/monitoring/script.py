@@ -28,7 +28,7 @@ class ScriptRun:
     error: BaseException | None
 
 
-class Prepared(NamedTuple):
+class PreparedScript(NamedTuple):
     """What `prepare` has found: tensors to count besides the model, and whether it runs compiled code, which a trace
     would run as eager code, in other bytes.
     """
@@ -42,7 +42,7 @@ def profile_script(
     arguments: Sequence[str] = (),
     *,
     traced_step: int | None = TRACED_STEP,
-    prepare: Callable[[nn.Module], Prepared] | None = None,
+    prepare: Callable[[nn.Module], PreparedScript] | None = None,
 ) -> ScriptRun:
     """Run a script as `python SCRIPT ARGUMENTS` would, in this process, and monitor its training.
 
@@ -88,7 +88,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 class Discovery:
     """Finds the model and the optimizers of a running script by PyTorch's global hooks, and adds them to a monitor."""
 
-    def __init__(self, watch: Monitor, prepare: Callable[[nn.Module], Prepared] | None = None):
+    def __init__(self, watch: Monitor, prepare: Callable[[nn.Module], PreparedScript] | None = None):
         self.watch = watch
         self.prepare = prepare
         self.depth = 0  # of module calls

@@ -25,10 +25,10 @@ from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.training.monitoring.real_run import RealRun, WatchedModules, bytes_by_module
 from tightfit.training.monitoring.record import Record
-from tightfit.training.monitoring.recorded import Failure, Sample
+from tightfit.training.monitoring.recorded import RecordedFailure, Sample
 from tightfit.training.monitoring.sampler import Sampler
 from tightfit.training.monitoring.stage import Stage
-from tightfit.training.monitoring.where import Place, place_of_error
+from tightfit.training.monitoring.where import PlaceInStep, place_of_error
 
 RECENT_STEPS = 101  # the time of a step is the median over the latest ones
 TRACED_STEP = 2  # in the first step the optimizer makes its states only at the end
@@ -80,7 +80,7 @@ class Monitor:
         self.traced_step = traced_step or 0
         self.trace: StepTrace | None = None
         self.steps = 0
-        self.failure: Failure | None = None
+        self.failure: RecordedFailure | None = None
         self.stage = Stage(
             self._phase_changes, self._inputs, self.add_optimizer_state, self._step_ends, has_optimizer=has_optimizer
         )
@@ -344,7 +344,7 @@ class Monitor:
             Category.OPTIMIZER_STATE: storage_bytes(t for o in self._optimizers for t in state_tensors(o)),
         }
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: Exception) -> RecordedFailure:
         out_of_memory = parse_out_of_memory(str(error))
         paths = {
             id(module): f"{prefix}{path}".rstrip(".")
@@ -352,12 +352,12 @@ class Monitor:
             for path, module in model.named_modules()
         }
         found = place_of_error(error, paths)
-        place = Place(found.phase or str(self.stage.phase), found.module)
+        place = PlaceInStep(found.phase or str(self.stage.phase), found.module)
         if self._run is not None and self._run.failed_at is not None:
             operator = self._run.operators[self._run.failed_at]
-            place = Place(str(operator.phase), operator.module or found.module, operator.name)
+            place = PlaceInStep(str(operator.phase), operator.module or found.module, operator.name)
         message = out_of_memory.message if out_of_memory else str(error)
-        return Failure(type(error).__name__, message, *place, out_of_memory)
+        return RecordedFailure(type(error).__name__, message, *place, out_of_memory)
 
     def _make_record(self) -> Record:
         traced = None if self.trace is None else step_figures(self.trace)

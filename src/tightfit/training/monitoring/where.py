@@ -9,7 +9,7 @@ from torch import nn
 from tightfit.memory.frames import Frame, phase_of
 
 
-class Place(NamedTuple):
+class PlaceInStep(NamedTuple):
     """Phase and module path; None if the traceback does not show them."""
 
     phase: str | None
@@ -17,7 +17,7 @@ class Place(NamedTuple):
     operator: str | None = None
 
 
-def place_of_error(error: BaseException, paths: Mapping[int, str] | None = None) -> Place:
+def place_of_error(error: BaseException, paths: Mapping[int, str] | None = None) -> PlaceInStep:
     """Phase and innermost module on an exception's traceback.
 
     `paths` maps ids of modules to paths. Without it, paths start at the outermost module on the traceback.
@@ -31,4 +31,4 @@ def place_of_error(error: BaseException, paths: Mapping[int, str] | None = None)
     if not called and phase == "forward":  # no module was running: the loop's own line
         phase = None
     known = [paths[id(module)] for module in called if id(module) in paths]
-    return Place(phase, known[-1] if known else None)
+    return PlaceInStep(phase, known[-1] if known else None)

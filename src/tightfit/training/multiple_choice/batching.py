@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tightfit.errors import CannotFit
-from tightfit.training.multiple_choice.likelihood import Row
+from tightfit.training.multiple_choice.likelihood import ScoredRow
 from tightfit.units import format_bytes
 
-Batch = tuple[Row, ...]
-Predict = Callable[[Sequence[Row]], int]  # the peak of one batch in bytes, by a dry run
+Batch = tuple[ScoredRow, ...]
+Predict = Callable[[Sequence[ScoredRow]], int]  # the peak of one batch in bytes, by a dry run
 
 BATCH_SIZE = 8  # rows, where neither a budget nor a size is given
 MOST_ROWS = 256  # of a batch: more of them only wait for each other
@@ -28,13 +28,13 @@ class Batching:
 
 
 def batched(
-    rows: Sequence[Row], predict: Predict, *, budget_bytes: int | None = None, batch_size: int | None = None
+    rows: Sequence[ScoredRow], predict: Predict, *, budget_bytes: int | None = None, batch_size: int | None = None
 ) -> Batching:
     """The rows, longest first, in batches of `batch_size`, or as large as the budget allows.
 
     Raises `CannotFit` where a batch exceeds the budget: one of the given size, or one row alone.
     """
-    prices = _Prices(predict)
+    prices = _PredictedPeaks(predict)
     if batch_size is not None or budget_bytes is None:
         found = prices.of(equal(rows, batch_size or BATCH_SIZE))
         if budget_bytes is not None and found.predicted_peak_bytes > budget_bytes:
@@ -50,11 +50,11 @@ def batched(
         tokens -= max(len(rows[0].ids), tokens // 8)
 
 
-def equal(rows: Sequence[Row], size: int) -> list[Batch]:
+def equal(rows: Sequence[ScoredRow], size: int) -> list[Batch]:
     return [tuple(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def by_tokens(rows: Sequence[Row], tokens: int) -> list[Batch]:
+def by_tokens(rows: Sequence[ScoredRow], tokens: int) -> list[Batch]:
     """Batches of at most so many tokens, padding included; a row that is longer has a batch of its own."""
     batches: list[Batch] = []
     first = 0
@@ -80,7 +80,7 @@ def _shape(batch: Batch) -> tuple[int, int, int]:
     return len(batch), max(len(row.ids) for row in batch), sum(row.counted for row in batch)
 
 
-def _tokens_within(rows: Sequence[Row], prices: "_Prices", budget_bytes: int) -> int:
+def _tokens_within(rows: Sequence[ScoredRow], prices: "_PredictedPeaks", budget_bytes: int) -> int:
     """The tokens of the largest batch that fits, among those that begin with the longest row.
 
     The peak is nearly a line over the rows. Each dry run gives a point on it, and the next guess lies on the line.
@@ -121,7 +121,7 @@ def _refuse(peak_bytes: int, budget_bytes: int, batch_size: int | None) -> None:
     )
 
 
-class _Prices:
+class _PredictedPeaks:
     """Peaks that were predicted, each once."""
 
     def __init__(self, predict: Predict):

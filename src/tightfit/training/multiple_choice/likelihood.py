@@ -19,7 +19,7 @@ from tightfit.models.mode import evaluating
 from tightfit.planner.levers.head import find_head
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.step import trace_inference
-from tightfit.training.multiple_choice.prompts import Request
+from tightfit.training.multiple_choice.prompts import ScoredChoice
 
 
 class Target(NamedTuple):
@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredRow:
     """What the model reads once: choices of one token (letters) after the same context share a row."""
 
     ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Row:
         return sum(len(target.tokens) for target in self.targets)
 
 
-def rows_of(requests: Sequence[Request], limit: int | None) -> tuple[list[Row], int]:
+def rows_of(requests: Sequence[ScoredChoice], limit: int | None) -> tuple[list[ScoredRow], int]:
     """The rows that answer all requests, longest first, and how many contexts were cut.
 
     A row holds all but the last token, whose own logits nobody asks for. What exceeds `limit` positions is cut from the
@@ -63,11 +63,11 @@ def rows_of(requests: Sequence[Request], limit: int | None) -> tuple[list[Row], 
             cut += 1
         first = len(read) - len(request.continuation)
         targets.setdefault(read, []).append(Target(number, max(first, 0), request.continuation))
-    rows = [Row(ids, tuple(asked)) for ids, asked in targets.items()]
+    rows = [ScoredRow(ids, tuple(asked)) for ids, asked in targets.items()]
     return sorted(rows, key=lambda row: -len(row.ids)), cut
 
 
-def batch_of(rows: Sequence[Row], padding: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def batch_of(rows: Sequence[ScoredRow], padding: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """`input_ids` (B, T) padded on the right; `places` (n,) of the logits that count in (B * T, V); `targets` (n,), the
     token that each of them is asked about. All int64.
     """

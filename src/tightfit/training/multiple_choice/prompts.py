@@ -9,7 +9,7 @@ import re
 from typing import Literal, NamedTuple, Protocol
 
 from tightfit.errors import DataError, InputError
-from tightfit.training.multiple_choice.questions import LETTERS, Question, Subject
+from tightfit.training.multiple_choice.questions import LETTERS, ChoiceQuestion, QuestionFile
 
 Prompt = Literal["auto", "letters", "text"]
 PROMPTS: tuple[Prompt, ...] = ("auto", "letters", "text")
@@ -25,7 +25,7 @@ class Codec(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-class Request(NamedTuple):
+class ScoredChoice(NamedTuple):
     """One choice: the log-likelihood of `continuation` after `context` is asked for, both token ids. `characters` is
     the length of the choice's text, by which the score is normalised.
     """
@@ -35,21 +35,21 @@ class Request(NamedTuple):
     characters: int
 
 
-def is_lettered(subject: Subject, prompt: Prompt) -> bool:
+def is_lettered(subject: QuestionFile, prompt: Prompt) -> bool:
     """Whether the choices stand in the context as a list. Raises `InputError` for a prompt that is unknown."""
     if prompt not in PROMPTS:
         raise InputError(f"prompt {prompt!r} is unknown: use {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}")
     return subject.lettered if prompt == "auto" else prompt == "letters"
 
 
-def requests_of(question: Question, codec: Codec, *, lettered: bool) -> list[Request]:
+def requests_of(question: ChoiceQuestion, codec: Codec, *, lettered: bool) -> list[ScoredChoice]:
     """One request for each choice. Raises `DataError`."""
     context = lettered_context(question) if lettered else question.text
     answers = LETTERS[: len(question.choices)] if lettered else question.choices
-    return [Request(*encode_pair(codec, context, f" {a}", question.place), len(a)) for a in answers]
+    return [ScoredChoice(*encode_pair(codec, context, f" {a}", question.place), len(a)) for a in answers]
 
 
-def lettered_context(question: Question) -> str:
+def lettered_context(question: ChoiceQuestion) -> str:
     """The prompt of C-Eval and MMLU: the question, a line for each choice, and the word before the answer."""
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, question.choices, strict=False)]
     ending = "答案：" if _CHINESE.search(question.text) else "Answer:"

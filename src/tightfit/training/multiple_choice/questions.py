@@ -19,7 +19,7 @@ WANTED = 'write {"question": "...", "choices": ["...", "..."], "answer": 0} on e
 
 
 @dataclass(frozen=True)
-class Question:
+class ChoiceQuestion:
     """`answer` is the index of the right choice; `place` says where the question was read."""
 
     text: str
@@ -29,17 +29,17 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Subject:
+class QuestionFile:
     """The questions of one file. `lettered` ones are asked with their choices listed as A, B, C, ... (the prompt of
     C-Eval and MMLU), the others with the text of each choice as the continuation.
     """
 
     name: str
-    questions: tuple[Question, ...]
+    questions: tuple[ChoiceQuestion, ...]
     lettered: bool
 
 
-def read_subjects(path: str | Path) -> list[Subject]:
+def read_subjects(path: str | Path) -> list[QuestionFile]:
     """The subjects of a file, or of every file in a folder, by name. Raises `DataError` with file and line.
 
     `.jsonl` and `.ndjson` hold one `{"question", "choices", "answer"}` a line. `.csv` is C-Eval's layout if its first
@@ -56,7 +56,7 @@ def read_subjects(path: str | Path) -> list[Subject]:
     return [read_subject(file) for file in files]
 
 
-def read_subject(path: Path) -> Subject:
+def read_subject(path: Path) -> QuestionFile:
     """The questions of one file. Raises `DataError`."""
     is_json = path.suffix.lower() in JSON_LINES
     if not is_json and path.suffix.lower() not in CSV:
@@ -65,7 +65,7 @@ def read_subject(path: Path) -> Subject:
     questions = tuple(_of_json_lines(text, path) if is_json else _of_csv(text, path))
     if not questions:
         raise DataError(f"{path}: holds no question: {WANTED if is_json else 'give one question a row'}")
-    return Subject(subject_name(path), questions, lettered=not is_json)
+    return QuestionFile(subject_name(path), questions, lettered=not is_json)
 
 
 def subject_name(path: Path) -> str:
@@ -74,15 +74,15 @@ def subject_name(path: Path) -> str:
     return path.stem.removesuffix(split) or path.stem
 
 
-def subject_of(records: Sequence[Mapping[str, Any]], name: str = "questions") -> Subject:
+def subject_of(records: Sequence[Mapping[str, Any]], name: str = "questions") -> QuestionFile:
     """Questions given in Python, as mappings of the keys that a line of JSON has. Raises `DataError`."""
     made = [_question(record, f"question {number}") for number, record in enumerate(records, start=1)]
     if not made:
         raise DataError("score_choices: no question was given: give at least one")
-    return Subject(name, tuple(made), lettered=False)
+    return QuestionFile(name, tuple(made), lettered=False)
 
 
-def _of_json_lines(text: str, path: Path) -> Iterator[Question]:
+def _of_json_lines(text: str, path: Path) -> Iterator[ChoiceQuestion]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -96,7 +96,7 @@ def _of_json_lines(text: str, path: Path) -> Iterator[Question]:
         yield _question(record, place)
 
 
-def _question(record: Any, place: str) -> Question:
+def _question(record: Any, place: str) -> ChoiceQuestion:
     """A question from a mapping, every part of it checked."""
     if not isinstance(record, Mapping):
         raise DataError(f"{place}: is {_kind(record)}, wanted an object: {WANTED}")
@@ -110,7 +110,7 @@ def _question(record: Any, place: str) -> Question:
     return _checked(_text(record["question"], place, "'question'"), texts, record["answer"], place, letter_first=False)
 
 
-def _of_csv(text: str, path: Path) -> Iterator[Question]:
+def _of_csv(text: str, path: Path) -> Iterator[ChoiceQuestion]:
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: list[str] | None = None
     width = 0
@@ -144,19 +144,19 @@ def _header(row: Sequence[str], place: str) -> list[str]:
     return names
 
 
-def _named_row(row: Sequence[str], columns: Sequence[str], place: str) -> Question:
+def _named_row(row: Sequence[str], columns: Sequence[str], place: str) -> ChoiceQuestion:
     cells = dict(zip(columns, row, strict=True))
     texts = tuple(cells[name] for name in columns if name and name in LETTERS)
     return _checked(cells["question"], texts, cells["answer"], place, letter_first=True)
 
 
-def _mmlu_row(row: Sequence[str], place: str) -> Question:
+def _mmlu_row(row: Sequence[str], place: str) -> ChoiceQuestion:
     if len(row) < 4:
         raise DataError(f"{place}: has {len(row)} columns: wanted question, at least two choices, letter of the answer")
     return _checked(row[0], tuple(row[1:-1]), row[-1], place, letter_first=True)
 
 
-def _checked(text: str, choices: tuple[str, ...], answer: Any, place: str, *, letter_first: bool) -> Question:
+def _checked(text: str, choices: tuple[str, ...], answer: Any, place: str, *, letter_first: bool) -> ChoiceQuestion:
     text, choices = text.strip(), tuple(choice.strip() for choice in choices)
     if not text:
         raise DataError(f"{place}: the question is empty: write one, or remove the line")
@@ -167,7 +167,7 @@ def _checked(text: str, choices: tuple[str, ...], answer: Any, place: str, *, le
             raise DataError(f"{place}: choice {number} is empty: write its text, or leave it out")
     for part in (text, *choices):
         _demand_whole(part, place)
-    return Question(text, choices, _answer(answer, choices, place, letter_first=letter_first), place)
+    return ChoiceQuestion(text, choices, _answer(answer, choices, place, letter_first=letter_first), place)
 
 
 def _answer(answer: Any, choices: tuple[str, ...], place: str, *, letter_first: bool) -> int:

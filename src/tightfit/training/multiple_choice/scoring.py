@@ -17,9 +17,9 @@ from tightfit.models.loading import position_limit
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.step import plain_tensors, trace_inference
 from tightfit.training.multiple_choice.batching import Batching, batched
-from tightfit.training.multiple_choice.likelihood import Row, batch_of, log_likelihoods, reading, rows_of
-from tightfit.training.multiple_choice.prompts import Codec, Prompt, Request, is_lettered, requests_of
-from tightfit.training.multiple_choice.questions import Subject, read_subjects, subject_of
+from tightfit.training.multiple_choice.likelihood import ScoredRow, batch_of, log_likelihoods, reading, rows_of
+from tightfit.training.multiple_choice.prompts import Codec, Prompt, ScoredChoice, is_lettered, requests_of
+from tightfit.training.multiple_choice.questions import QuestionFile, read_subjects, subject_of
 from tightfit.training.run_folders.loading import load_run
 from tightfit.units import parse_budget
 
@@ -143,7 +143,7 @@ class _Evaluation:
         self.role = cuda_role(self.device)
 
     def run(
-        self, subjects: Sequence[Subject], prompt: Prompt, budget: int | str | None, batch_size: int | None
+        self, subjects: Sequence[QuestionFile], prompt: Prompt, budget: int | str | None, batch_size: int | None
     ) -> ChoiceScores:
         began = time.perf_counter()
         asked = [
@@ -177,7 +177,7 @@ class _Evaluation:
             answered=tuple(answered),
         )
 
-    def predict(self, rows: Sequence[Row]) -> int:
+    def predict(self, rows: Sequence[ScoredRow]) -> int:
         batch = batch_of(rows, self.tokenizer.end_of_text)
         return trace_inference(self.model, batch, log_likelihoods, role=self.role).peak_bytes
 
@@ -205,7 +205,9 @@ def _calling(model: nn.Module, batch: dict[str, Tensor], found: list[Tensor]) ->
     return lambda: found.append(log_likelihoods(model, batch))
 
 
-def _answered(subject: str, place: str, answer: int, scores: Sequence[float], requests: Sequence[Request]) -> Answered:
+def _answered(
+    subject: str, place: str, answer: int, scores: Sequence[float], requests: Sequence[ScoredChoice]
+) -> Answered:
     each = [score / request.characters for score, request in zip(scores, requests, strict=True)]
     return Answered(subject, place, answer, _largest(scores), _largest(each), tuple(scores))
 

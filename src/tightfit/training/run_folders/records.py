@@ -18,7 +18,7 @@ MARKS = (RESULT, METRICS, PLAN, LOCK)  # any of which makes a folder a run's
 _TOKENIZER = "tokenizer.json"
 
 
-class State(enum.StrEnum):
+class RunState(enum.StrEnum):
     """What became of a run. A killed one has no result, and nobody writes there."""
 
     RUNNING = "running"
@@ -38,7 +38,7 @@ class RunRecord:
 
     name: str
     path: str
-    state: State
+    state: RunState
     holder: str | None
     steps: int
     max_steps: int | None
@@ -75,7 +75,7 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
-class Curve:
+class RunCurve:
     """Losses over the steps that metrics.jsonl has a line of; validation losses where there are some."""
 
     name: str
@@ -144,15 +144,15 @@ def checkpoints_of(folder: str | Path, *, verify: bool = False) -> list[Checkpoi
     return [_checkpoint(entry, verify) for entry in find.listed(Path(folder) / CHECKPOINTS)]
 
 
-def curve_of(run: RunRecord) -> tuple[Curve, tuple[str, ...]]:
+def curve_of(run: RunRecord) -> tuple[RunCurve, tuple[str, ...]]:
     """The losses of a run, and what is wrong with the file that has them."""
     problems = Problems()
     lines = metrics(Path(run.path), problems)
     losses = tuple(_points(lines, "loss"))
     validation = tuple(_points(lines, "validation_loss"))
-    if run.validation_loss is not None and run.state is not State.RUNNING and run.steps not in dict(validation):
+    if run.validation_loss is not None and run.state is not RunState.RUNNING and run.steps not in dict(validation):
         validation = (*validation, (run.steps, run.validation_loss))
-    return Curve(run.name, losses, validation), tuple(problems.lines)
+    return RunCurve(run.name, losses, validation), tuple(problems.lines)
 
 
 def config_of(run: RunRecord) -> dict[str, Any]:
@@ -185,15 +185,15 @@ def _runs(root: Path, depth: int, seen: set[Path]) -> Iterator[Path]:
         yield from _runs(path, depth - 1, seen)
 
 
-def _state(held: str | None, result: Mapping[str, Any]) -> State:
+def _state(held: str | None, result: Mapping[str, Any]) -> RunState:
     if held is not None:
-        return State.RUNNING
+        return RunState.RUNNING
     if count(result, "steps") is None:
-        return State.KILLED
-    return State.INTERRUPTED if result.get("interrupted") else State.FINISHED
+        return RunState.KILLED
+    return RunState.INTERRUPTED if result.get("interrupted") else RunState.FINISHED
 
 
-def _checkpoint(entry: find.Entry, verify: bool) -> CheckpointRecord:
+def _checkpoint(entry: find.ListedCheckpoint, verify: bool) -> CheckpointRecord:
     found, problem = entry.checkpoint, entry.problem
     if found is not None and verify:
         try:

@@ -15,7 +15,7 @@ TOLERANCE = 0.01  # of a group of heads, so that 0.3333 is a third
 
 
 @dataclass(frozen=True)
-class Family:
+class ExpertFamily:
     """The key of a configuration that says the width of the experts; None where there are none."""
 
     expert_ffn: str | None = None
@@ -23,12 +23,12 @@ class Family:
 
 # By `model_type`. Their layers compute what `slicing.LAYER` says of their weights, and nothing else has a width.
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "mixtral": Family(expert_ffn="intermediate_size"),
-    "qwen3_moe": Family(expert_ffn="moe_intermediate_size"),
+    "llama": ExpertFamily(),
+    "mistral": ExpertFamily(),
+    "qwen2": ExpertFamily(),
+    "qwen3": ExpertFamily(),
+    "mixtral": ExpertFamily(expert_ffn="intermediate_size"),
+    "qwen3_moe": ExpertFamily(expert_ffn="moe_intermediate_size"),
 }
 
 

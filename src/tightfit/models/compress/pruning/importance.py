@@ -16,7 +16,7 @@ from tightfit.models.compress.pruning.slicing import (
     WRITERS,
     Axis,
     Kept,
-    Part,
+    WeightAxes,
     part_of,
     parts,
     reduced,
@@ -84,7 +84,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 def _by_norm(model: nn.Module, anatomy: Anatomy) -> Scores:
     """Sums of squares of all weights of a part; of a layer, those of what it adds to the hidden states."""
 
-    def squares() -> Iterator[tuple[Part, Tensor]]:
+    def squares() -> Iterator[tuple[WeightAxes, Tensor]]:
         for _, part, weight in parts(model):
             yield part, weight.float().square()
 
@@ -139,7 +139,7 @@ def _by_gradient(model: nn.Module, anatomy: Anatomy, rows: Rows) -> Scores:
     return Scores(layers, ffn, groups, width, _energy(statistics_of(model, rows)))
 
 
-def _first_order(model: nn.Module) -> Iterator[tuple[Part, Tensor]]:
+def _first_order(model: nn.Module) -> Iterator[tuple[WeightAxes, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             yield part_of(name), parameter.detach().float() * parameter.grad.float()
@@ -148,7 +148,7 @@ def _first_order(model: nn.Module) -> Iterator[tuple[Part, Tensor]]:
 Sums = tuple[Tensor, dict[int, Tensor], dict[int, Tensor], Tensor]
 
 
-def _summed(values: Callable[[], Iterator[tuple[Part, Tensor]]], anatomy: Anatomy, *, of_outputs: bool) -> Sums:
+def _summed(values: Callable[[], Iterator[tuple[WeightAxes, Tensor]]], anatomy: Anatomy, *, of_outputs: bool) -> Sums:
     """Sums over the numbers that belong to each layer, channel, group of heads and hidden channel.
 
     With `of_outputs` a part's numbers are only those by which it writes; without it, all its weights.

@@ -64,7 +64,7 @@ WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight", EXPERTS_OUT)
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightAxes:
     """A weight: its layer's number (None outside of layers), its name there, and what its axes are."""
 
     layer: int | None
@@ -72,17 +72,17 @@ class Part:
     axes: tuple[Axis, ...]
 
 
-def part_of(name: str) -> Part:
+def part_of(name: str) -> WeightAxes:
     """Raises `ModelError` for a weight that cannot be sliced."""
     found = _IN_LAYER.fullmatch(name)
     layer, inner = (int(found[1]), found[2]) if found else (None, name)
     axes = (TOP if layer is None else LAYER).get(inner)
     if axes is None:
         raise ModelError(f"the weight {name} cannot be sliced: it is none that a pruned model of this type has")
-    return Part(layer, inner, axes)
+    return WeightAxes(layer, inner, axes)
 
 
-def parts(model: nn.Module) -> Iterator[tuple[str, Part, Tensor]]:
+def parts(model: nn.Module) -> Iterator[tuple[str, WeightAxes, Tensor]]:
     """Every weight, a tied one once. Raises `ModelError` for one that cannot be sliced."""
     for name, parameter in model.named_parameters():
         yield name, part_of(name), parameter.detach()
@@ -121,7 +121,7 @@ def sliced(model: Any, anatomy: Anatomy, removal: Removal, kept: Kept) -> nn.Mod
     return made.train(model.training)
 
 
-def cut(weight: Tensor, part: Part, anatomy: Anatomy, kept: Kept) -> Tensor:
+def cut(weight: Tensor, part: WeightAxes, anatomy: Anatomy, kept: Kept) -> Tensor:
     """What stays of a weight."""
     for dim, axis in enumerate(part.axes):
         if axis is Axis.WIDTH:
@@ -151,7 +151,7 @@ def spread(groups: Tensor, size: int) -> Tensor:
     return (groups[:, None] * size + torch.arange(size)).flatten()
 
 
-def reduced(values: Tensor, part: Part, axis: Axis, anatomy: Anatomy) -> Tensor:
+def reduced(values: Tensor, part: WeightAxes, axis: Axis, anatomy: Anatomy) -> Tensor:
     """The sums of values over all that belongs to the same part of one kind: (channels,), (groups,) for `KEYS`, or
     (experts, channels).
     """

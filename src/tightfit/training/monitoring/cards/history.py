@@ -18,7 +18,7 @@ _USED = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 
 @dataclass(frozen=True)
-class Block:
+class UsedMemory:
     """Memory that was in use: its place, its bytes, its number among the allocations of the process (0: older than the
     history), the calls that asked for it (innermost first), and the module that ran.
     """
@@ -35,7 +35,7 @@ class History:
     """The events of one card, numbered by the allocations of the process: `last` is the number of the last one."""
 
     events: Sequence[Mapping[str, Any]]
-    final: Sequence[Block]
+    final: Sequence[UsedMemory]
     last: int
     _before: list[int] = field(default_factory=list)  # allocations up to and with each event
 
@@ -43,7 +43,7 @@ class History:
     def of(cls, snapshot: Mapping[str, Any], card: int, last: int) -> "History":
         events = [e for e in snapshot["device_traces"][card] if e["action"] in ("alloc", "free_completed")]
         blocks = [
-            Block(block["address"], block.get("requested_size", block["size"]), 0, block.get("frames") or ())
+            UsedMemory(block["address"], block.get("requested_size", block["size"]), 0, block.get("frames") or ())
             for segment in snapshot["segments"]
             if segment["device"] == card
             for block in segment["blocks"]
@@ -77,7 +77,7 @@ class History:
                 best[at], found[at] = level, index
         return found
 
-    def in_use(self, at: int) -> list[Block]:
+    def in_use(self, at: int) -> list[UsedMemory]:
         """The blocks in use after an event."""
         live = {block.address: block for block in self.final}
         number = self.last
@@ -87,7 +87,7 @@ class History:
                 live.pop(event["addr"], None)
                 number -= 1
             else:
-                live[event["addr"]] = Block(event["addr"], event["size"])
+                live[event["addr"]] = UsedMemory(event["addr"], event["size"])
         wanted = set(live)
         for index in range(at, -1, -1):  # their own allocations are the last ones of their addresses
             event = self.events[index]
@@ -96,7 +96,9 @@ class History:
             if event["addr"] in wanted:
                 wanted.discard(event["addr"])
                 module = str(event.get("user_metadata") or "")
-                live[event["addr"]] = Block(event["addr"], event["size"], number, event.get("frames") or (), module)
+                live[event["addr"]] = UsedMemory(
+                    event["addr"], event["size"], number, event.get("frames") or (), module
+                )
             number -= 1
         return list(live.values())
 

@@ -29,7 +29,7 @@ from tightfit.optim.by_name import state_tensors
 from tightfit.runtime.internals import current_node
 from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.record import Category, Phase
-from tightfit.training.monitoring.cards.history import Block, History, place_of
+from tightfit.training.monitoring.cards.history import History, UsedMemory, place_of
 from tightfit.training.monitoring.cards.records import RankOfRun, ReadValue, RefusedBytes, RunSettings, StepOfRun
 from tightfit.training.monitoring.script import Discovery
 from tightfit.training.monitoring.stage import Stage
@@ -376,7 +376,7 @@ class Watched:
         return self.refused
 
     def _shares(
-        self, card: int, blocks: Sequence[Block], peak: int
+        self, card: int, blocks: Sequence[UsedMemory], peak: int
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """The bytes in use at the peak by category, by module and by the user's line. Each adds up to the peak."""
         held: dict[int, Category] = {}
@@ -396,7 +396,7 @@ class Watched:
         by_category, by_module, by_line = (dict(sorted(f.items(), key=lambda item: -item[1])) for f in found)
         return by_category, by_module, by_line
 
-    def _category(self, card: int, block: Block, held: Mapping[int, Category]) -> str:
+    def _category(self, card: int, block: UsedMemory, held: Mapping[int, Category]) -> str:
         if block.address in held:
             return str(held[block.address])
         labels = self.labels.get(card, {}).get(block.address, ())
