@@ -56,7 +56,7 @@ def optimizer_in_words(name: str, step_in_backward: bool) -> str:
 
 
 def parse_optimizer(text: str) -> OptimizerName:
-    """What a name such as `adamw` or `offloaded_adamw:0.5` means. Raises `ValueError` with one clear line."""
+    """Parse a name such as `adamw` or `offloaded_adamw:0.5`. Raises `ValueError` with one clear line."""
     kind, colon, share = text.partition(":")
     if kind not in OPTIMIZERS:
         near = difflib.get_close_matches(kind, OPTIMIZERS, n=1)
@@ -103,7 +103,7 @@ KEYS = (
 
 
 def parse_allocator(text: str) -> str:
-    """What a setting means in PyTorch's words: `expandable_segments`, or `key:value` with commas between.
+    """An allocator's setting in PyTorch's words: `expandable_segments`, or `key:value` with commas between.
 
     Raises `ValueError` with one clear line where a key is not one; what the values may be, PyTorch says.
     """

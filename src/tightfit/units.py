@@ -62,7 +62,7 @@ def check_budget(text: int | str) -> None:
 
 
 def is_share_of(budget: int | str, unit: Literal["%", "x"]) -> bool:
-    """Whether a budget is written as per cent of the device (`"%"`) or as a share of the plain peak (`"x"`)."""
+    """True if a budget is written as per cent of the device (`"%"`) or as a share of the plain peak (`"x"`)."""
     return isinstance(budget, str) and budget.strip().lower().endswith(unit)
 
 

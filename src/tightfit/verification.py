@@ -281,7 +281,7 @@ def _largest_of_parts(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are equal with NaN in the same places. `torch.equal` denies that NaN equals NaN."""
+    """True if two tensors are equal with NaN in the same places. `torch.equal` denies that NaN equals NaN."""
     infinite = {"posinf": math.inf, "neginf": -math.inf}
     numbers = [t.nan_to_num(**infinite) if t.is_floating_point() else t for t in (left, right)]
     return torch.equal(left.isnan(), right.isnan()) and torch.equal(*numbers)

@@ -7,7 +7,7 @@ UNKNOWN = "0+unknown"  # of sources that are on the path and were never installe
 
 @functools.cache
 def package_version() -> str:
-    """What the installed package says of itself. Asked when needed: `importlib.metadata` is slow."""
+    """The version of the installed package. It is read when needed: `importlib.metadata` is slow."""
     from importlib import metadata
 
     try:

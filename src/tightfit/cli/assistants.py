@@ -93,7 +93,7 @@ class Tools:
         self.seconds = seconds
 
     def fit(self, model: str, device: str, seq_len: int = 2048, batch_size: int = 1) -> str:
-        """What of a model can be trained on a card: full weights, LoRA, optimizers, best first, with memory and speed.
+        """List how a model can be trained on a card: full weights, LoRA, optimizers, best first, with memory and speed.
 
         model: a published name such as llama-3.1-8b or "Qwen 2.5 7B", or the text of a Hugging Face config.json.
         device: a card such as rtx3060-12, "RTX 4090", t4, h100; "rtx3080,memory=20GiB" for other memory.
@@ -149,7 +149,7 @@ class Tools:
         return self._run([command, f"--model={name}", *asked], files)
 
     def _run(self, arguments: list[str], files: dict[str, str], text: str = "") -> str:
-        """What the command prints. Raises `TightfitError` with its one line."""
+        """The text that the command prints. Raises `TightfitError` with its one line."""
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 Path(folder, name).write_text(content, "utf-8")
@@ -170,7 +170,7 @@ class Tools:
 
 
 def _model(model: str) -> tuple[str, dict[str, str]]:
-    """What `--model` gets, and the files that it names. Raises `InputError` for paths, modules and repositories."""
+    """The value of `--model`, and the files that it names. Raises `InputError` for paths, modules and repositories."""
     from tightfit.models.decoder_config import PRESETS
     from tightfit.models.published import find_published
 

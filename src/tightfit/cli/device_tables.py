@@ -113,7 +113,7 @@ def _streams(spec: DeviceSpec) -> Table:
 
 
 def _overheads(spec: DeviceSpec) -> list[str]:
-    """What is the same for every operator, and what only one kind of device has."""
+    """The costs that are the same for every operator, and those that only one kind of device has."""
     lines = []
     if spec.kind == "cpu":
         lines.append(f"PyTorch's own time for each operator: {format_seconds(spec.framework_seconds)}.")

@@ -85,7 +85,7 @@ def described(result: "DistilResult", reporter: "ProgressReporter") -> str:
 
 
 def store_lines(store: "StoreFigures") -> list[str]:
-    """What is in a store, and what writing it took."""
+    """The contents of a store, and the time and memory that writing it took."""
     from tightfit.units import format_bytes, format_seconds
 
     lines = [

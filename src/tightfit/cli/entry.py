@@ -8,7 +8,7 @@ from tightfit.cli.ending import INTERRUPTED, cancel_compilations
 
 
 def command() -> None:
-    """What a shell runs: `main`, and the end of the process."""
+    """The command that a shell runs: `main`, and the end of the process."""
     try:
         main()
     except SystemExit as ended:

@@ -17,7 +17,7 @@ GGUF: dict[str, "Weights"] = {"gguf_f16": "f16", "gguf_bf16": "bf16", "gguf_q8_0
 
 
 class To(StrEnum):
-    """What `export` writes."""
+    """The formats that `export` writes."""
 
     TRANSFORMERS = "transformers"
     DECODER = "decoder"

@@ -51,8 +51,8 @@ def generate(
 
 
 def loaded(run: Path, device: str) -> "tuple[nn.Module, TextTokenizer]":
-    """What a run has trained so far, on a device. Where its weights are those of a checkpoint, a line on stderr says of
-    which.
+    """The model that a run has trained so far, on a device. Where its weights are those of a checkpoint, a line on
+    stderr says of which.
     """
     from tightfit.devices.present import torch_device
     from tightfit.training.run_folders.loading import load_run

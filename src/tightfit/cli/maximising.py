@@ -24,7 +24,9 @@ Levers = str | Sequence[str] | frozenset[str] | None
 
 @dataclass(frozen=True)
 class MaximisedValue:
-    """What can be maximised for one question: how a value is put in, which values there are, and up to where."""
+    """A value that can be maximised for one question: how a value is put in, which values there are, and up to
+    where.
+    """
 
     put: Callable[[int], Question]
     multiple_of: int

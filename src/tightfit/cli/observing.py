@@ -160,7 +160,9 @@ def run(
 
 
 def _remedies(message: str) -> str:
-    """What the doctor says of an error of which the text alone is known. Where the memory was is said already."""
+    """The doctor's remedies for an error of which only the text is known. The text has already told where the memory
+    was.
+    """
     from tightfit.recipes.doctor.describe import describe_diagnosis
     from tightfit.recipes.doctor.diagnosing import diagnose
     from tightfit.recipes.doctor.reading import read_text

@@ -175,7 +175,7 @@ def _made(factory: Callable[[], nn.Module], dry: bool) -> nn.Module:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a folder holds a decoder that was trained here, or adapters."""
+    """True if a folder holds a decoder that was trained here, or adapters."""
     if (path / ADAPTER_CONFIG).is_file():
         return True
     config = path / CONFIG_FILE
@@ -189,7 +189,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _called(source: str, dry: bool, held: HeldAs) -> Built:
-    """What the user's function returns: a module, or a module and a batch."""
+    """The result of the user's function: a module, or a module and a batch."""
     function = _imported(source)
     kept: list[Any] = []
 

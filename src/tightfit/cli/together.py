@@ -22,7 +22,7 @@ def ranks_started() -> int:
 
 
 def is_silent() -> bool:
-    """Whether another process speaks for this one."""
+    """True if another process speaks for this one."""
     found = launched()
     return found is not None and found.rank > 0
 

@@ -81,7 +81,7 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int, resuming: st
 
 
 def stopped(result: "TrainResult", resuming: str) -> tuple[str, ...]:
-    """What is left of a training that a signal has ended."""
+    """The message about a training that a signal has ended."""
     if not result.interrupted:
         return ()
     of = "" if result.max_steps is None else f" of {result.max_steps}"

@@ -1,4 +1,4 @@
-"""What a long answer is at, on stderr: one line that changes on a terminal, and a line now and then elsewhere.
+"""The progress of a long answer, on stderr: one line that changes on a terminal, and a line now and then elsewhere.
 
 A timer's signal writes it, so it goes on in the middle of a long dry run. A thread would do so too, but a process with
 threads cannot be forked, and `fit` shares its recipes among forks.

@@ -137,7 +137,7 @@ def base_name(name: str) -> str:
 
 
 def is_in_place(name: str) -> bool:
-    """Whether the operator writes into its first argument."""
+    """True if the operator writes into its first argument."""
     return "." in name and name.split(".")[1].endswith("_")
 
 

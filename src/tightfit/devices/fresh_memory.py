@@ -31,7 +31,7 @@ def fresh_memory(sizes: Sequence[int] = SIZES) -> tuple[int | None, float]:
 
 
 def _faults(size: int) -> bool:
-    """Whether most pages of a buffer fault although buffers of the same size were freed just before."""
+    """True if most pages of a buffer fault although buffers of the same size were freed just before."""
     import resource
 
     _fill(size)  # lets glibc raise its threshold to this size

@@ -65,7 +65,7 @@ def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
 
 
 def is_null_card(kind: Kind) -> bool:
-    """Whether the present card computes nothing, so that there is nothing to measure."""
+    """True if the present card computes nothing, so that there is nothing to measure."""
     return kind == "cuda" and NULL_CARD in os.environ and find(device_name(kind)) is not None
 
 
@@ -111,7 +111,7 @@ def _here(kind: Kind | None) -> Kind:
 
 
 def _may_be_looked_at_again(path: Path) -> bool:
-    """Whether the last check is long enough ago. The file's time is that of the last check; it is set to now."""
+    """True if the last check is long enough ago. The file's time is that of the last check; it is set to now."""
     if time.time() - path.stat().st_mtime < LOOKED_AGAIN_AFTER:
         return False
     with contextlib.suppress(OSError):  # with a cache that cannot be written, each use checks again
@@ -187,7 +187,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def is_present(known: KnownDevice) -> bool:
-    """Whether the current CUDA device is this one."""
+    """True if the current CUDA device is this one."""
     if not torch.cuda.is_available():
         return False
     here = find(device_name("cuda"))

@@ -86,7 +86,7 @@ class ProcessorTimes:
 
 
 def is_quiet_now(threads: int) -> bool:
-    """Whether the machine has no other load now, from a short check."""
+    """True if the machine has no other load now, from a short check."""
     began = ProcessorTimes.now()
     time.sleep(GLANCE)
     return not Observation(ProcessorTimes.now().others_since(began), os.cpu_count() or 1, threads).disturbed_by

@@ -106,7 +106,7 @@ class RooflineLaw:
 
 
 def is_aligned(product: ProductShape, numbers: int) -> bool:
-    """Whether rows of both sides and of the result begin at multiples of `numbers` numbers."""
+    """True if rows of both sides and of the result begin at multiples of `numbers` numbers."""
     _, m, n, k, layout = product
     left, right = layout
     return all(length % numbers == 0 for length in (k if left == "n" else m, n if right == "n" else k, n))

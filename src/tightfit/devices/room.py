@@ -41,7 +41,7 @@ def share_of_free_memory() -> Iterator[None]:
 def largest_that_fits(
     size: Size | None, made: Callable[[Size], Result], smaller: Callable[[Size], Size | None]
 ) -> tuple[Size, Result]:
-    """What `made` returns for the first size that runs not out of memory, and that size. Raises `NoRoom`."""
+    """The result of `made` for the first size that does not run out of memory, and that size. Raises `NoRoom`."""
     while size is not None:
         try:
             return size, made(size)

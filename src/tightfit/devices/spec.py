@@ -135,7 +135,7 @@ class DeviceSpec:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the figures were measured on the device, and not published by its maker."""
+        """True if the figures were measured on the device, and not published by its maker."""
         return self.roofline is None
 
     def to_dict(self) -> dict[str, Any]:

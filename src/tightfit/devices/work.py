@@ -171,7 +171,7 @@ def _takes_lists(name: str) -> bool:
 
 
 def _lie_alike(tensors: Sequence[CostedTensor]) -> bool:
-    """Whether all tensors as large as the largest have its strides and no gaps, and none is broadcast to it."""
+    """True if all tensors as large as the largest have its strides and no gaps, and none is broadcast to it."""
     largest = max(tensors, key=lambda t: math.prod(t.shape), default=None)
     if largest is None:
         return True
@@ -183,7 +183,7 @@ def _lie_alike(tensors: Sequence[CostedTensor]) -> bool:
 
 
 def _is_dense(tensor: CostedTensor) -> bool:
-    """Whether the elements fill one range of memory, in any order."""
+    """True if the elements fill one range of memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride, strict=True)):
         if size != 1 and stride != expected:
@@ -209,7 +209,7 @@ def _rows_are_contiguous(tensor: CostedTensor) -> bool:
 
 
 def _turns_layout(tensors: Sequence[CostedTensor]) -> bool:
-    """Whether rows that are contiguous on one side are strided on the other."""
+    """True if rows that are contiguous on one side are strided on the other."""
     return len({_rows_are_contiguous(t) for t in tensors if len(t.shape) > 1}) > 1
 
 
@@ -255,7 +255,7 @@ def _bytes_moved(
 
 
 def _fills_its_argument(name: str) -> bool:
-    """Whether an operator has `out=`: `aten.mm.out`, `aten.mm.dtype_out`."""
+    """True if an operator has `out=`: `aten.mm.out`, `aten.mm.dtype_out`."""
     return name.rpartition(".")[2].endswith("out")
 
 
@@ -265,7 +265,7 @@ def _list_length(arguments: tuple[Any, ...]) -> int:
 
 
 def _sums_sorted(name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether CUDA's kernel sorts the indices: in an embedding's backward, and in an `index_put` that accumulates."""
+    """True if CUDA's kernel sorts the indices: in an embedding's backward, and in an `index_put` that accumulates."""
     return base_name(name) == "embedding_dense_backward" or ("index_put" in base_name(name) and True in arguments)
 
 
@@ -345,7 +345,7 @@ def _convolution(
 
 
 def _is_depthwise(name: str, inputs: Sequence[CostedTensor], arguments: tuple[Any, ...]) -> bool:
-    """Whether a convolution has one channel per group. It multiplies too little, and is limited by memory."""
+    """True if a convolution has one channel per group. It multiplies too little, and is limited by memory."""
     if "convolution" not in base_name(name):
         return False
     weight = inputs[2] if "backward" in name else inputs[1]

@@ -102,18 +102,18 @@ def distinct(batches: Iterable[Batch]) -> list[Batch]:
 
 
 def have_one_shape(batches: Iterable[Batch]) -> bool:
-    """Whether the tensors of all batches have the same shapes."""
+    """True if the tensors of all batches have the same shapes."""
     shapes = {tuple(shape for _, shape, *_ in _likeness(batch)) for batch in batches}
     return len(shapes) == 1
 
 
 def ignores_labels(value: Any) -> bool:
-    """Whether a value contains `IGNORE_INDEX`, so that it holds labels of which some are ignored."""
+    """True if a value contains `IGNORE_INDEX`, so that it holds labels of which some are ignored."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == IGNORE_INDEX).any())
 
 
 def is_mask(value: torch.Tensor) -> bool:
-    """Whether a tensor contains only zeros and ones."""
+    """True if a tensor contains only zeros and ones."""
     return value.numel() > 1 and bool(((value == 0) | (value == 1)).all())
 
 

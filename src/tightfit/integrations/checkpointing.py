@@ -80,7 +80,7 @@ def wrapper_of(model: Any) -> str | None:
 
 
 def _is_flattened(model: Any) -> bool:
-    """Whether the first FSDP has joined parameters of the model to flat ones."""
+    """True if the first FSDP has joined parameters of the model to flat ones."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel

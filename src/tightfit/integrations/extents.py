@@ -27,7 +27,7 @@ class Extent:
         return cls(tensor.shape, tensor.dtype, mask, mask and not bool(tensor.all()), ignores_labels(tensor))
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is not longer in any dimension, and masks or ignores only if this one did."""
+        """True if a tensor is not longer in any dimension, and masks or ignores only if this one did."""
         return (
             tensor.dim() == len(self.shape)
             and all(length <= known for length, known in zip(tensor.shape, self.shape, strict=True))
@@ -55,11 +55,11 @@ class Extents:
         self._step: Hashable = None
 
     def cover(self, leaves: Sequence[Any], step: Hashable = None) -> bool:
-        """Whether a recorded batch covers this one, for the same step."""
+        """True if a recorded batch covers this one, for the same step."""
         return step == self._step and any(_covers(extents, leaves) for extents in self._batches)
 
     def are_of_another(self, step: Hashable) -> bool:
-        """Whether the plan was made for another step."""
+        """True if the plan was made for another step."""
         return bool(self._batches) and step != self._step
 
     def batches(self, leaves: Sequence[Any]) -> list[Batch]:
@@ -85,7 +85,7 @@ def _extents(leaves: Sequence[Any]) -> _Extents:
 
 
 def _are_alike(extents: _Extents, leaves: Sequence[Any]) -> bool:
-    """Whether a batch has its tensors in the same places."""
+    """True if a batch has its tensors in the same places."""
     return [extent is not None for extent in extents] == [isinstance(leaf, torch.Tensor) for leaf in leaves]
 
 

@@ -187,7 +187,7 @@ class MemoryBudget(TrainerCallback):
         return plan
 
     def _measured(self, trainer: Trainer, step: GuestStep, batch: Batch) -> Weighing | None:
-        """What micro-batches count, where there can be any.
+        """How micro-batches are weighted, if the trainer can run them.
 
         Raises `LeverError` where the trainer cannot run them: only a frugal one splits batches, and none whose model
         adds a loss of its router to every batch, of which there would be more.

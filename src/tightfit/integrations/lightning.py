@@ -191,7 +191,7 @@ class MemoryBudget(Callback):
             self._applied = None
 
     def _holds(self, step: GuestStep, leaves: Batch, traits: Hashable) -> bool:
-        """Whether the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
+        """True if the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
         plan, device = self.plan, lookup(step.device).name
         if plan is None or (plan.fingerprint, plan.device) != (fingerprint(step.model), device):
             return False

@@ -114,7 +114,7 @@ def step_traits(trainer: Any, module: Any) -> Hashable:
 
 
 def keeps_gradients(trainer: Any, module: Any) -> bool:
-    """Whether gradients must remain until Lightning drops them, which happens after the next batch's forward.
+    """True if gradients must remain until Lightning drops them, which happens after the next batch's forward.
 
     That is so if code other than Lightning's or PyTorch's drops them, or may read them before.
     """
@@ -125,7 +125,7 @@ def keeps_gradients(trainer: Any, module: Any) -> bool:
 
 
 def _comes_with_the_package(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is Lightning's or PyTorch's own, and not an override."""
+    """True if a hook is Lightning's or PyTorch's own, and not an override."""
     return str(hook.__module__).split(".")[0] in ("lightning", "pytorch_lightning", "torch")
 
 

@@ -61,7 +61,7 @@ def _size_of_fields(sample: Any) -> dict[str, int]:
 
 
 def _is_arrow(dataset: Any) -> bool:
-    """Whether this is a `datasets.Dataset` whose samples are the rows of its table, without a custom transform."""
+    """True if this is a `datasets.Dataset` whose samples are the rows of its table, without a custom transform."""
     return hasattr(dataset, "with_format") and getattr(dataset, "format", {"type": "custom"})["type"] != "custom"
 
 

@@ -36,7 +36,7 @@ class TrainerLoss:
 
     @property
     def modules_beside(self) -> tuple[nn.Module, ...]:
-        """What the trainer holds beside the model, as a reference model (trl's DPO) or reward models."""
+        """The modules that the trainer holds beside the model, as a reference model (trl's DPO) or reward models."""
         held: list[Any] = []
         for value in vars(self.trainer).values():
             held += value if isinstance(value, list | tuple) else [value]
@@ -52,7 +52,7 @@ class TrainerLoss:
 
 
 def adds_up(trainer: "Trainer", items: Any) -> bool:
-    """Whether the loss of a batch is already its share of the update's loss, as `Trainer.training_step` decides."""
+    """True if the loss of a batch is already its share of the update's loss, as `Trainer.training_step` decides."""
     # The trainer decides by signatures, which is right for causal language models. A classifier whose `forward` has
     # `**kwargs` got four times the gradient that way, so planned micro-batches are measured (`weighing.py`).
     stated = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19

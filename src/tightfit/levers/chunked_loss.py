@@ -69,7 +69,7 @@ class NeededLogits(DeferringForward):
 
 
 def can_defer(head: nn.Linear, hidden: torch.Tensor) -> bool:
-    """Whether gradients are recorded, and `F.linear` accepts the operands as plain tensors."""
+    """True if gradients are recorded, and `F.linear` accepts the operands as plain tensors."""
     # Without gradients nothing would save the logits for backward, so deferring them gains nothing.
     tensors = _tensors(head, hidden)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
@@ -82,7 +82,7 @@ def _tensors(head: nn.Linear, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_plain_product(head: nn.Linear, hidden: torch.Tensor) -> bool:
-    """Whether `F.linear` accepts the operands, and all of them are plain tensors."""
+    """True if `F.linear` accepts the operands, and all of them are plain tensors."""
     tensors = _tensors(head, hidden)
     plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
     fits = hidden.dim() >= 2 and hidden.shape[-1] == head.weight.shape[-1]

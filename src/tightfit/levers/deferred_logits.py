@@ -180,7 +180,7 @@ class DeferredLogits(Tensor):
 
 
 def is_of_fsdp2(hook: Any) -> bool:
-    """Whether a hook is one that FSDP2 puts on the results of a module."""
+    """True if a hook is one that FSDP2 puts on the results of a module."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 

@@ -69,7 +69,7 @@ def unlike(batch: Batch) -> Batch:
 
 
 def is_table(value: Any) -> bool:
-    """Whether a value of a batch has an integer or a boolean for each token: (B, L)."""
+    """True if a value of a batch has an integer or a boolean for each token: (B, L)."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 

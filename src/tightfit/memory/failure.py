@@ -41,7 +41,7 @@ Reader = Callable[[re.Match[str]], OutOfMemory]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on whichever device."""
+    """True if an error says that memory ran out, on whichever device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and parse_out_of_memory(str(error)) is not None

@@ -70,12 +70,12 @@ def _is_optimizers(frame: Frame) -> bool:
 
 
 def is_loading(innermost_first: Sequence[Frame]) -> bool:
-    """Whether weights were loaded, or moved to a device: no forward had begun."""
+    """True if weights were loaded, or moved to a device: no forward had begun."""
     return phase_in_log(innermost_first) is None and any(_LOADS.match(frame.name) for frame in innermost_first)
 
 
 def is_torchs(frame: Frame) -> bool:
-    """Whether a call is in PyTorch's own code, or Python's."""
+    """True if a call is in PyTorch's own code, or Python's."""
     return bool(_TORCH.search(frame.filename)) or not frame.filename.endswith(".py")
 
 

@@ -96,12 +96,12 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def is_pickle(head: bytes) -> bool:
-    """Whether a file begins like a pickle of protocol 2 or newer."""
+    """True if a file begins like a pickle of protocol 2 or newer."""
     return head[:1] == b"\x80"
 
 
 def is_snapshot(raw: Any) -> bool:
-    """Whether something looks like the result of `torch.cuda.memory._snapshot()`."""
+    """True if something looks like the result of `torch.cuda.memory._snapshot()`."""
     return isinstance(raw, Mapping) and isinstance(raw.get("segments"), list)
 
 

@@ -48,7 +48,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
 
 
 def usual_layers(model: nn.Module) -> str | None:
-    """What stands for the layers that adapters go on where nobody names any: None for those that peft chooses for the
+    """The value that stands for the layers of adapters if the user names none: None for those that peft chooses for the
     architecture, or where peft is not installed; `all-linear` (but for the head) for a model of transformers of which
     peft knows none.
     """
@@ -61,7 +61,7 @@ def usual_layers(model: nn.Module) -> str | None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is one that `peft` made."""
+    """True if a model is one that `peft` made."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 

@@ -251,7 +251,9 @@ class Decoder(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """What ranks of tensor parallel divide, in the words of `transformers`. MLPs with experts are whole."""
+        """The weights that ranks of tensor parallel divide, in the words of `transformers`. MLPs with experts are
+        whole.
+        """
         normed = "replicated_with_grad_allreduce"
         own = {"attention.q_norm": normed, "attention.k_norm": normed} if self.config.qk_norm else {}
         own |= dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj"), "colwise")
@@ -309,7 +311,7 @@ class Decoder(nn.Module):
             )
 
     def _documents(self, position_ids: Tensor, x: Tensor) -> Documents:
-        """What the blocks need to know of packed rows."""
+        """The document boundaries that the blocks need for packed rows."""
         from tightfit.ops._documents import serves_documents
 
         ids = document_ids(position_ids)

@@ -162,11 +162,11 @@ class DecoderConfig:
             )
 
     def has_attention(self, layer: int) -> bool:
-        """Whether block number `layer`, from 0, has attention, not the convolution."""
+        """True if block number `layer`, from 0, has attention, not the convolution."""
         return (layer + 1) % self.attention_every == 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether block number `layer`, from 0, has experts, not one MLP."""
+        """True if block number `layer`, from 0, has experts, not one MLP."""
         return self.num_experts is not None and layer >= self.first_dense_layers
 
     @property
@@ -186,7 +186,7 @@ class DecoderConfig:
 
     @property
     def attends_in_chunks(self) -> bool:
-        """Whether attention is `tightfit.ops.attention`, not PyTorch's own."""
+        """True if attention is `tightfit.ops.attention`, not PyTorch's own."""
         return self.attention == "chunked" or self.attention_window is not None
 
     @property

@@ -1,4 +1,5 @@
-"""What follows attention in a block: a gated MLP, or a mixture of them of which each token visits a few.
+"""The feed-forward that follows attention in a block: a gated MLP, or a mixture of them of which each token visits a
+few.
 
 The mixture sorts the tokens by expert and multiplies all experts' rows in one grouped product. No tensor's size then
 depends on the routing, so neither does the memory of a step: it is predicted for any routing, not for a balanced one.
@@ -52,7 +53,7 @@ def gated(config: DecoderConfig, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class RoutingSums(NamedTuple):
-    """What the auxiliary losses need of one layer's routing, summed over its tokens.
+    """One layer's routing as the auxiliary losses need it, summed over its tokens.
 
     `assigned` (E,): tokens that each expert got. `probabilities` (E,): the router's. `squared_log_sums`: a scalar, of
     (log sum exp of a token's router logits)². All fp32; the first has no gradient.
@@ -137,14 +138,15 @@ _between_compiled_parts = without_dynamo(_grouped)
 
 
 def has_grouped_products(rows: Tensor) -> bool:
-    """Whether PyTorch multiplies rows of this dtype in groups on their device."""
+    """True if PyTorch multiplies rows of this dtype in groups on their device."""
     if rows.dtype == torch.float64:
         return False
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY
 
 
 def auxiliary_loss(config: DecoderConfig, layers: list[RoutingSums], tokens: int) -> Tensor | None:
-    """What is added to the loss of a batch of so many tokens, a scalar, weighted; None where its weights are zero.
+    """The weighted auxiliary loss that is added to the loss of a batch of so many tokens, a scalar; None where its
+    weights are zero.
 
     The balance loss is E * sum over experts of f * P: f the experts' share of all tokens, P their mean probability,
     both over all layers (Fedus et al. 2021, eq. 4-6, summed as Mixtral and Qwen3-MoE in `transformers` do). The z-loss

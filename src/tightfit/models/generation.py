@@ -19,7 +19,7 @@ CHUNK_SIZE = 512  # tokens of a prompt that are read at once
 
 
 class TextCodec(Protocol):
-    """What `generate_text` needs of a tokenizer."""
+    """The methods of a tokenizer that `generate_text` calls."""
 
     @property
     def end_of_text(self) -> int: ...
@@ -107,7 +107,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether every text has ended."""
+        """True if every text has ended."""
         return bool(self.ended.all())
 
 
@@ -148,7 +148,7 @@ def continue_ids(
     top_k: int | None = None,
     seed: int | None = None,
 ) -> list[int]:
-    """What follows the ids `prefix`, such as a chat's prompt, up to the first `stop`, which is left out."""
+    """The ids that continue the ids `prefix`, such as a chat's prompt, up to the first `stop`, which is left out."""
     ids = generate(
         model,
         torch.tensor([prefix], device=next(model.parameters()).device),

@@ -73,7 +73,8 @@ LayerCache = WholeCache | WindowCache | ConvolutionCache
 
 
 class KVCache:
-    """What a `Decoder` has read of one batch of texts; mutable, for one reading, without gradients.
+    """The keys and values that a `Decoder` has computed for one batch of texts; mutable, for one reading, without
+    gradients.
 
     `capacity` is the most tokens that will be read; a decoder with a window needs room for the window only.
     """

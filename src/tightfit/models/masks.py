@@ -23,7 +23,7 @@ _SHAPES, _FORMAT = "shapes", "tightfit masks: bits, 1 where a weight is zero, nu
 
 
 def masks_bytes(removed: Mapping[str, Tensor]) -> bytes:
-    """What masks.safetensors holds: a bit for each weight, 1 where it is zero."""
+    """The contents of masks.safetensors: a bit for each weight, 1 where it is zero."""
     packed = {name: torch.from_numpy(np.packbits(mask.cpu().numpy())) for name, mask in sorted(removed.items())}
     shapes = json.dumps({name: list(mask.shape) for name, mask in sorted(removed.items())})
     return save(packed, metadata={"format": _FORMAT, _SHAPES: shapes})

@@ -22,7 +22,7 @@ QUANTISED_KEY = "quantization_config"  # in a config.json, where the weights are
 
 
 def is_own(folder: Path) -> bool:
-    """Whether the model in a folder is a reference decoder."""
+    """True if the model in a folder is a reference decoder."""
     path = folder / CONFIG_FILE
     return path.is_file() and read_config(path).get("model_type") == MODEL_TYPE
 

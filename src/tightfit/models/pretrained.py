@@ -71,7 +71,7 @@ def build_described(name: str, fields: Mapping[str, Any]) -> nn.Module:
 
 @contextmanager
 def _one_line(path: str) -> Iterator[None]:
-    """What `transformers` raises about a model, as a `ModelError` that names it."""
+    """An error of `transformers` about a model, as a `ModelError` that names it."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -231,7 +231,7 @@ def _line(error: Exception) -> str:
 
 
 def _unknown_type(name: str) -> str:
-    """What to do about a `model_type` that the installed transformers does not know."""
+    """A line of advice about a `model_type` that the installed transformers does not know."""
     transformers = transformers_package()
     near = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), n=1)
     hint = f"did you mean {near[0]}? Else " if near else ""

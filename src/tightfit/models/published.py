@@ -50,7 +50,7 @@ def find_published(name: str) -> Published | None:
 
 
 def is_source(name: str, known: Published) -> bool:
-    """Whether a name is that of the model's repository, in any case."""
+    """True if a name is that of the model's repository, in any case."""
     return name.lower() == known.source.lower()
 
 

@@ -1,4 +1,4 @@
-"""What a folder with quantised weights says of itself, read without its weights."""
+"""The record of a folder with quantised weights, read without its weights."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -35,7 +35,7 @@ class QuantisedRecord:
 
 
 def is_quantised(folder: str | Path) -> bool:
-    """Whether a folder holds a model that `tightfit quantise` wrote."""
+    """True if a folder holds a model that `tightfit quantise` wrote."""
     return (Path(folder) / QUANTISED_FILE).is_file()
 
 

@@ -22,7 +22,7 @@ class Reader(Protocol):
 
 
 def reader(model: nn.Module, capacity: int) -> Reader | None:
-    """What reads the next piece of a text of up to `capacity` tokens: ids (B, t) to logits (B, t, V).
+    """A function that reads the next piece of a text of up to `capacity` tokens: ids (B, t) to logits (B, t, V).
 
     For a `Decoder` and for the causal models of `transformers` that keep keys and values of every token; None for
     others. Reads from the start; the cache lives as long as the reader. To be called without gradients.

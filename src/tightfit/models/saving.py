@@ -45,7 +45,9 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
 
 
 def saved_bytes(model: nn.Module) -> int:
-    """What `save_model` writes of weights: each storage's tensor once, and the names, dtypes and shapes before them."""
+    """The bytes that `save_model` writes for weights: each storage's tensor once, and the names, dtypes and shapes
+    before them.
+    """
     state = adapter_state(model) if is_adapted(model) else model.state_dict()
     tensors = {(t.data_ptr(), t.nbytes): t for t in state.values() if isinstance(t, Tensor)}
     total = sum(tensor.nbytes for tensor in tensors.values())

@@ -23,7 +23,7 @@ def rows_on_a_card(tokens: int) -> int:
 
 
 def waits(tokens: int, weight: Tensor) -> bool:
-    """Whether the weight's gradient is one product at the end, of the logits' gradients of all tokens.
+    """True if the weight's gradient is one product at the end, of the logits' gradients of all tokens.
 
     These take 2 V N bytes, and a sum in fp32 takes 4 V D. A gradient that is fp32 anyway is its own sum. In fp16 the
     division by the number of tokens has to wait for backward.

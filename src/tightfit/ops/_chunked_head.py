@@ -138,7 +138,7 @@ def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def on_cuda(tensor: Tensor) -> bool:
-    """Whether the tensor is on a CUDA device, or simulates one in a dry run."""
+    """True if the tensor is on a CUDA device, or simulates one in a dry run."""
     return tensor.is_cuda or now.playing_cuda
 
 
@@ -177,7 +177,7 @@ class ChunkLoss(Protocol):
 
 
 class TokenLoss(Protocol):
-    """What is computed of each token's logits: cross-entropy with a label, a divergence from a teacher."""
+    """The loss of each token's logits: cross-entropy with a label, a divergence from a teacher."""
 
     name: ClassVar[str]  # of the public function, for errors
     # Whether 1 / N comes in fp64, for a loss that multiplies further factors into it and rounds once. Rounded before,

@@ -17,7 +17,7 @@ _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def serves_documents(tensor: Tensor) -> bool:
-    """Whether attention over such a tensor runs one document at a time.
+    """True if attention over such a tensor runs one document at a time.
 
     It does on a CPU, except in compiled code, which would be recompiled for other document lengths.
     """

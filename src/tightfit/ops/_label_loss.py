@@ -20,7 +20,7 @@ class LabelLoss:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the cross-entropy alone."""
+        """True if this is the cross-entropy alone."""
         return not self.label_smoothing and not self.z_loss
 
     def of_chunks(self, head: Head, tokens: Tokens, rows: int, targets: Sequence[Tensor | None]) -> ChunkLoss:

@@ -77,7 +77,7 @@ class Visibility:
         return part.unsqueeze(1) if mask.shape[1] == 1 else part.unflatten(1, (-1, self.groups))
 
     def sees_all(self, tile: Tile) -> bool:
-        """Whether positions hide no pair of a tile."""
+        """True if positions hide no pair of a tile."""
         ahead, behind = tile.k1 - 1 - tile.q0 - self.offset, tile.q1 - 1 + self.offset - tile.k0
         if self.causal and ahead > 0:
             return False

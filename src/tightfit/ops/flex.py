@@ -57,7 +57,7 @@ class FlexAttention(torch.autograd.Function):
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether FlexAttention supports these tensors: on CUDA, or in a dry run that simulates CUDA."""
+    """True if FlexAttention supports these tensors: on CUDA, or in a dry run that simulates CUDA."""
     if not (q.is_cuda or now.playing_cuda):
         return False
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and min(q.shape[-1], v.shape[-1]) >= LEAST_WIDTH

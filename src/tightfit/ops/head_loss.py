@@ -124,7 +124,7 @@ def check_labels(name: str, tokens: Tokens, vocabulary: int) -> None:
 
 
 def runs_on_a_card(head: Head, loss: TokenLoss) -> bool:
-    """Whether the loop for cards serves: 16-bit products on CUDA, without a bias, and a plain cross-entropy."""
+    """True if the loop for cards serves: 16-bit products on CUDA, without a bias, and a plain cross-entropy."""
     is_narrow = head.weight.dtype.itemsize == 2 and head.bias is None
     return is_narrow and on_cuda(head.hidden) and getattr(loss, "is_plain", False)
 

@@ -19,7 +19,7 @@ __all__ = ["TokenWeights", "sampled_tokens", "top_k_tokens"]
 
 
 class TokenWeights(NamedTuple):
-    """What is stored of a teacher's distribution: token ids int32 and their weights, both (N, k).
+    """The stored part of a teacher's distribution: token ids int32 and their weights, both (N, k).
 
     `tail` (N,) is the probability of all other tokens together, or None for a random sample. Weights and tail are fp32
     (fp64 for fp64 logits).

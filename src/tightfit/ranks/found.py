@@ -191,7 +191,9 @@ def as_before_sharding(model: nn.Module) -> nn.Module:
 
 
 def kept_as_they_are(model: nn.Module) -> dict[int, Any]:
-    """What a copy of a model for one rank shares with it, as `copy.deepcopy` takes it: tensors, and meshes of ranks."""
+    """The objects that a copy of a model for one rank shares with it, as `copy.deepcopy` takes it: tensors, and meshes
+    of ranks.
+    """
     memo: dict[int, Any] = {}
     for _, module in named_modules(model):
         memo.update((id(tensor), tensor) for tensor in tensors_of(module))

@@ -105,7 +105,7 @@ def _exposed(trace: StepTrace, phases: tuple[Phase, ...]) -> float:
 
 
 def sentence(device: DeviceSpec, world: World) -> str:
-    """What is assumed about the time of messages."""
+    """The assumption about the time of messages."""
     rate = rate_of(device, world)
     if rate is None:
         return "the time that messages between ranks take was left out of the seconds"

@@ -63,7 +63,7 @@ def trace_ranks(
 
 
 def gathers_in_update(trace: StepTrace) -> bool:
-    """Whether the optimizer's step gathers shards of other ranks."""
+    """True if the optimizer's step gathers shards of other ranks."""
     return any(o.phase is Phase.OPTIMIZER and "allgather" in o.name for o in trace.operators)
 
 

@@ -38,7 +38,7 @@ class PlayedRank:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are added up in the last micro-batch only."""
+        """True if gradients are added up in the last micro-batch only."""
         if self.world.parallel == "ddp":
             return self.world.ddp.no_sync
         if self.world.parallel == "tp":
@@ -47,7 +47,7 @@ class PlayedRank:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether shards are in host memory, where they are updated."""
+        """True if shards are in host memory, where they are updated."""
         return self.world.is_sharded and self.world.sharding.on_host
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What the ranks of FSDP2 send each other in the forward and backward of a step, counted as it is sent.
+"""The messages that the ranks of FSDP2 exchange in the forward and backward of a step, counted as it is sent.
 
 Each rank sends the same messages in the same order: gathered weights and reduced gradients of whole units, whose sizes
 no batch changes. So the count of a rank that was stopped in the middle says what the others still wait for, and any
@@ -40,7 +40,7 @@ class SentMessages:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an error came out of a message itself, of which nobody knows whether the others have it."""
+        """True if an error came out of a message itself, of which nobody knows whether the others have it."""
         return self._is_sending
 
     def forget(self) -> None:

@@ -81,5 +81,5 @@ def _side_of_tokens(given: Tensor) -> int:
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Whether a tensor is on a card, or simulates one that is."""
+    """True if a tensor is on a card, or simulates one that is."""
     return tensor.is_cuda or now.playing_cuda

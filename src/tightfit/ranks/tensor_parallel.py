@@ -77,7 +77,7 @@ def rules_of(model: nn.Module) -> dict[str, str]:
 
 
 def _computes_otherwise(module: nn.Module) -> bool:
-    """Whether a linear layer has a forward of its own, which would be lost."""
+    """True if a linear layer has a forward of its own, which would be lost."""
     return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
 
 
@@ -182,7 +182,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """What all ranks have is read by each for its part. The gradients of the parts are added up."""
+    """Each rank reads, for its part, a tensor that all ranks have. The gradients of the parts are added up."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: _Ranks) -> Tensor:

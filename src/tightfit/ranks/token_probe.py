@@ -35,7 +35,7 @@ class _OwnValue(TorchFunctionMode):
 
 
 def tokens_meet(block: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> bool:
-    """Whether a half of the tokens changes what a block returns for the other half, attention left out.
+    """True if a half of the tokens changes what a block returns for the other half, attention left out.
 
     `forward` runs the block on hidden states (B, T, D), T at least 2, and returns those of the same shape. The block's
     buffers and the random generators are as before afterwards.

@@ -59,12 +59,12 @@ class DDPSettings:
 
     @property
     def splits_no_batch(self) -> bool:
-        """Whether several micro-batches fail: the first backward of a static graph has to send its gradients."""
+        """True if several micro-batches fail: the first backward of a static graph has to send its gradients."""
         return self.static_graph and self.no_sync
 
     @property
     def reads_outputs(self) -> bool:
-        """Whether DDP copies what the model returns, in the first step at least."""
+        """True if DDP copies what the model returns, in the first step at least."""
         return self.find_unused_parameters or self.static_graph
 
 
@@ -117,7 +117,7 @@ class Shards:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no unit frees its gathered weights after forward. FSDP2's own default is that the root keeps them."""
+        """True if no unit frees its gathered weights after forward. FSDP2's own default is that the root keeps them."""
         return not any(
             unit.paths != ("",) if unit.reshard_after_forward is None else unit.reshard_after_forward
             for unit in self.units
@@ -126,7 +126,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a plan may choose of FSDP2, which shards each block by itself. The defaults are FSDP2's own.
+    """The choices of a plan about FSDP2, which shards each block by itself. The defaults are FSDP2's own.
 
     `reshard_after_forward`: whether gathered weights are freed; None: those of blocks are, those of the root are not.
     `apart`: paths of the modules beside the blocks that are sharded by themselves, and not with all that is left.
@@ -166,7 +166,7 @@ class World:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the weights."""
+        """True if FSDP2 shards the weights."""
         return self.parallel in SHARDED
 
 

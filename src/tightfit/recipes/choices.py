@@ -40,7 +40,7 @@ STATE_BYTES = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user has settled already. None, or empty, leaves it to the search."""
+    """The choices that a user has settled already. None, or empty, leaves it to the search."""
 
     dtype: Dtype | None = None
     adapter: AdapterConfig | None = None
@@ -57,7 +57,9 @@ def recipes_for(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips: b
 
 
 def not_installed(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips: bool = False) -> tuple[str, ...]:
-    """What would bring further recipes, a sentence for each extra of tightfit that has packages which are not here."""
+    """The extras that would bring further recipes, a sentence for each extra of tightfit that has packages which are
+    not here.
+    """
     missing = [missing_packages(recipe) for recipe in _every_recipe(device, wanted, may_adapt, clips)]
     found: dict[tuple[str, ...], tuple[int, set[str]]] = {}
     for packages in filter(None, missing):

@@ -35,7 +35,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a script trains: a recipe, and the batch and the budget that it was found for.
+    """The training of a script: a recipe, and the batch and the budget that it was found for.
 
     `model` is a folder or a name, which the script's first argument may replace. `levers` are those that the plan may
     use, as for `tightfit.plan`. `batch_size` is that of an optimizer's step, in `micro_batches` parts. Gradients are

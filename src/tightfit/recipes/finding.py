@@ -106,12 +106,14 @@ class Finder:
 
     @property
     def ranks(self) -> list[Callable[[], None]]:
-        """What is tried, the best first."""
+        """The remedies that are tried, the best first."""
         recipes = [self.try_exact, self.try_rounding, self.try_inexact, self.try_sizes]
         return [*([] if self.refusal.recipes_tried else recipes), self.try_cards]
 
     def try_exact(self) -> None:
-        """What changes no bit and was not asked for: states on the host, the step in backward, further levers."""
+        """Try remedies that change no bit and that the user did not request: states on the host, the step in backward,
+        further levers.
+        """
         recipes = list(self.exact_recipes())
         all_exact = self.levers | self.exact_levers()
         self.any_of(Trial("exact", recipe, self.levers) for recipe in recipes)
@@ -121,7 +123,7 @@ class Finder:
             self.any_of(Trial("exact", recipe, all_exact) for recipe in recipes)
 
     def try_rounding(self) -> None:
-        """What is exact to rounding: micro-batches, the loss in chunks, AdamW in one kernel."""
+        """Try remedies that are exact to rounding: micro-batches, the loss in chunks, AdamW in one kernel."""
         wider = self.levers | allowed_levers("rounding")
         fused = list(self.fused())
         trials = [Trial("rounding", recipe, self.levers) for recipe in fused]
@@ -134,7 +136,7 @@ class Finder:
             self.first_of(Trial("rounding", recipe, every) for recipe in both)
 
     def try_inexact(self) -> None:
-        """What changes the numbers: 16-bit products or weights, 8-bit states, low-rank adapters."""
+        """Try remedies that change the numbers: 16-bit products or weights, 8-bit states, low-rank adapters."""
         request = self.search.request
         cast = neighbours.autocast(request, self.recipe)
         narrow = neighbours.narrow_weights(request, self.recipe) if self.refusal.may_convert else []
@@ -282,7 +284,7 @@ class Finder:
                 return
 
     def tried(self, trial: Trial) -> bool:
-        """Whether a trial fits. Its way is kept in either case, if it was run."""
+        """True if a trial fits. Its way is kept in either case, if it was run."""
         recipe, levers = trial.recipe, trial.levers
         if (recipe == self.recipe and levers == self.levers) or (recipe, levers) in self.begun:
             return False  # what was refused, and what was tried by another road
@@ -308,7 +310,7 @@ class Finder:
             self.notes.append(f"{name} was not tried: {reason}")
 
     def is_hopeless(self, recipe: Recipe) -> bool:
-        """Whether weights, gradients and states alone exceed the budget, by arithmetic."""
+        """True if weights, gradients and states alone exceed the budget, by arithmetic."""
         if recipe == self.recipe:
             # Levers lower forward and backward; what the optimizer's phase takes is there with any of them.
             return optimizer_peak(self.search.plain) + UNSEEN_BYTES > self.search.budget_bytes
@@ -362,7 +364,7 @@ class Finder:
     # Ways
 
     def words(self, recipe: Recipe, levers: frozenset[str]) -> list[str]:
-        """What a way changes, a few words each."""
+        """The changes of a remedy, a few words each."""
         words = change_in_words(self.recipe, recipe)
         return [*words, f"levers {', '.join(in_short(levers))}"] if levers != self.levers else words
 

@@ -85,7 +85,7 @@ class RanksFinder(Finder):
             size *= 2
 
     def on_world(self, kind: Kind, name: str, changes: str, world: World) -> bool:
-        """Whether the step fits with other cards or another engine. Its way is kept in either case."""
+        """True if the step fits with other cards or another engine. Its way is kept in either case."""
         asked = self.asked.but(world_size=world.size, nodes=world.nodes, parallel=world.parallel, ddp=None)
         with self.untried(name):
             search = self.search_for(asked, self.levers)

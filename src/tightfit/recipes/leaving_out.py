@@ -16,7 +16,7 @@ class Named(Protocol):
 
 
 class LeftOut(NamedTuple):
-    """What could not be tried (a recipe, or its sizes), and why."""
+    """A recipe, or its sizes, that could not be tried, and why."""
 
     name: str
     reason: str

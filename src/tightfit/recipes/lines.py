@@ -47,7 +47,7 @@ class Lines:
 
 
 def change_in_words(before: Recipe, after: Recipe) -> list[str]:
-    """What is different in a recipe, a few words each."""
+    """The changes of a recipe, a few words each."""
     words = []
     if after.adapter is not None and after.adapter != before.adapter:
         words.append(f"low-rank adapters (r = {after.adapter.r}) on {after.adapter.base}")
@@ -76,7 +76,7 @@ def statements_for(before: Recipe, after: Recipe) -> list[str]:
 
 
 def remakes_optimizer(before: Recipe, after: Recipe) -> bool:
-    """Whether the optimizer has to be made anew."""
+    """True if the optimizer has to be made anew."""
     return (before.optimizer, before.step_in_backward) != (after.optimizer, after.step_in_backward)
 
 

@@ -51,7 +51,7 @@ def recipe_of(request: Request) -> Recipe:
 
 
 def steps(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps in backward by itself. A factory may say so by its attribute `step_in_backward`."""
+    """True if an optimizer steps in backward by itself. A factory may say so by its attribute `step_in_backward`."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return steps_in_backward(optimizer)
     return bool(getattr(optimizer, "step_in_backward", False))
@@ -125,7 +125,7 @@ def adapted(request: Request, recipe: Recipe) -> list[Recipe]:
 
 
 def trains_all(model: nn.Module) -> bool:
-    """Whether all weights are trained, in a dtype that recipes have, and without adapters."""
+    """True if all weights are trained, in a dtype that recipes have, and without adapters."""
     known = main_dtype(model) in DTYPES
     return known and not is_adapted(model) and all(p.requires_grad for p in model.parameters())
 
@@ -144,5 +144,5 @@ def layers_to_adapt(model: nn.Module, blocks: str | None) -> str | tuple[str, ..
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether `peft` knows by itself which layers of a model are linear."""
+    """True if `peft` knows by itself which layers of a model are linear."""
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)

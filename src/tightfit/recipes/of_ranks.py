@@ -95,7 +95,7 @@ class RanksSearch:
         return found, left_out
 
     def of_recipe(self, recipe: Recipe, world: World) -> tuple[Outcome, RankStep | None]:
-        """What becomes of a recipe, and the step whose sizes can be found, where it fits."""
+        """The outcome of a recipe, and the step whose sizes can be found, where it fits."""
         model = self.models.of(recipe)
         outcome = Outcome(recipe, False, 0, 0, world_size=world.size, parallel=world.parallel, nodes=world.nodes)
         least = least_bytes_of_rank(recipe, model, world)

@@ -25,7 +25,7 @@ PRICE_OF_SLOWNESS = 1e-9  # breaks ties
 
 
 def cost_of_changes(recipe: Recipe) -> float:
-    """What a recipe changes in the result, in doublings of a step's time."""
+    """The price of a recipe's changes to the result, in doublings of a step's time."""
     rounded = recipe.adapter is None and recipe.dtype == "bf16" and recipe.optimizer in LOSSY
     return sum(WORTH[change] for change in recipe.changed) + (ROUNDED_UPDATES if rounded else 0.0)
 
@@ -50,7 +50,7 @@ def _score(outcome: Outcome) -> float:
 
 
 def _beats(one: Outcome, other: Outcome) -> bool:
-    """Whether one recipe trains the same with no more changes and no more time."""
+    """True if one recipe trains the same with no more changes and no more time."""
     if one.recipe.trains != other.recipe.trains or one is other:
         return False
     mine, its = cost_of_changes(one.recipe), cost_of_changes(other.recipe)

@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def trains(self) -> str:
-        """What is trained, in words: `all`, or `LoRA r 16`."""
+        """The trained weights in words: `all`, or `LoRA r 16`."""
         return "all" if self.adapter is None else f"LoRA r {self.adapter.r}"
 
     @property
@@ -82,7 +82,7 @@ class Recipe:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """What the recipe changes in the result, compared with AdamW on fp32 weights; empty if nothing."""
+        """The changes of the recipe to the result, compared with AdamW on fp32 weights; empty if nothing."""
         found = []
         kind = parse_optimizer(self.optimizer).kind
         base = None if self.adapter is None else self.adapter.base
@@ -102,7 +102,7 @@ class Recipe:
 
     @property
     def changes(self) -> str:
-        """What the recipe changes in the result, in words; `nothing` if it is AdamW on fp32 weights."""
+        """The changes of the recipe to the result, in words; `nothing` if it is AdamW on fp32 weights."""
         return ", ".join(self.changed) or NOTHING
 
 
@@ -119,7 +119,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of one recipe on a device, within a budget. Bytes are ints.
+    """The outcome of one recipe on a device, within a budget. Bytes are ints.
 
     `needed_bytes` is the smallest budget for the recipe with these levers, or, where it does not fit, with any. The
     figures of time are None where it does not fit. `plan` is the plan, where the recipe was planned in full.
@@ -153,7 +153,7 @@ class Outcome:
 
     @property
     def changes(self) -> str:
-        """What recipe and levers change in the result, in words."""
+        """The changes of recipe and levers to the result, in words."""
         found = self.recipe.changed
         return ", ".join((*found, ROUNDING) if self.rounds and not found else found) or NOTHING
 

@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What became of some recipes, and those that were left out."""
+    """The outcomes of some recipes, and those that were left out."""
 
     rows: list[tuple[Outcome, bool]]
     left_out: list[LeftOut]
@@ -52,7 +52,7 @@ class _Size(NamedTuple):
 
 @dataclass
 class _Share:
-    """What one process has found. `processes` may find sizes; `is_only` says that nobody else has recipes. Mutable."""
+    """The results of one process. `processes` may find sizes; `is_only` says that nobody else has recipes. Mutable."""
 
     search: RecipeSearch
     processes: int
@@ -112,7 +112,7 @@ class _Share:
         return done
 
     def _known(self, recipe: Recipe) -> Found:
-        """What was found of a recipe, if need be anew: the process that had found it may have been ended."""
+        """The result of a recipe, computed anew if need be: the process that had found it may have been ended."""
         if recipe not in self.found:
             known = len(self.search.left_out)
             self.found |= {each.recipe: each for each in self.search.of_variant(Variant.of(recipe), [recipe])}
@@ -152,7 +152,7 @@ class Shares:
         self.told(line)
 
     def rows(self) -> list[Row]:
-        """What becomes of each recipe."""
+        """The outcome of each recipe."""
         self.is_searching = True
         found: list[Row] = []
         for process, answer in self.crew.share([("searched", part) for part in self.parts]):

@@ -185,7 +185,7 @@ class VariantSearch(Search):
         return None, max(least, self.budget_bytes + 1)
 
     def may_do(self, rung: Combination, plain: Candidate) -> bool:
-        """Whether a rung's levers may be enough without recompute: pricing its blocks takes several traces."""
+        """True if a rung's levers may be enough without recompute: pricing its blocks takes several traces."""
         # A chunked loss saves the logits, which are the largest tensors of forward, and a few tensors of their size.
         largest = max((s.bytes for s in plain.trace.storages if s.category is Category.ACTIVATION), default=0)
         return self.excess(plain) <= LOGITS * largest or rung.micro_batches > self.request.micro_batches

@@ -24,7 +24,7 @@ OptimizerOf = Callable[[Recipe], Optimizer]
 
 
 class Variant(NamedTuple):
-    """What recipes have in common whose forward and backward are the same."""
+    """The settings shared by recipes whose forward and backward are the same."""
 
     dtype: Dtype
     adapter: AdapterConfig | None
@@ -74,7 +74,7 @@ def optimizer_of(recipe: Recipe) -> Optimizer:
 
 
 def holds_fp32(batch: Batch) -> bool:
-    """Whether a batch holds numbers in fp32, which weights in 16 bits do not take without autocast."""
+    """True if a batch holds numbers in fp32, which weights in 16 bits do not take without autocast."""
     return not isinstance(batch, TokenBatch) and any(t.dtype == torch.float32 for t in tensors_in(batch))
 
 

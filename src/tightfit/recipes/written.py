@@ -22,7 +22,7 @@ YOUR_DATA = "YOUR_DATA.jsonl"  # stands for the data of whoever trains on from w
 
 @dataclass(frozen=True)
 class WrittenSections:
-    """What a configuration holds beside the recipe: its sections, as far as they are known.
+    """The part of a configuration beside the recipe: its sections, as far as they are known.
 
     `model` names the model: a preset, or a path. `sections` are laid under the recipe's own keys. `device` is the one
     that was asked about where that need not be the one of the training; None where `sections` name it.
@@ -65,7 +65,7 @@ def written(outcome: Outcome, setting: WrittenSections, as_: str = YAML) -> str:
 
 
 def next_steps(path: str, outcome: Outcome, setting: WrittenSections, as_: str = YAML) -> list[str]:
-    """What to do with the text that was written to `path`, a line each."""
+    """The next steps with the text that was written to `path`, a line each."""
     if as_ != YAML:
         return [f"Train: python {path} MODEL DATA"]
     sections = configuration(outcome, setting)
@@ -83,7 +83,7 @@ def next_steps(path: str, outcome: Outcome, setting: WrittenSections, as_: str =
 
 
 def _job(outcome: Outcome, setting: WrittenSections) -> Job:
-    """What a script trains. Raises `InputError` for a model that `transformers` does not load by a name."""
+    """The training of a script. Raises `InputError` for a model that `transformers` does not load by a name."""
     path = setting.model.get("path")
     if path is None:
         raise InputError(
@@ -131,7 +131,7 @@ def configuration(outcome: Outcome, setting: WrittenSections) -> dict[str, Any]:
 
 
 def _holds_weights(setting: WrittenSections) -> bool:
-    """Whether the model's section names weights, and not only their shape."""
+    """True if the model's section names weights, and not only their shape."""
     if "path" not in setting.model or setting.model.get("random_init"):
         return False
     return bool(setting.model.get("gguf_file")) or find(setting.model["path"]).has_weights

@@ -1,1 +1,1 @@
-"""What PyTorch and the process are doing while a step runs."""
+"""The state of PyTorch and of the process while a step runs."""

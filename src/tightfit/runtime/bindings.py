@@ -42,7 +42,7 @@ def binding_of(operator: Any, node: Any) -> Callable[..., Any]:
 
 
 def _call_of(operator: Any, args: Any, kwargs: Any) -> tuple:
-    """What PyTorch's parser of arguments sees of a call, as a key."""
+    """A call as PyTorch's parser of arguments sees it, as a key."""
 
     def key(value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
@@ -85,7 +85,7 @@ def candidates(operator: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _calls(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a call of the function runs, in a form that can be compared. None if it fails."""
+    """The operators that a call of the function runs, in a form that can be compared. None if it fails."""
     try:
         with Called() as called:
             function(*args, **kwargs)

@@ -147,7 +147,7 @@ class Crew:
 
 
 def in_a_fork(work: Callable[[], Result]) -> Result:
-    """What `work` returns, called in a fork of this process, so that nothing of it stays here. The result and
+    """The result of `work`, called in a fork of this process, so that nothing of it stays here. The result and
     exceptions must be picklable.
 
     Raises what `work` raises, and `ChildProcessError` where the system ends the fork.
@@ -249,7 +249,7 @@ class _Fork:
 
 
 def _run(work: Callable[..., Any], waiting: int, connection: Connection, other: Connection) -> None:
-    """What a fork does."""
+    """The work of a fork."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its forks
     other.close()

@@ -40,7 +40,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def registered_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What `model.named_modules()` gives, in the same order."""
+    """The modules of `model.named_modules()`, in the same order."""
     # PyTorch's passes each module through a generator for each level above it. Every dry run walks the model some ten
     # times, which took a fifth of the time of an 8B with adapters.
     seen: set[int] = set()

@@ -131,14 +131,14 @@ def written_arguments(traits: Traits, args: tuple, kwargs: dict) -> list[Any]:
 
 
 def chooses(traits: Traits, results: Any) -> bool:
-    """Whether a result is a choice that a second call may make otherwise, such as the indices of `topk` or `sort`."""
+    """True if a result is a choice that a second call may make otherwise, such as the indices of `topk` or `sort`."""
     if isinstance(results, torch.Tensor):
         return _is_index(results)
     return any(_is_index(result) for place, result in enumerate(flat(results)) if place not in traits.seeds)
 
 
 def _is_index(result: Any) -> bool:
-    """Whether a result is a tensor of integers."""
+    """True if a result is a tensor of integers."""
     return isinstance(result, torch.Tensor) and not (
         result.is_floating_point() or result.is_complex() or result.dtype == torch.bool
     )

@@ -62,7 +62,7 @@ from tightfit.tracing.workspace import Workspace, cpu_workspace
 
 
 class Lasting(NamedTuple):
-    """What exists before a dry step and after it: the attributes of the model's modules, and tensors.
+    """The objects that exist before a dry step and after it: the attributes of the model's modules, and tensors.
 
     Without the trained weights, which every step changes.
     """
@@ -163,7 +163,7 @@ class DryRun(Recording):
                 self._states = self.generators.states()
 
     def has_read_draws(self) -> bool:
-        """Whether the recorded step read numbers that were drawn at random."""
+        """True if the recorded step read numbers that were drawn at random."""
         return self.reads_draws or (self.generators is not None and self.generators.states() != self._states)
 
     # The steps of one operator
@@ -194,7 +194,7 @@ class DryRun(Recording):
             self._imported = len(sys.modules)
 
     def leaves_something(self) -> bool:
-        """Whether the recorded step kept a tensor beside gradients, or changed the model beside its trained weights.
+        """True if the recorded step kept a tensor beside gradients, or changed the model beside its trained weights.
 
         A later step may then differ from it: it finds a cache, or values that only a first step computes.
         """
@@ -208,7 +208,7 @@ class DryRun(Recording):
     def is_cheap(
         self, func: Any, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, kwargs: dict, key: Any
     ) -> bool:
-        """Whether a call with known inputs is computed for real: all integer, or small."""
+        """True if a call with known inputs is computed for real: all integer, or small."""
         if func in NEVER_COMPUTED:
             return False  # CUDA's operators, of which a CPU has no kernel
         if now.playing_cuda and is_foreign(traits, func):
@@ -237,7 +237,7 @@ class DryRun(Recording):
         return all(shape.numel <= KNOWN_LIMIT for shape in shapes_in(self.shapes(func, args, kwargs, key)))
 
     def is_vast(self, func: Any, args: tuple, kwargs: dict, key: Any) -> bool:
-        """Whether an integer operator's results are too large to compute, such as a mask of 1M x 1M tokens."""
+        """True if an integer operator's results are too large to compute, such as a mask of 1M x 1M tokens."""
         if torch.Tag.dynamic_output_shape in func.tags:
             return False  # its results depend on its inputs, which are known
         try:
@@ -368,7 +368,7 @@ class DryRun(Recording):
         self.note(name, self.cost(name, list(map(TensorShape.of, tensors)), [], ()), reads=reads, makes=tuple(makes))
 
     def is_as_allocated(self, cell: Cell) -> bool:
-        """Whether a storage still holds what the operator that allocated it left there: nothing, or one number."""
+        """True if a storage still holds what the operator that allocated it left there: nothing, or one number."""
         made = self.ledger.entries[cell.index].operator
         if made is None or self.ledger.values[cell.value].operator != made:
             return False
@@ -429,7 +429,7 @@ _foreign: dict[str, bool] = {}
 
 
 def is_foreign(traits: Traits, func: Any) -> bool:
-    """Whether an operator is of a package with its own kernels for CUDA: only its fake kernel can run here."""
+    """True if an operator is of a package with its own kernels for CUDA: only its fake kernel can run here."""
     found = _foreign.get(traits.name)
     if found is None:
         name = func._schema.name
@@ -452,7 +452,7 @@ def one_thread() -> Iterator[None]:
 
 
 def asks_for_shapes(args: tuple, kwargs: dict) -> bool:
-    """Whether an operator works on the device meta, where nothing has memory or numbers: somebody asks for shapes.
+    """True if an operator works on the device meta, where nothing has memory or numbers: somebody asks for shapes.
 
     Forward-mode differentiation does, for sums with a tangent of zeros (`maybe_add_maybe_sub`, native/BinaryOps.cpp).
     """

@@ -158,7 +158,7 @@ class Faults:
             self._end()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """What Python calls in the main thread between two steps of its code, after a fault."""
+        """The handler that Python calls in the main thread between two steps of its code, after a fault."""
         while frame is not None:
             if frame.f_code is Faults._handle.__code__:
                 return  # the kernel has not ended: the handler ends with another interrupt

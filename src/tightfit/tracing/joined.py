@@ -30,7 +30,7 @@ def joined(part: StepTrace, update: StepTrace, *, on_cuda: bool) -> StepTrace:
 
 
 def _states(update: StepTrace) -> list[StorageRecord]:
-    """What the optimizer holds when a step begins: its states, and tables and generators of its own."""
+    """The tensors that the optimizer holds when a step begins: its states, and tables and generators of its own."""
     others = (Category.PARAMETER, Category.GRADIENT)
     existed = (s for s in update.storages if s.operator is None and s.category not in others and s.died != 0)
     return [s for s in existed if s.dtype]  # memory that is reserved without a tensor is in the other trace too

@@ -169,7 +169,7 @@ class Ledger:
                 entry.died = 0
 
     def has_left(self) -> bool:
-        """Whether a storage that was allocated since the record began is still alive, and is no gradient."""
+        """True if a storage that was allocated since the record began is still alive, and is no gradient."""
         return any(
             entry.died is None and entry.operator is not None and entry.category is not Category.GRADIENT
             for entry in self.entries
@@ -214,5 +214,5 @@ class Ledger:
 
 
 def _on_host() -> bool:
-    """Whether a tensor made now is in host memory while a device's memory is counted."""
+    """True if a tensor made now is in host memory while a device's memory is counted."""
     return now.host > 0 and now.playing_cuda

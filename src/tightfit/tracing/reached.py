@@ -27,7 +27,7 @@ _MISSING = object()
 
 
 class Reached:
-    """What code refers to. `modules` are the outermost ones by name, `tensors` those that are no module's.
+    """The objects that code refers to. `modules` are the outermost ones by name, `tensors` those that are no module's.
 
     `values` are everything that the names refer to.
     """
@@ -44,7 +44,7 @@ class Reached:
 
     @classmethod
     def of_call(cls, function: Any, inputs: Any) -> "Reached":
-        """What a call of `function` with these inputs can reach."""
+        """The objects that a call of `function` with these inputs can reach."""
         found = cls()
         found.values += [function, inputs]
         found._look("", function, 0)
@@ -57,7 +57,7 @@ class Reached:
 
     @classmethod
     def of_frame(cls, frame: FrameType) -> "Reached":
-        """What the code of a running function, script or cell of a notebook can reach."""
+        """The objects that the code of a running function, script or cell of a notebook can reach."""
         found, variables = cls(), dict(frame.f_locals)
         for name in dict.fromkeys([*variables, *names_in(frame.f_code)]):
             # A script's or a notebook's variables are all there, whether or not this code mentions them.
@@ -163,5 +163,5 @@ def assigned_globals(code: CodeType) -> set[str]:
 
 
 def _is_a_librarys(code: CodeType) -> bool:
-    """Whether code is PyTorch's, an installed package's or ours: its global variables are no state of the user's."""
+    """True if code is PyTorch's, an installed package's or ours: its global variables are no state of the user's."""
     return code.co_filename.startswith((*_INSTALLED, _OURS, "<frozen"))

@@ -137,7 +137,7 @@ class StepTrace:
 
     @property
     def peak_depends_on_data(self) -> bool:
-        """Whether sizes in this trace depend on assumed numbers."""
+        """True if sizes in this trace depend on assumed numbers."""
         return any(assumption.moves_peak for assumption in self.assumptions)
 
     @cached_property

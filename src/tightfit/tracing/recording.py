@@ -226,12 +226,12 @@ class Recording(TorchDispatchMode):
 
 @functools.cache
 def answers_itself(kind: type) -> bool:
-    """Whether a class of tensors implements `__torch_dispatch__`: quantised states, gradients on the host."""
+    """True if a class of tensors implements `__torch_dispatch__`: quantised states, gradients on the host."""
     return kind.__torch_dispatch__ is not no_torch_dispatch
 
 
 def _called_by_engine() -> bool:
-    """Whether autograd's engine itself called the operator, and not Python code that runs in backward."""
+    """True if autograd's engine itself called the operator, and not Python code that runs in backward."""
     # Python code in backward (a custom Function) runs the same operators out of place in the real step too.
     frame = sys._getframe(1)
     while frame.f_code.co_name != "__torch_dispatch__":

@@ -1,5 +1,5 @@
-"""What oneDNN's recurrent layer (LSTM) takes on a CPU beside its results: a workspace that it keeps for backward, and
-scratch memory in forward and backward.
+"""The memory of oneDNN's recurrent layer (LSTM) on a CPU beside its results: a workspace that it keeps for backward,
+and scratch memory in forward and backward.
 
 PyTorch's meta kernel says that the workspace is empty. oneDNN chooses it by shape and instruction set, so the layer is
 run.
@@ -29,7 +29,7 @@ class Taken(NamedTuple):
 
 
 def taken(x: Sequence[int], hidden: int, dtype: torch.dtype) -> Taken:
-    """What one direction of one layer takes.
+    """The memory of one direction of one layer.
 
     A longer or wider layer has the same parts, each larger by whole pages for each further 64 steps or rows. So four
     small layers say what a large one has.

@@ -123,7 +123,7 @@ class DryStep:
 
 
 def needs_no_gradients(model: nn.Module, settings: StepSettings) -> bool:
-    """Whether an optimizer makes the same states from gradients that no backward has made."""
+    """True if an optimizer makes the same states from gradients that no backward has made."""
     if settings.keep_gradients:
         return False  # those of a parameter without a gradient would stay
     # Hooks step in backward, or move gradients to the host. A trained tensor of a class of its own may have gradients

@@ -138,7 +138,7 @@ class Contents:
                 self._remember(item, depth)
 
     def changed(self) -> bool:
-        """Whether any container holds other things than before."""
+        """True if any container holds other things than before."""
         return any(content_changed(item, content) for item, content in self.contents if item or content)
 
     def generator_states(self) -> list[Any]:
@@ -154,7 +154,7 @@ class Contents:
 
 
 def content_changed(item: Any, content: Any) -> bool:
-    """Whether a container holds other things than a copy of it that was made before."""
+    """True if a container holds other things than a copy of it that was made before."""
     if isinstance(item, dict):
         return not _same(item, content)
     if isinstance(item, list | deque):
@@ -204,7 +204,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _has_state(item: Any) -> bool:
-    """Whether an item is a plain object whose attributes may change: no tensor, module, class or function."""
+    """True if an item is a plain object whose attributes may change: no tensor, module, class or function."""
     return hasattr(item, "__dict__") and not isinstance(
         item, torch.Tensor | nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType
     )

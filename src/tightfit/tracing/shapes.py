@@ -41,13 +41,13 @@ class TensorShape(NamedTuple):
 
     @property
     def is_vast(self) -> bool:
-        """Whether a result of this shape is too large to compute, even from known integers."""
+        """True if a result of this shape is too large to compute, even from known integers."""
         is_number = not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool)
         return self.bytes > (LARGEST_INTEGERS if is_number else LARGEST_KNOWN)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether `Tensor.contiguous` returns the tensor itself. Otherwise it copies."""
+        """True if `Tensor.contiguous` returns the tensor itself. Otherwise it copies."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:

@@ -56,12 +56,12 @@ class Rank(Protocol):
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are added up in the last micro-batch only."""
+        """True if gradients are added up in the last micro-batch only."""
         ...
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its weights, gradients and states are in the host's memory between forward and backward."""
+        """True if its weights, gradients and states are in the host's memory between forward and backward."""
         ...
 
     def playing(self) -> AbstractContextManager[Any]:
@@ -136,7 +136,7 @@ def _built(optimizer: Optimizer, model: nn.Module, settings: StepSettings) -> to
 
 
 def _steps(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether the optimizer owns a parameter, and so clears its gradient after each step."""
+    """True if the optimizer owns a parameter, and so clears its gradient after each step."""
     return any(known is parameter for group in optimizer.param_groups for known in group["params"])
 
 

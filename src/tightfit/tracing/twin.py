@@ -25,7 +25,7 @@ _STEP = 7919  # as in `TokenBatch`: neighbouring ids differ
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device or fake."""
+    """True if a tensor is on the meta device or fake."""
     return tensor.is_meta or is_fake(tensor)
 
 

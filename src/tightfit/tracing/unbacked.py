@@ -49,7 +49,7 @@ def set_unbacked(tensor: torch.Tensor) -> None:
 
 
 def is_unbacked(tensor: torch.Tensor) -> bool:
-    """Whether a dry run made the tensor's storage, so that it holds no data."""
+    """True if a dry run made the tensor's storage, so that it holds no data."""
     return is_unbacked_storage(tensor.untyped_storage())
 
 

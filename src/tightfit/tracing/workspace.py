@@ -152,7 +152,7 @@ def _measured_product(operator: Callable[..., torch.Tensor], inputs: tuple[Tenso
 
 @cache
 def _run_once(operator: Callable[..., torch.Tensor], inputs: tuple[TensorShape, ...], threads: int) -> int:
-    """What a product takes that runs for real. `threads` tells apart what is remembered."""
+    """The memory of a product that runs for real. `threads` is a part of the key under which the result is cached."""
     operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
     with torch.no_grad():
         results = [operator(*operands)]

@@ -1,4 +1,5 @@
-"""Whether a model keeps the documents of a packed row apart: tried before a training, on a row of two short documents.
+"""A test of whether a model keeps the documents of a packed row apart: run before a training, on a row of two short
+documents.
 
 Many models take `position_ids` and let documents see each other all the same: those that build their mask from an
 attention mask (transformers#46634), keep a cache of keys and values, or carry a state along the row. Their loss falls

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its training beside the state: what must be the same when it is resumed, and its plan."""
+"""A checkpoint's record of its training beside the state: the conditions of a resume, and the plan."""
 
 import json
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ class Context:
         return {} if fitted.plan is None else {PLAN: json.dumps(fitted.plan.to_dict()).encode()}
 
     def resumed(self, checkpoint: Checkpoint, reporter: Reporter) -> StepHistory:
-        """What the steps before the checkpoint have shown. Raises `DataError` where the data is other data now.
+        """The history of the steps before the checkpoint. Raises `DataError` where the data is other data now.
 
         The reporter is told of circumstances that may change the last bits of the results.
         """
@@ -98,8 +98,8 @@ class Context:
         return StepHistory(**stored["counts"])
 
     def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None) -> Corrections:
-        """What the training had learnt until the checkpoint; nothing where the plan that it began with is not gone on
-        with, or where the device or the section `memory` is another now.
+        """The corrections that the training had learnt until the checkpoint; none where the plan that it began with is
+        not gone on with, or where the device or the section `memory` is another now.
         """
         if checkpoint is None or not self._is_same(checkpoint):
             return Corrections()
@@ -111,7 +111,7 @@ class Context:
             return Corrections()
 
     def _is_same(self, checkpoint: Checkpoint) -> bool:
-        """Whether the training runs on the same device, with the same section `memory` and on as many ranks as before
+        """True if the training runs on the same device, with the same section `memory` and on as many ranks as before
         the checkpoint.
         """
         stored = checkpoint.record

@@ -1,5 +1,5 @@
-"""What a training has learnt about its memory while it ran: kept in checkpoints, so that a resumed one need not fail
-again.
+"""The corrections that a training has learnt about its memory while it ran: kept in checkpoints, so that a resumed one
+need not fail again.
 """
 
 from collections.abc import Mapping

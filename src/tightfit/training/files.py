@@ -1,4 +1,4 @@
-"""What a run leaves: what is known before its first step, what came of it, and where that goes for lack of room."""
+"""The files of a run: those before its first step, its results, and where they go for lack of room."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ class RunFiles:
         folder.demand_room(saved_bytes(self.model) + files + self._checkpoint_bytes())
 
     def write_beginning(self, folder: RunFolder, *, is_resumed: bool) -> None:
-        """What is known before the first step; only now do the files of an earlier run go.
+        """Write the files that are known before the first step; only now do the files of an earlier run go.
 
         Of a resumed run, those stay that the resumed training needs, so that a kill at any moment leaves it what it
         goes on from.

@@ -55,7 +55,7 @@ class Fit:
 
     @property
     def sharding(self) -> Sharding:
-        """What is chosen of FSDP2."""
+        """The plan's choices about FSDP2."""
         return Sharding() if self.plan is None else self.plan.sharding
 
     def micro_batches_for(self, length: int) -> int:
@@ -68,12 +68,12 @@ class Fit:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What the step may take."""
+        """The bytes that the step may take."""
         return None if self.plan is None else self.plan.budget_bytes
 
     @property
     def whole_budget_bytes(self) -> int | None:
-        """What the step and the copy may take together: the user's budget."""
+        """The bytes that the step and the copy may take together: the user's budget."""
         return None if self.budget_bytes is None else self.budget_bytes + self.copy_bytes
 
     @property
@@ -95,7 +95,7 @@ class Fit:
 
     @property
     def has_levers(self) -> bool:
-        """Whether the step runs otherwise than the plain one."""
+        """True if the step runs otherwise than the plain one."""
         return self.plain != self.planned
 
     def apply(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -199,7 +199,7 @@ def _fit_shards(asked: Request, config: Config, device: DeviceSpec) -> Fit:
 
 
 def _copies(config: Config, device: DeviceSpec) -> bool:
-    """Whether a copy of the state lies in the memory that the budget bounds while a checkpoint is written."""
+    """True if a copy of the state lies in the memory that the budget bounds while a checkpoint is written."""
     checkpoint = config.checkpoint
     return checkpoint.in_background and checkpoint.every_steps is not None and device.kind == "cpu"
 

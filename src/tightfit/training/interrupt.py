@@ -48,7 +48,7 @@ class Interrupt:
         self._restore()
 
     def cuttable(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Raises `Interrupted` at any place in it where a signal arrives, or has arrived."""
+        """The result of `work`. Raises `Interrupted` at any place in it where a signal arrives, or has arrived."""
         try:
             # A signal before this line does not cut, and one after `finally` does not either: `Interrupted` leaves this
             # call.
@@ -93,7 +93,9 @@ class Interrupt:
                 hook.remove()
 
     def deliver(self) -> None:
-        """What was received, to whom it would have gone; Ctrl-C as `KeyboardInterrupt`, whoever handles it."""
+        """Deliver the received signal to whoever would have got it; Ctrl-C as `KeyboardInterrupt`, whoever
+        handles it.
+        """
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is not None:

@@ -50,7 +50,7 @@ def join(ranks: Ranks, model: nn.Module, loss: torch.Tensor, interrupt: Interrup
 
 
 def agree_on_signal(ranks: Ranks, interrupt: Interrupt) -> bool:
-    """Whether a signal has come to any rank; it has come to all then."""
+    """True if a signal has come to any rank; it has come to all then."""
     received = ranks.most(interrupt.received or 0)
     if received:
         interrupt.take(received)

@@ -73,7 +73,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    """Who holds the lock, for those who are refused."""
+    """The holder of the lock, for the message to those who are refused."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 

@@ -80,7 +80,7 @@ class StepHistory:
         return [*self.unwritten, *([] if self.unevaluated is None else [StepMetrics(**self.unevaluated).to_json()])]
 
     def to_dict(self) -> dict[str, Any]:
-        """What a resumed training goes on with, as JSON."""
+        """The history that a resumed training goes on with, as JSON."""
         kept = (
             "steps", "first_loss", "last_loss", "tokens", "skipped", "measured_peak_bytes", "unwritten", "position",
             "validation", "best", "unevaluated",
@@ -135,7 +135,7 @@ def _undone(stepper: Stepper) -> bool:
 
 
 class _Watch(NamedTuple):
-    """What a step needs to know besides the stepper."""
+    """The context of a step besides the stepper."""
 
     training: TrainingConfig
     reporter: Reporter

@@ -1,4 +1,4 @@
-"""What is there before a training step, whose peak `measured_peak` adds to what the step takes."""
+"""The tensors that exist before a training step, whose peak `measured_peak` adds to what the step takes."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["measured_peak", "resident_tensors"]
 def resident_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss | None = None
 ) -> list[Tensor]:
-    """What the model holds and what the loss holds beside it (parameters, buffers, tensors that modules hold as plain
-    attributes), the optimizer's states and the batch.
+    """The tensors that the model holds and those that the loss holds beside it (parameters, buffers, tensors that
+    modules hold as plain attributes), the optimizer's states and the batch.
     """
     return [*held_by([model, *modules_beside(loss)]), *state_tensors(optimizer), *tensors_in(batch)]

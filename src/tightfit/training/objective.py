@@ -1,4 +1,4 @@
-"""What a causal language model is trained to do: to predict each next token of its samples.
+"""The objective of a causal language model: to predict each next token of its samples.
 
 The loss is a sum over tokens, divided by the number of valid tokens of the whole effective batch, which is counted
 before its first micro-batch runs. So the gradients of micro-batches add up to the gradient of the whole batch however
@@ -24,12 +24,14 @@ _NOT_FOR_THE_MODEL = frozenset({"labels", VALID_TOKENS, WHOLE_ROWS})
 
 
 class Objective(Protocol):
-    """What a training minimises: a share of the mean over an effective batch, from each of its micro-batches."""
+    """The loss that a training minimises: a share of the mean over an effective batch, from each of its
+    micro-batches.
+    """
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor: ...
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """What the mean over a batch from `counted` is divided by: tokens, pairs."""
+        """The divisor of the mean over a batch from `counted`: tokens, pairs."""
         ...
 
 
@@ -68,7 +70,7 @@ class CausalLMLoss:
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a batch goes to the model."""
+    """The tensors of a batch that go to the model."""
     return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
 
 

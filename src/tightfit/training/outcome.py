@@ -1,4 +1,4 @@
-"""What a training has come to: its result, from the prediction and from what its steps have shown."""
+"""The outcome of a training: its result, from the prediction and from what its steps have shown."""
 
 import math
 import platform

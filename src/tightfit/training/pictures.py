@@ -1,4 +1,4 @@
-"""What a run shows of its step: memory.png and report.html, each where what draws it is installed."""
+"""The pictures of a run's step: memory.png and report.html, each if the package that draws it is installed."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def write_pictures(result: TrainResult, fitted: Fit, folder: RunFolder, reporter
 
 
 def most_bytes(fitted: Fit) -> int:
-    """What picture and page take: the one's pixels as they are, which is more, and the other as it is predicted."""
+    """The bytes of picture and page: the one's pixels as they are, which is more, and the other as it is predicted."""
     pixels = round(WIDTH * DOTS) * round(HEIGHT * DOTS) * len("RGBA")
     try:
         return pixels + len(_page(fitted.planned.peak_bytes, "", fitted).encode())

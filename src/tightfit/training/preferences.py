@@ -143,7 +143,7 @@ def to_file(training: np.ndarray, validation: np.ndarray, data: str) -> bytes:
 
 
 def from_file(path: Path, data: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """What `to_file` made of these pairs; None where the file is missing, damaged, or of other pairs."""
+    """The file that `to_file` made of these pairs; None where the file is missing, damaged, or of other pairs."""
     try:
         with safetensors.safe_open(str(path), "numpy") as file:
             stored = file.metadata() or {}

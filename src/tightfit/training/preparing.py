@@ -1,4 +1,4 @@
-"""What a training begins with: its data, its model, and the step on which all ranks agree."""
+"""The preparation of a training: its data, its model, and the step on which all ranks agree."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

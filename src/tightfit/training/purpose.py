@@ -1,4 +1,6 @@
-"""What a training is for, where its data alone does not say it: the seam through which distillation adds a teacher."""
+"""The purpose of a training, where its data alone does not determine it: the seam through which distillation adds a
+teacher.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,18 +39,20 @@ class Purpose:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What a resumed training has to find unchanged, by names for an error: hashes of what is beside the data."""
+        """The inputs that a resumed training has to find unchanged, by names for an error: hashes of what is beside the
+        data.
+        """
         return {}
 
     def begin(self, model: nn.Module, data: PreparedData, config: Config) -> None:
         """Called when the model is built, on the CPU. It may get further modules, which `end` removes."""
 
     def loss(self, data: PreparedData, config: Config) -> Objective:
-        """What is minimised."""
+        """The loss that is minimised."""
         return objective_of(data.objective, config.training)
 
     def held_out_loss(self, data: PreparedData, config: Config) -> Objective:
-        """What is reported of the samples held out."""
+        """The loss that is reported for the samples held out."""
         return self.loss(data, config)
 
     def to(self, device: str) -> None:
@@ -59,12 +63,12 @@ class Purpose:
 
 
 def loss_of_step(purpose: Purpose, data: PreparedData, config: Config, *, is_sharded: bool) -> Objective:
-    """What a step minimises."""
+    """The loss that a step minimises."""
     return _in_fp32(purpose.loss(data, config), config, is_sharded)
 
 
 def loss_held_out(purpose: Purpose, data: PreparedData, config: Config, *, is_sharded: bool) -> Objective:
-    """What is reported of the samples held out."""
+    """The loss that is reported for the samples held out."""
     return _in_fp32(purpose.held_out_loss(data, config), config, is_sharded)
 
 

@@ -1,4 +1,4 @@
-"""Who is told how a training goes. The training itself prints nothing."""
+"""The reporters that are told how a training goes. The training itself prints nothing."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +9,8 @@ from tightfit.training.result import StepMetrics, TrainResult
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first step. `predicted_peak_bytes` is that of the step as it will run; `device` is the
-    kind that it runs on, `cpu` or `cuda`.
+    """The facts that are known before the first step. `predicted_peak_bytes` is that of the step as it will run;
+    `device` is the kind that it runs on, `cpu` or `cuda`.
     """
 
     max_steps: int

@@ -1,4 +1,4 @@
-"""What a training reports: of each step, and at its end."""
+"""The reports of a training: of each step, and at its end."""
 
 import json
 import math
@@ -27,7 +27,7 @@ class StepMetrics:
     validation_loss: float | None = None  # on the samples held out, where this step was evaluated
 
     def is_logged(self, log_every: int, max_steps: int) -> bool:
-        """Whether metrics.jsonl has a line of this step."""
+        """True if metrics.jsonl has a line of this step."""
         return self.step % log_every == 0 or self.step in (1, max_steps) or self.validation_loss is not None
 
     def to_json(self) -> str:

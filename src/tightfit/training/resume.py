@@ -1,4 +1,4 @@
-"""What `--resume` goes on with: the rules, and the newest intact checkpoint of a run's folder."""
+"""The start of `--resume`: the rules, and the newest intact checkpoint of a run's folder."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ABSENT = "nothing"
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier run left: the checkpoint to go on from, or the result of a finished one; None where there is
+    """The remains of an earlier run: the checkpoint to go on from, or the result of a finished one; None where there is
     none.
     """
 
@@ -32,7 +32,7 @@ class Earlier:
 
 
 def look_back(config: Config, folder: RunFolder, reporter: Reporter) -> Earlier:
-    """What there is to resume in a run's folder. Nothing in it is changed.
+    """The checkpoint or result to resume in a run's folder. Nothing in it is changed.
 
     Raises `ConfigError` where the run was begun with another configuration, `CheckpointError` where checkpoints stand
     there and none is intact, or where more steps are asked of a finished run that left none.

@@ -130,7 +130,7 @@ class TrainingRun:
         return result
 
     def _loss(self, ready: Prepared) -> Objective:
-        """What is minimised."""
+        """The loss that is minimised."""
         return loss_of_step(self.purpose, ready.data, self.config, is_sharded=ready.fitted.is_sharded)
 
     def _verify(self, ready: Prepared, plan: Plan) -> None:

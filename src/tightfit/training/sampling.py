@@ -29,7 +29,7 @@ def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
 
 
 def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, torch.Tensor], *, seed: int) -> str:
-    """What was said before the first answer of a sample, and the model's answer."""
+    """The text before the first answer of a sample, and the model's answer."""
     learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
     asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
     stop = tokenizer.chat.end_of_turn()

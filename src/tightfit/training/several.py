@@ -122,7 +122,7 @@ def fit_as_json(fitted: Fit, *, is_stored: bool) -> bytes:
 
 
 def fit_from_json(content: bytes, config: Config) -> tuple[Fit, bool]:
-    """What `fit_as_json` was given."""
+    """The object that `fit_as_json` was given."""
     raw: dict[str, Any] = json.loads(content)
     fitted = Fit(
         plain=StepFigures.from_dict(raw["plain"]),

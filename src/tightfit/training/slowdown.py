@@ -100,7 +100,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Loosened:
-    """What came of a look: a looser fit or None, the peak that plans may have from now on, and a line for the user."""
+    """The result of a look: a looser fit or None, the peak that plans may have from now on, and a line for the user."""
 
     line: str = ""
     fitted: Fit | None = None
@@ -188,5 +188,5 @@ def _candidates(
 
 
 def _not_exact(plan: Plan) -> tuple[Any, ...]:
-    """What of a plan may change bits."""
+    """The levers of a plan that may change bits."""
     return tuple(lever for lever in plan.levers if lever.exactness is not Exactness.EXACT)

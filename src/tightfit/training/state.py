@@ -1,4 +1,4 @@
-"""What a training is made of: tensors by name, and a record in JSON. A checkpoint holds both and nothing else.
+"""The state of a training: tensors by name, and a record in JSON. A checkpoint holds both and nothing else.
 
 Tensors: trained weights, buffers, optimizer states, random states. Weights that are not trained (the base
 under adapters) are read from where they came from, and only compared. The record says how the optimizer's states lie

@@ -24,7 +24,7 @@ from tightfit.training.state import TrainingState
 
 
 class StepOutcome(NamedTuple):
-    """What one optimizer step leaves: the batch's loss before it, the gradients' norm, whether it was skipped."""
+    """The outcome of one optimizer step: the batch's loss before it, the gradients' norm, whether it was skipped."""
 
     loss: float
     gradient_norm: float | None
@@ -104,7 +104,7 @@ class Stepper:
         self._state.put_back()
 
     def goes_on(self) -> bool:
-        """Whether there is a next step. Of several ranks, a signal that came to one of them cuts the next step of all,
+        """True if there is a next step. Of several ranks, a signal that came to one of them cuts the next step of all,
         so that they end together.
         """
         return self.ranks.is_several or self.interrupt.received is None
@@ -119,8 +119,8 @@ class Stepper:
 
 @dataclass(frozen=True)
 class StepMeasured:
-    """What was measured of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all
-    others if it `is_settled`.
+    """The measurements of one step. `peak_bytes` is None where nobody looked; `seconds` are of a step like all others
+    if it `is_settled`.
     """
 
     number: int
@@ -174,7 +174,7 @@ class StepUnderWay:
         self._norm = clip(stepper.model, stepper.optimizer, stepper.settings, scaler)
 
     def _cuttable(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `work` returns. Raises `Interrupted`, of which the other ranks know then."""
+        """The result of `work`. Raises `Interrupted`, of which the other ranks know then."""
         stepper = self._stepper
         try:
             return stepper.interrupt.cuttable(work)
@@ -212,7 +212,7 @@ class StepUnderWay:
         let_go(self._stepper.optimizer, self._stepper.settings)
 
     def outcome(self) -> StepOutcome:
-        """What the step leaves."""
+        """The outcome of the step."""
         assert self._loss is not None, "the gradients were computed"
         scaler = self._stepper.scaler
         # The scaler lowers its scale after an overflow, and only then.

@@ -109,7 +109,7 @@ class RunFolder:
             return os.statvfs(self.path).f_frsize
 
     def has_checkpoints(self) -> bool:
-        """Whether there is a checkpoint, intact or not."""
+        """True if there is a checkpoint, intact or not."""
         return bool(checkpoint_paths(self.checkpoints))
 
     def clear(self, *, keep: Sequence[str] = (), checkpoints: bool = True) -> None:
@@ -232,7 +232,7 @@ class RunFolder:
         self._write_files(lambda folder: save_model(model, folder))
 
     def _write_files(self, write: Callable[[Path], None]) -> None:
-        """What `write` puts in a folder, moved here when all of it is there."""
+        """Move the files that `write` puts in a folder here when all of it is there."""
         part = self.path / f".part-{secrets.token_hex(4)}"
         with self._writing(self.path):
             try:

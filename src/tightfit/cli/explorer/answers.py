@@ -112,7 +112,7 @@ def ways_out(error: CannotFit) -> tuple[str, ...]:
 
 
 def recipes(question: PageQuestion, model: nn.Module, budget: int | str, tell: Tell) -> Iterator[RecipesRecord]:
-    """What fits the card, best first; nothing where this version has no `tightfit.fit`."""
+    """The recipes that fit the card, best first; nothing where this version has no `tightfit.fit`."""
     search = getattr(tightfit, "fit", None)
     if search is None:
         return
@@ -163,6 +163,6 @@ def line_of(error: BaseException) -> str:
 
 
 def _came_from_elsewhere(error: BaseException) -> bool:
-    """Whether the last line of ours before an exception belongs to somebody else's code, such as a model's."""
+    """True if the last line of ours before an exception belongs to somebody else's code, such as a model's."""
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return not Path(last.f_code.co_filename).is_relative_to(PACKAGE)

@@ -37,7 +37,7 @@ class Bar:
 
     @property
     def slack_bytes(self) -> int:
-        """What the allocator reserves beyond the tensors."""
+        """The bytes that the allocator reserves beyond the tensors."""
         return max(self.taken_bytes - self.context_bytes - self.step.peak_bytes, 0)
 
 
@@ -69,7 +69,7 @@ def headline(
 
 
 def sentences(plan: PlanRecord | None, refusal: str | None) -> str:
-    """What a plan does, or why there is none."""
+    """Sentences that say how a plan changes the step, or why there is no plan."""
     lines = [refusal] if refusal else []
     if plan is not None:
         lines += [*used_levers(plan), *device_room(plan)]
@@ -336,7 +336,7 @@ def failure(line: str, head: str = "No answer") -> str:
 
 
 def waiting(line: str) -> str:
-    """What the page is doing."""
+    """A line that says how far the page's answer is."""
     return f'<div class="verdict wait"><h2>{escape(line)}</h2></div>'
 
 

@@ -1,4 +1,4 @@
-"""What a worker says beside the parts of an answer, as plain data."""
+"""The messages of a worker beside the parts of an answer, as plain data."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class NoAnswer:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is being done for an answer, in one line: "2 of 4: looking for the fastest plan"."""
+    """One line about the progress of an answer: "2 of 4: looking for the fastest plan"."""
 
     line: str
 

@@ -75,7 +75,7 @@ class PartialAnswer:
 
     @property
     def doing(self) -> str:
-        """What is being done and for how long the reader has waited; empty at the end."""
+        """The current work, and for how long the reader has waited; empty at the end."""
         if self.is_complete:
             return ""
         line = "Starting" if self.progress is None else self.progress.line
@@ -94,7 +94,7 @@ def gradio_package() -> Any:
 
 
 def has_recipes() -> bool:
-    """Whether this version searches for recipes."""
+    """True if this version searches for recipes."""
     return "fit" in tightfit.__all__
 
 

@@ -1,4 +1,4 @@
-"""What the page asks: the values of its fields, checked. No torch here."""
+"""The page's question: the values of its fields, checked. No torch here."""
 
 import math
 from collections.abc import Mapping
@@ -99,7 +99,7 @@ class PageQuestion:
 
     @property
     def described(self) -> Described:
-        """What the model is built from. Raises `InputError` for an upload that cannot be used."""
+        """The source that the model is built from. Raises `InputError` for an upload that cannot be used."""
         if self.upload is not None:
             return read_upload(self.upload).described
         if self.model in PRESETS:

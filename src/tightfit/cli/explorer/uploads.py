@@ -72,7 +72,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Described:
-    """What a model is built from: a section of ours, or the fields of a config.json for `transformers`."""
+    """The source of a model: a section of ours, or the fields of a config.json for `transformers`."""
 
     name: str
     decoder: DecoderConfig | None = None
@@ -82,7 +82,7 @@ class Described:
 
 @dataclass(frozen=True)
 class UploadedModel:
-    """What an upload says: a model, values for the page's fields, and the keys that the page does not use."""
+    """The contents of an upload: a model, values for the page's fields, and the keys that the page does not use."""
 
     described: Described
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def shown(name: str) -> str:
 
 
 def read_upload(upload: Upload) -> UploadedModel:
-    """What a file says. Raises `InputError` and `ConfigError` in one line."""
+    """Read an uploaded file. Raises `InputError` and `ConfigError` in one line."""
     try:
         return _from_json(upload) if upload.is_json else _from_yaml(upload)
     except RecursionError:
@@ -115,7 +115,7 @@ def published_place(path: str) -> tuple[str, Published]:
 
 
 def reads_text(entry: Published) -> bool:
-    """Whether a published model is trained on token ids alone."""
+    """True if a published model is trained on token ids alone."""
     return entry.config["model_type"] not in OF_IMAGES_OR_SPEECH
 
 

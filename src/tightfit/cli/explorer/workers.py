@@ -78,7 +78,7 @@ class Worker:
             raise WorkerError("the process that computed this answer ended: ask for less, or ask again") from error
 
     def _next(self, is_over: Callable[[], bool], began: float, seconds: float) -> Iterator[Any]:
-        """What the process sends next, and before it a `Waited` for each second that this takes."""
+        """The next message of the process, and before it a `Waited` for each second that this takes."""
         told = 0
         while not self.pipe.poll(LOOK_SECONDS):
             if is_over():

@@ -12,7 +12,7 @@ DTYPES_OF_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 
 
 def nothing_to_run(question: PageQuestion) -> str:
-    """What stands in the place of something to run where no plan fits."""
+    """The text in the place of a command to run where no plan fits."""
     return (
         f"# Nothing to run: this step does not fit {question.device} within {question.budget}.\n"
         "# The tab Recipes has what fits, or comes nearest.\n"

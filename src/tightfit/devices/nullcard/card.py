@@ -62,7 +62,7 @@ class Card:
 
     @property
     def text(self) -> str:
-        """What csrc/card.c reads, but for what the installed PyTorch decides."""
+        """The card's description as csrc/card.c reads it, without the values that the installed PyTorch decides."""
         below = [known for known in _MULTIPROCESSOR if known <= self.capability]
         shared_block, shared, threads, blocks = _MULTIPROCESSOR[max(below, default=(7, 0))]
         figures = {

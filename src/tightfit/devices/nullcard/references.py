@@ -1,4 +1,4 @@
-"""What operators of CUDA alone compute, in PyTorch's CPU operators: attention, fused norms, wider products.
+"""References for operators that only CUDA has, in PyTorch's CPU operators: attention, fused norms, wider products.
 
 Each reference gets the CUDA operator's results (CPU tensors over the same memory, not yet filled) and its arguments by
 name, and returns what the results are to hold. Sums run in fp32, as in the kernels.

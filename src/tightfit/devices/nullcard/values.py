@@ -186,7 +186,7 @@ class ComputedValues:
 
 
 class _Work:
-    """What one operator computes: CPU tensors over the card's memory, which it does not keep alive."""
+    """The work of one operator: CPU tensors over the card's memory, which it does not keep alive."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def measured(record: RecordedTraining, plan: Plan) -> str:
 
 
 def compiling(run: MiniMindRun) -> list[str]:
-    """What became of the script's wish to compile its model."""
+    """A line about how the script's `torch.compile` was handled."""
     if not run.compiles or run.plan is None:
         return []
     if run.plan.lever(CompiledBlocks) is not None:

@@ -73,7 +73,7 @@ class WrittenStep:
 
     @property
     def reenters(self) -> bool:
-        """Whether the lines enter the `with` around the model's call again, for example autocast."""
+        """True if the lines enter the `with` around the model's call again, for example autocast."""
         return any(isinstance(statement, ast.With | ast.AsyncWith) for statement in self.statements[:1])
 
     @property
@@ -85,7 +85,7 @@ class WrittenStep:
 
     @property
     def clips(self) -> bool:
-        """Whether the loop clips gradients by norm after the step."""
+        """True if the loop clips gradients by norm after the step."""
         return any(_called(node) == "clip_grad_norm_" for node in self._behind())
 
     def micro_batches(self) -> int:

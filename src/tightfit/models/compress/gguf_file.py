@@ -194,7 +194,7 @@ def _as_written(weight: Tensor, name: str, weights: str) -> tuple[np.ndarray, An
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What GGUF says of a byte-level BPE."""
+    """A byte-level BPE in GGUF's fields."""
 
     tokens: list[str]
     kinds: list[int]

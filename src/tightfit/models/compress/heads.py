@@ -1,4 +1,4 @@
-"""What a language model's head is given: the hidden states of all tokens, and the weight that would make the logits.
+"""The inputs of a language model's head: the hidden states of all tokens, and the weight that would make the logits.
 
 A loss over chunks of tokens needs these two, and never the logits. The head's own product is left out while the model
 runs.

@@ -1,4 +1,4 @@
-"""What a student minimises: a divergence from its teacher, which runs beside it or has left a store."""
+"""The loss of a student: a divergence from its teacher, which runs beside it or has left a store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

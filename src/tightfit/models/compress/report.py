@@ -1,4 +1,4 @@
-"""What a compression saves and costs: a model before and after, predicted and measured."""
+"""The saving and the cost of a compression: a model before and after, predicted and measured."""
 
 import json
 import statistics

@@ -151,7 +151,7 @@ def open_source(path: str | Path) -> Source:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json says; empty where there is none. Raises `SourceError` where it cannot be read."""
+    """The contents of config.json; empty where there is none. Raises `SourceError` where it cannot be read."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return {}

@@ -172,7 +172,7 @@ class StoreWriter:
         return peak
 
     def fits(self, peak_bytes: int) -> bool:
-        """Whether a peak is within the budget. A share of the plain step says nothing about the teacher alone."""
+        """True if a peak is within the budget. A share of the plain step says nothing about the teacher alone."""
         budget = self.config.memory.budget
         if budget is None or is_share_of(budget, "x"):
             return True

@@ -22,8 +22,8 @@ _DECIDED_LATER = ("vocabulary", "rows")
 
 
 def wanted_identity(config: Config, data: PreparedData, teacher: str | None) -> Identity:
-    """What a configuration says of its store. `teacher` is the hash of the teacher, None where any may have written
-    it.
+    """The identity that a configuration gives its store. `teacher` is the hash of the teacher, None where any may have
+    written it.
     """
     settings = config.distil
     assert settings is not None, "a distillation has its section"

@@ -183,7 +183,7 @@ def open_store(folder: str | Path, wanted: Mapping[str, Any]) -> TeacherStore | 
 
 
 def _identity_in(folder: Path) -> Identity | None:
-    """What the first shard that can be read says."""
+    """The identity in the first shard that can be read."""
     for entry in Checkpoints(folder).listed():
         if entry.checkpoint is None:
             continue

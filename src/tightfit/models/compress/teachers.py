@@ -109,7 +109,9 @@ def demand_same_tokenizer(data: TextTokenizer, teacher: TextTokenizer, folder: P
 
 
 def _segmenting(part: Any) -> Any:
-    """What decides how text is cut: merges in one of their two spellings, without the vocabulary."""
+    """The settings that decide how text is split into tokens: merges in one of their two spellings, without the
+    vocabulary.
+    """
     if not isinstance(part, dict):
         return part
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in part.get("merges") or ()]

@@ -60,7 +60,7 @@ def at_full_width(model: nn.Module) -> nn.Module:
 
 
 def is_in_low_bits(module: nn.Module) -> bool:
-    """Whether the module's own weight is in few bits."""
+    """True if the module's own weight is in few bits."""
     weight = module._parameters.get("weight")
     return (
         isinstance(module, Int8Linear)

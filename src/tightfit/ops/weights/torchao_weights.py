@@ -104,7 +104,7 @@ def demand_products(method: Method) -> None:
 
 @cache
 def int8_products_are_exact() -> bool:
-    """Whether PyTorch's int8 product is right for the largest codes. Some kernels add two products in 16 bits."""
+    """True if PyTorch's int8 product is right for the largest codes. Some kernels add two products in 16 bits."""
     made = torch.tensor(EXTREMES, dtype=torch.int8)
     for rows in (1, 64):
         one = made[torch.arange(rows * 128).view(rows, 128) % 2]
@@ -117,7 +117,7 @@ def int8_products_are_exact() -> bool:
 
 @cache
 def has_int4() -> bool:
-    """Whether PyTorch computes with 4-bit weights on this CPU."""
+    """True if PyTorch computes with 4-bit weights on this CPU."""
     try:
         packed = _packed(torch.zeros(ROW_MULTIPLE, GROUP_SIZE, dtype=torch.int32))
         scales = torch.ones(1, ROW_MULTIPLE, 2)

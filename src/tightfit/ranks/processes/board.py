@@ -58,7 +58,7 @@ class Board:
             raise PeerFailed(f"rank {rank} ended: {line}", exit_code)
 
     def is_first_to_speak(self) -> bool:
-        """Whether no rank has reported how this run ends; from now on, one has."""
+        """True if no rank has reported how this run ends; from now on, one has."""
         return self.store.add(_SAID, 1) == 1
 
     def meet_at_the_end(self, seconds: float, report_seconds: float, *, reports: bool) -> None:
@@ -75,7 +75,7 @@ class Board:
     # Short texts of all ranks
 
     def exchanged(self, name: str, content: bytes) -> list[bytes]:
-        """What each rank gives under a name, in their order. Raises `TimeoutError` where one gives nothing."""
+        """The values of all ranks under a name, in their order. Raises `TimeoutError` where one gives nothing."""
         until = time.monotonic() + self.timeout_seconds
         self.store.set(f"{name}/{self.launch.rank}", content)
         names = [f"{name}/{rank}" for rank in range(self.launch.size)]

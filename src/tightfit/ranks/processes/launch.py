@@ -1,4 +1,4 @@
-"""What `torchrun` says to each process that it starts, read without torch."""
+"""The variables that `torchrun` gives to each process that it starts, read without torch."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What one rank finds for all ranks of somebody else's loop, over the store through which they have met.
+"""A result of one rank for all ranks of somebody else's loop, over the store through which they have met.
 
 The loop owns its process group, and may use any backend. So nothing here is a collective: ranks read and write the
 group's key-value store, which has no time-out while a rank plans and disturbs no message of the loop.
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 def is_one_of_several() -> bool:
-    """Whether this process is a rank of a process group of several."""
+    """True if this process is a rank of a process group of several."""
     group = default_group()
     return group is not None and group.size() > 1
 
 
 def is_first() -> bool:
-    """Whether this process speaks: rank 0 of a process group, or a process without one."""
+    """True if this process speaks: rank 0 of a process group, or a process without one."""
     group = default_group()
     return group is None or group.rank() == 0
 

@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and speaks."""
+        """True if this rank writes files and speaks."""
         return self.rank == 0
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class Ranks:
         return -(-count // self.size)
 
     def found_by_first(self, work: Callable[[], bytes]) -> bytes:
-        """What `work` returns on rank 0, for all: it runs nowhere else."""
+        """The result of `work` on rank 0, for all: it runs nowhere else."""
         return work()
 
     @contextmanager
@@ -266,7 +266,7 @@ class SeveralRanks(Ranks):
 
 
 def _is_of_messages(error: RuntimeError) -> bool:
-    """Whether an error is one of torch.distributed. Gloo's are plain ones, which name a file of its own."""
+    """True if an error is one of torch.distributed. Gloo's are plain ones, which name a file of its own."""
     words = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 

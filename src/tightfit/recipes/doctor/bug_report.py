@@ -1,4 +1,4 @@
-"""What a report of a fault should say: versions, the machine, the plan or the failure. Nothing in it names a folder."""
+"""The contents of a fault's report: versions, the machine, the plan or the failure. Nothing in it names a folder."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What helps against an out-of-memory error of which only a log is known: ranked by what it changes in the result.
+"""Remedies for an out-of-memory error of which only a log is known, ranked by their effect on the result.
 
 Nothing is run dry, so these remedies have no price. Figures in their lines are those of the log.
 """

@@ -26,27 +26,27 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def transforms_are_active() -> bool:
-    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) runs in this thread."""
+    """True if a transform of `torch.func` (`grad`, `vmap`, `jvp`, ...) runs in this thread."""
     return torch._C._are_functorch_transforms_active()
 
 
 def dual_numbers_are_active() -> bool:
-    """Whether tensors of this thread may have tangents (`torch.autograd.forward_ad`)."""
+    """True if tensors of this thread may have tangents (`torch.autograd.forward_ad`)."""
     return forward_ad._current_level >= 0
 
 
 def autocast_is_active() -> bool:
-    """Whether autocast is active for any kind of device."""
+    """True if autocast is active for any kind of device."""
     return torch._C._is_any_autocast_enabled()
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of PyTorch runs. Only one can run at a time."""
+    """True if a profiler of PyTorch runs. Only one can run at a time."""
     return _autograd._profiler_enabled()
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anything except this tensor holds its storage: another tensor, a graph, a view."""
+    """True if anything except this tensor holds its storage: another tensor, a graph, a view."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor itself, and the storage's Python object
 
@@ -65,7 +65,7 @@ def counting_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward keeps saved tensors for another one (`retain_graph=True`)."""
+    """True if the running backward keeps saved tensors for another one (`retain_graph=True`)."""
     # If a release drops this function, answer True: a gradient is then copied once more than necessary.
     asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else asked()

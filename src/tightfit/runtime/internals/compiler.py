@@ -40,7 +40,7 @@ def compiled_code_on() -> Iterator[None]:
 
 
 def compiler_is_loaded() -> bool:
-    """Whether dynamo and inductor are imported."""
+    """True if dynamo and inductor are imported."""
     return "torch._inductor.compile_fx" in sys.modules
 
 
@@ -67,7 +67,7 @@ def cancel_waiting_kernels() -> None:
 
 
 def compiler_is_disabled() -> bool:
-    """Whether `torch.compile` returns functions as they are (`TORCHDYNAMO_DISABLE`)."""
+    """True if `torch.compile` returns functions as they are (`TORCHDYNAMO_DISABLE`)."""
     from torch._dynamo import config  # takes seconds to import
 
     return bool(config.disable)
@@ -108,7 +108,7 @@ def inductor_with_budget(
 
 
 def _draws_random_numbers(node: Any) -> bool:
-    """Whether a node of a graph is a random operator, or one that sets the generator's state around it."""
+    """True if a node of a graph is a random operator, or one that sets the generator's state around it."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return "rng_state" in str(node.target)
     names = [argument.name for argument in node.target._schema.arguments]

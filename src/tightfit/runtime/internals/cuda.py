@@ -18,7 +18,7 @@ _DEFAULT_PRIORITY = ["flash_attention", "efficient_attention", "math", "cudnn_at
 
 
 def cudnn_attention_is_preferred() -> bool:
-    """Whether cuDNN's attention is preferred on its cards. Without CUDA the answer is that of a build for CUDA 13.
+    """True if cuDNN's attention is preferred on its cards. Without CUDA the answer is that of a build for CUDA 13.
 
     Source: `check_prefer_cudnn_attention` in ATen/native/transformers/cuda/sdp_utils.cpp.
     """

@@ -36,7 +36,7 @@ def no_modes() -> Iterator[None]:
 
 
 def dispatch_is_watched() -> bool:
-    """Whether a dispatch mode is active in this thread."""
+    """True if a dispatch mode is active in this thread."""
     return dispatch_modes() > 0
 
 
@@ -122,18 +122,18 @@ def switched_as(switches: tuple) -> Iterator[None]:
 
 
 def nothing_is_watched() -> bool:
-    """Whether neither a dispatch mode nor a function mode is active in this thread."""
+    """True if neither a dispatch mode nor a function mode is active in this thread."""
     return not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
 
 
 def is_active(mode: TorchDispatchMode) -> bool:
-    """Whether a dispatch mode is active in this thread, innermost or not."""
+    """True if a dispatch mode is active in this thread, innermost or not."""
     depth = torch._C._len_torch_dispatch_stack()
     return any(torch._C._get_dispatch_stack_at(place) is mode for place in range(depth))
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:
-    """Whether a dispatch mode is the one entered last in this thread."""
+    """True if a dispatch mode is the one entered last in this thread."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
 
@@ -155,18 +155,18 @@ def as_outside_of_kernels() -> Iterator[None]:
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether this release has an operator (`"aten::mm"`) with its own kernel for a dispatch key."""
+    """True if this release has an operator (`"aten::mm"`) with its own kernel for a dispatch key."""
     known = torch._C._dispatch_has_kernel(operator)  # for an unknown operator, the question about a key raises
     return known and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def runs_with(operator: str, key: str) -> bool:
-    """Whether an operator has a kernel for a dispatch key, its own or one for several keys."""
+    """True if an operator has a kernel for a dispatch key, its own or one for several keys."""
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator, key)
 
 
 def is_custom_operator(operator: str) -> bool:
-    """Whether a Python function was made an operator by `torch.library.custom_op` or `triton_op`."""
+    """True if a Python function was made an operator by `torch.library.custom_op` or `triton_op`."""
     registry = sys.modules.get("torch._library.custom_ops")
     return registry is not None and operator in registry.OPDEFS
 

@@ -127,7 +127,7 @@ def store_of_default_group() -> Any:
 
 
 def process_group_exists() -> bool:
-    """Whether this process is part of a distributed run."""
+    """True if this process is part of a distributed run."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()

@@ -130,7 +130,7 @@ def _kernels_of_eager_code() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What a recorded function returns: for each result, whether it has gradients; and which are views inside.
+    """The results of a recorded function: for each result, whether it has gradients; and which are views inside.
 
     `written` are the places of inputs without gradients that it writes. Their new contents are its first results.
     `inputs` are results that are inputs: place of the result, place of the input.
@@ -243,7 +243,7 @@ def copied_graph(module: Any) -> Any:
 
 
 def recorded_value(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a recorded operator makes of tensors without data; None for a view that these tensors do not allow."""
+    """The result of a recorded operator on tensors without data; None for a view that these tensors do not allow."""
     from torch._guards import detect_fake_mode
 
     shapes = detect_fake_mode((args, kwargs))
@@ -290,7 +290,7 @@ def sums_of_autograd(joint: Any) -> set[str]:
 
 
 def is_of_backward(node: Any) -> bool:
-    """Whether autograd's backward computes a node of a joint graph."""
+    """True if autograd's backward computes a node of a joint graph."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -301,7 +301,7 @@ def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def sizes_are_static(value: Any) -> bool:
-    """Whether the value of a node has no size, and is no number, that depends on data."""
+    """True if the value of a node has no size, and is no number, that depends on data."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     if isinstance(value, list | tuple):
         return all(map(sizes_are_static, value))

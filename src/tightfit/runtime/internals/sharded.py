@@ -17,7 +17,7 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # for the compile
 
 
 def states_of_fsdp2(modules: Iterable[nn.Module]) -> list[Any]:
-    """What FSDP2 knows of these modules, one record for each call of `fully_shard`, in the order of the modules."""
+    """FSDP2's states of these modules, one record for each call of `fully_shard`, in the order of the modules."""
     from torch.distributed.fsdp import FSDPModule
 
     found = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]  # pyright: ignore
@@ -41,7 +41,7 @@ def send_messages_by(group: Any, send: Callable[[str, Callable[..., Any], dict[s
 
 
 class _Sender:
-    """What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take, around what was there."""
+    """The argument of `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter`, around the earlier one."""
 
     def __init__(self, kind: str, own: Any, send: Callable[[str, Callable[..., Any], dict[str, Any]], Any]):
         self.allocate = own.allocate

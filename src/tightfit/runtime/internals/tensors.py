@@ -12,18 +12,18 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl  # for classes o
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made under PyTorch's `FakeTensorMode`: it reports a device, and has no memory."""
+    """True if a tensor was made under PyTorch's `FakeTensorMode`: it reports a device, and has no memory."""
     fake_tensors: Any = sys.modules.get("torch._subclasses.fake_tensor")
     return fake_tensors is not None and isinstance(tensor, fake_tensors.FakeTensor)
 
 
 def fake_mode_is_active() -> bool:
-    """Whether a `FakeTensorMode` is active."""
+    """True if a `FakeTensorMode` is active."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill the memory that they span, each exactly once."""
+    """True if the elements fill the memory that they span, each exactly once."""
     return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
 
 

@@ -58,7 +58,7 @@ def shared_memory(capability: tuple[int, int]) -> int:
 
 
 def properties_of(card: DeviceProperties) -> SimpleNamespace:
-    """What `torch.cuda.get_device_properties` returns for a device."""
+    """The result of `torch.cuda.get_device_properties` for a device."""
     major, minor = card.capability
     shared = shared_memory(card.capability)
     return SimpleNamespace(

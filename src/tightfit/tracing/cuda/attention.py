@@ -54,7 +54,7 @@ class AttentionCall:
 
     @property
     def may_be_known(self) -> bool:
-        """Whether the inputs are small and need no gradient. Their numbers may then be known, so that the model may
+        """True if the inputs are small and need no gradient. Their numbers may then be known, so that the model may
         branch on the result, and only the math kernel can compute it on a CPU.
         """
         return not self.needs_gradient and max(t.numel() for t in self.tensors) <= KNOWN_LIMIT
@@ -116,7 +116,7 @@ def _cudnn_takes_widths(width: int, value_width: int, capability: Capability) ->
 
 
 def flash_takes(call: AttentionCall, capability: Capability) -> bool:
-    """Whether the flash kernel supports a call (`can_use_flash_attention`)."""
+    """True if the flash kernel supports a call (`can_use_flash_attention`)."""
     width = call.query.shape[-1]
     return (
         _is_four_dimensional(call)
@@ -139,7 +139,7 @@ def _flash_backward_takes(call: AttentionCall, capability: Capability) -> bool:
 
 
 def efficient_takes(call: AttentionCall, capability: Capability) -> bool:
-    """Whether the memory-efficient kernel supports a call (`can_use_mem_efficient_attention`)."""
+    """True if the memory-efficient kernel supports a call (`can_use_mem_efficient_attention`)."""
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     alignment = gemm_alignment(call.query.dtype, capability)
     dtypes = (*_HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)

@@ -114,7 +114,7 @@ def _in_two_dimensions(shape: TensorShape) -> TensorShape:
 
 
 def _has_channels_last(shape: TensorShape) -> bool:
-    """Whether `suggest_memory_format` takes a tensor for one whose channels lie next to each other."""
+    """True if `suggest_memory_format` takes a tensor for one whose channels lie next to each other."""
     # `is_channels_last_strides_2d_s4` in c10/core/MemoryFormat.h
     least = 0
     for dim in (1, *range(len(shape.shape) - 1, 1, -1), 0):

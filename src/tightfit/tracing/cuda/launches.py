@@ -31,7 +31,7 @@ def _replace_launchers(module: ModuleType, replacements: Replacements) -> None:
 
 
 def _is_kernel(kind: type) -> bool:
-    """Whether a class is one of Triton's that launch kernels, by its name: the module itself is not imported here."""
+    """True if a class is one of Triton's that launch kernels, by its name: the module itself is not imported here."""
     return any(base.__name__ == "KernelInterface" for base in kind.__mro__)
 
 
@@ -63,7 +63,7 @@ def _launch(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> "_NotCompile
 
 
 class _NotCompiled:
-    """What a launch returns instead of the compiled kernel."""
+    """The result of a launch instead of the compiled kernel."""
 
     def __init__(self, name: str):
         self._name = name

@@ -57,7 +57,7 @@ def held_workspaces(capability: Capability, release: Release) -> int:
 
 
 def takes_workspace(name: str) -> bool:
-    """Whether an operator gives its thread's handle of cuBLAS a workspace, if that has none yet."""
+    """True if an operator gives its thread's handle of cuBLAS a workspace, if that has none yet."""
     operator = name.partition(".")[2].partition(".")[0]
     # Grouped products are cuBLAS's, but for those of bf16 on capability 9 and 10 (`_one_by_one`).
     return name.startswith("aten.") and (operator in _MATRICES or operator in ("dot", "_grouped_mm"))

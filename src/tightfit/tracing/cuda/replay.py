@@ -39,7 +39,7 @@ def as_allocated(trace: StepTrace, *, once: bool = False) -> StepTrace:
 
 
 def fits_device(trace: StepTrace, capacity: int, *, once: bool = False) -> bool:
-    """Whether the step runs with `capacity` bytes for segments. The allocator returns free segments if it must."""
+    """True if the step runs with `capacity` bytes for segments. The allocator returns free segments if it must."""
     try:
         play(trace, capacity=capacity, once=once)
     except DeviceFull:
@@ -61,7 +61,7 @@ def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, o
 
 
 def expandable_segments() -> bool:
-    """Whether the environment sets `expandable_segments:True` (`PYTORCH_ALLOC_CONF`, or its older name)."""
+    """True if the environment sets `expandable_segments:True` (`PYTORCH_ALLOC_CONF`, or its older name)."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return "expandable_segments:true" in settings.replace(" ", "").lower()
 

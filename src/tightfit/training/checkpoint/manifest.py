@@ -52,7 +52,7 @@ class TensorsFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is made of. `record` is any JSON; `files` are further files by name.
+    """The files of a checkpoint. `record` is any JSON; `files` are further files by name.
 
     `shards` are the tensors' files of the second rank and of those after it, where several have written. A tensor of
     theirs has its first rows in the first file, and further ones in each of theirs, in their order.

@@ -1,4 +1,4 @@
-"""What stands beside the tensors of a checkpoint: any JSON, and the numbers that JSON lacks, each read back as it was.
+"""The record beside the tensors of a checkpoint: any JSON, and the numbers that JSON lacks, each read back as it was.
 
 Whole numbers of any size and finite floats are JSON's own; Python writes the shortest text that reads back as the same
 float. What JSON lacks is an object with one key: `{"$float": "nan"}`, `"inf"` or `"-inf"`; `{"$int": "0x..."}` beyond

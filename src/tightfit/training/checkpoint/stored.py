@@ -40,7 +40,7 @@ class Checkpoint:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """What `save` was given, tuples as lists."""
+        """The record that `save` was given, tuples as lists."""
         return self.manifest.record
 
     @property
@@ -151,7 +151,7 @@ class Checkpoint:
         return tensor
 
     def read_file(self, name: str) -> bytes:
-        """What `save` was given as a further file. Raises `CheckpointError`."""
+        """The further file that `save` was given. Raises `CheckpointError`."""
         if name not in self.manifest.files:
             raise CheckpointError(f"{self.path}: has no file {shown(name)}")
         content = self.manifest.files[name]

@@ -68,7 +68,7 @@ def demand_specs(path: Path, specs: Mapping[str, TensorSpec], tensors: Mapping[s
 
 @contextmanager
 def reading_errors(folder: Path, name: str) -> Iterator[None]:
-    """What goes wrong with a file inside, as a `CheckpointError` of one line."""
+    """A context that raises errors of a file as a `CheckpointError` of one line."""
     try:
         yield
     except FileNotFoundError as error:

@@ -180,7 +180,7 @@ def _layout(specs: Mapping[str, TensorSpec], same_as: Mapping[str, str]) -> Layo
 
 
 def is_written_once(tensor: Tensor) -> bool:
-    """Whether no two elements are the same memory, as those of an expanded tensor are."""
+    """True if no two elements are the same memory, as those of an expanded tensor are."""
     return all(stride != 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

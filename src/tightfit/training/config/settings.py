@@ -1,4 +1,4 @@
-"""What the user wrote, key by key: the file, then the overrides, with aliases translated to the keys they mean."""
+"""The user's settings, key by key: the file, then the overrides, with aliases translated to the keys they mean."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

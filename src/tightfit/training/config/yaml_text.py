@@ -31,7 +31,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _is_hashable(key: object) -> bool:
-    """Whether it can be a key; a tuple says that it can, though what it holds may not."""
+    """True if it can be a key; a tuple says that it can, though what it holds may not."""
     try:
         hash(key)
     except TypeError:

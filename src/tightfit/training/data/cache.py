@@ -49,7 +49,7 @@ class CacheEntry:
 
 
 class Filling(Protocol):
-    """What reads a source and writes its items, as often as it is asked to."""
+    """A function that reads a source and writes its items, as often as it is asked to."""
 
     kind: Kind
     dtype: np.dtype

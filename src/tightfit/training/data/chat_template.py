@@ -51,7 +51,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether it has `{% generation %}` around what the assistant says."""
+        """True if it has `{% generation %}` around what the assistant says."""
         return _GENERATION.search(self.text) is not None
 
     def render(

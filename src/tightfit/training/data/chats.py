@@ -188,7 +188,7 @@ class ChatEncoder:
         return np.concatenate(ids), np.concatenate(offsets)
 
     def _stands_alone(self, text: str, at: int, ids: np.ndarray, offsets: np.ndarray) -> bool:
-        """Whether the text up to a place has the ids that it has as a part of the whole.
+        """True if the text up to a place has the ids that it has as a part of the whole.
 
         Added tokens are split off before anything else, so it is enough to look at the text from the last one on.
         """

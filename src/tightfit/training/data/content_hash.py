@@ -1,4 +1,4 @@
-"""What a source holds, as one hash: of the content of its files, so that a copy elsewhere is the same source."""
+"""The content of a source, as one hash: of the content of its files, so that a copy elsewhere is the same source."""
 
 import contextlib
 import hashlib

@@ -49,7 +49,7 @@ class Corpus(Protocol):
         ...
 
     def identity(self) -> str | None:
-        """What differs where the content does, without reading it; None where nothing says so."""
+        """An identity that differs where the content does, without reading it; None where nothing says so."""
         ...
 
 
@@ -163,7 +163,7 @@ def _folder(folder: Path, data_format: Format) -> Corpus:
 
 
 def _holds(path: Path, layout: Layout) -> bool:
-    """Whether a file of a folder is part of the corpus: what describes it (dataset_info.json) is not."""
+    """True if a file of a folder is part of the corpus: what describes it (dataset_info.json) is not."""
     return kind_suffix(path) != JSON or kind_in(path, layout) is not None
 
 

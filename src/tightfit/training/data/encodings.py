@@ -77,7 +77,7 @@ def _daily_size(encoding: str) -> int:
 
 
 def _is_mark(pair: int) -> bool:
-    """Whether a pair stands where all of these encodings have punctuation and signs."""
+    """True if a pair stands where all of these encodings have punctuation and signs."""
     return 0x8140 <= pair <= 0x824F or 0xA1A1 <= pair <= 0xA3FE
 
 

@@ -24,7 +24,7 @@ _USUAL_SPLIT = "train"
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a path is a dataset on this disk: a folder of `save_to_disk`, or Parquet files."""
+    """True if a path is a dataset on this disk: a folder of `save_to_disk`, or Parquet files."""
     if path.is_file():
         with path.open("rb") as file:
             return path.suffix.lower() == PARQUET or file.read(len(_PARQUET_MARK)) == _PARQUET_MARK

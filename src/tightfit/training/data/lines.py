@@ -133,7 +133,9 @@ class _Frames(io.RawIOBase):
 
 
 def _zstd_errors() -> tuple[type[Exception], ...]:
-    """What the modules that read zstd raise for damaged data; only those already imported can have raised."""
+    """The exceptions that the modules that read zstd raise for damaged data; only those already imported can have
+    raised.
+    """
     found = (sys.modules.get(name) for name in ("compression.zstd", "zstandard"))
     return tuple(module.ZstdError for module in found if module is not None)
 

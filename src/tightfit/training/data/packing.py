@@ -28,7 +28,7 @@ class PackedSamples:
 
     @property
     def is_even(self) -> bool:
-        """Whether all samples have one length."""
+        """True if all samples have one length."""
         return True
 
     @property

@@ -86,7 +86,7 @@ def prepare_data(
 
 
 def resolve_objective(objective: Literal["auto", "causal", "sft", "dpo"], kind: Kind) -> Objective:
-    """What is learnt from data of a kind: `auto` is its usual objective. Raises `ConfigError` where it has no such."""
+    """The objective for data of a kind: `auto` is its usual objective. Raises `ConfigError` where it has no such."""
     usual = _OBJECTIVES[kind]
     chosen = usual if objective == "auto" else objective
     if chosen != usual and not (chosen == "causal" and kind == "conversations"):

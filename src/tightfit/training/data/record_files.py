@@ -36,8 +36,8 @@ _ANYWHERE = json.JSONDecoder()  # finds where a value ends; what is wrong inside
 
 @dataclass(frozen=True)
 class FoundValue:
-    """What stands where a record should: its value, and the text that spells it, which begins at a line and a column of
-    the file; or why there is none.
+    """The content in the place of a record: its value, and the text that spells it, which begins at a line and a column
+    of the file; or why there is none.
     """
 
     line: int
@@ -81,12 +81,12 @@ def layout_of(path: Path) -> Layout:
 
 
 def rows(path: Path, layout: Layout) -> Iterator[FoundValue]:
-    """What stands in a file where records should. Raises `DataError` where it cannot be read on."""
+    """The contents of a file in the place of records. Raises `DataError` where it cannot be read on."""
     return {"lines": _lines, "values": _values, "table": _table}[layout](path)
 
 
 def kind_in(path: Path, layout: Layout) -> Kind | None:
-    """What the first record that says so is; None where none of the first does."""
+    """The kind of the first record that says so; None where none of the first does."""
     for row in islice(rows(path, layout), _LOOKED_AT):
         if isinstance(row.value, dict) and (kind := kind_of(row.value)) is not None:
             return kind
@@ -233,7 +233,7 @@ class _Window:
 
 
 def _is_table(text: str) -> bool:
-    """Whether a text is a table: its first line has the names of a record, and its second as many fields."""
+    """True if a text is a table: its first line has the names of a record, and its second as many fields."""
     first, _, rest = text.partition("\n")
     delimiter = _delimiter(first)
     if delimiter is None or not rest.strip():
@@ -247,7 +247,7 @@ def _is_table(text: str) -> bool:
 
 
 def _delimiter(first: str) -> str | None:
-    """What stands between the names of a record in a table's first line."""
+    """The character between the names of a record in a table's first line."""
     for delimiter in _DELIMITERS:
         names = _names(next(csv.reader([first.strip()], delimiter=delimiter), []))
         if len(names) > 1 and kind_of(names) is not None:

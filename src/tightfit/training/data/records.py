@@ -1,4 +1,4 @@
-"""What a corpus is made of: texts, conversations and preference pairs, read from the spellings that people use."""
+"""The records of a corpus: texts, conversations and preference pairs, read from the spellings that people use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ Record = Text | Conversation | Completion | Preference
 
 
 def kind_of(fields: Mapping[str, Any] | Sequence[str]) -> Kind | None:
-    """What records with these fields are; None where they are nothing that is known."""
+    """The kind of records with these fields; None if it is unknown."""
     if "text" in fields:
         return "text"
     if "chosen" in fields and "rejected" in fields:
@@ -302,7 +302,7 @@ class _Reader(TurnReader):
         return None
 
     def _variables(self) -> Mapping[str, Any]:
-        """What the record has the chat template read besides, such as `enable_thinking`."""
+        """Further variables of the record for the chat template, such as `enable_thinking`."""
         value = self._use(_VARIABLES) if _VARIABLES in self.fields else None
         if isinstance(value, str):
             value = self.parsed(value, (_VARIABLES,), "an object")

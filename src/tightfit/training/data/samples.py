@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 
 class Samples(Protocol):
-    """What a training draws its batches from.
+    """The samples from which a training draws its batches.
 
     `rows` is the number of a batch's rows that one sample gives: 2 for a preference pair. `lengths` (samples,) are the
     tokens of each sample's longest row; `is_even` says that all are alike.

@@ -74,7 +74,7 @@ class TokenStore:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether some tokens are marked as learnt; without marks all are."""
+        """True if some tokens are marked as learnt; without marks all are."""
         return self._learnt is not None
 
     def tokens(self, item: int) -> np.ndarray:

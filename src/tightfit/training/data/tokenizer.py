@@ -95,7 +95,7 @@ class TextTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def to_text(self) -> str:
-        """What tokenizer.json holds."""
+        """The contents of tokenizer.json."""
         return self._tokenizer.to_str(pretty=True)
 
     def to_files(self) -> dict[str, str]:
@@ -227,7 +227,7 @@ def _text_of(path: Path) -> str:
 
 
 def _config(file: Path, beside: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the files of settings beside a tokenizer say; nothing where there are none."""
+    """The contents of the files of settings beside a tokenizer; empty where there are none."""
     said: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG):  # the second has the last word
         try:

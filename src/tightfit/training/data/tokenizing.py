@@ -138,7 +138,7 @@ def _batches(records: Iterator[tuple[Record, str]]) -> Iterator[list[tuple[Recor
 
 
 def _said(record: Record) -> Iterator[str]:
-    """What a tokenizer learns from: the turns, each behind its role, as a template writes them."""
+    """The text that a tokenizer learns from: the turns, each behind its role, as a template writes them."""
     if isinstance(record, Text):
         yield record.text
     elif isinstance(record, Conversation):

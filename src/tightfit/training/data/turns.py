@@ -178,7 +178,7 @@ class TurnReader:
             self._has_nulls |= any(_null_inside(_function(call).get("arguments")) for call in message["tool_calls"])
 
     def _flag(self, turn: Mapping[str, Any], message: Message, path: Path) -> None:
-        """Whether the turn is learnt: said by any of the names that trainers read."""
+        """The flag that a turn is learnt, given by any of the names that trainers read."""
         for key in _FLAGS:
             value = turn.get(key)
             if value is None:

@@ -1,4 +1,6 @@
-"""What a source holds and nothing reads: counted while it is read, and said once, by name and number of records."""
+"""The fields of a source that nothing reads: counted while it is read, and reported once, by name and number of
+records.
+"""
 
 import re
 from collections import Counter

@@ -29,7 +29,7 @@ class ScriptRun:
 
 
 class PreparedScript(NamedTuple):
-    """What `prepare` has found: tensors to count besides the model, and whether it runs compiled code, which a trace
+    """The findings of `prepare`: tensors to count besides the model, and whether it runs compiled code, which a trace
     would run as eager code, in other bytes.
     """
 
@@ -140,6 +140,6 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _has_optimizer() -> bool:
-    """Whether the script has made an optimizer. One that is made later is found when it steps."""
+    """True if the script has made an optimizer. One that is made later is found when it steps."""
     # Not `isinstance`: that reads `__class__` of every object, and some objects raise a warning then.
     return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())

@@ -23,7 +23,7 @@ from tightfit.training.multiple_choice.prompts import ScoredChoice
 
 
 class Target(NamedTuple):
-    """What one request asks of a row: the tokens that follow, and where the first of their logits stands."""
+    """The part of a row that one request needs: the tokens that follow, and where the first of their logits stands."""
 
     request: int
     first: int
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What the model reads once: choices of one token (letters) after the same context share a row."""
+    """A row that the model reads once: choices of one token (letters) after the same context share a row."""
 
     ids: tuple[int, ...]
     targets: tuple[Target, ...]

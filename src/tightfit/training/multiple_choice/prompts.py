@@ -17,7 +17,7 @@ _CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 class Codec(Protocol):
-    """What is needed of a tokenizer. `encode` adds no special token."""
+    """The methods of a tokenizer that are needed. `encode` adds no special token."""
 
     @property
     def end_of_text(self) -> int: ...
@@ -36,7 +36,7 @@ class ScoredChoice(NamedTuple):
 
 
 def is_lettered(subject: QuestionFile, prompt: Prompt) -> bool:
-    """Whether the choices stand in the context as a list. Raises `InputError` for a prompt that is unknown."""
+    """True if the choices stand in the context as a list. Raises `InputError` for a prompt that is unknown."""
     if prompt not in PROMPTS:
         raise InputError(f"prompt {prompt!r} is unknown: use {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}")
     return subject.lettered if prompt == "auto" else prompt == "letters"

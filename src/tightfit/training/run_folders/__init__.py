@@ -1,1 +1,1 @@
-"""What the folders of runs hold, read without torch, whatever state they are in."""
+"""The contents of the folders of runs, read without torch, whatever state they are in."""

@@ -26,8 +26,8 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """What a run has trained: its weights, or those of its newest intact checkpoint where it was killed before it wrote
-    them.
+    """The model that a run has trained: its weights, or those of its newest intact checkpoint where it was killed
+    before it wrote them.
 
     Raises `ModelError` where there are neither, `CheckpointError` where no checkpoint is intact, `DataError` where
     there is no tokenizer.

@@ -19,7 +19,7 @@ _TOKENIZER = "tokenizer.json"
 
 
 class RunState(enum.StrEnum):
-    """What became of a run. A killed one has no result, and nobody writes there."""
+    """The end of a run. A killed one has no result, and nobody writes there."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -101,7 +101,7 @@ def run_at(folder: str | Path) -> RunRecord:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a training has written into a folder."""
+    """True if a training has written into a folder."""
     try:
         names = set(os.listdir(path))
     except OSError:
@@ -112,7 +112,7 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: Path, name: str) -> RunRecord:
-    """What a run's folder says of it. Raises nothing for what it holds."""
+    """The record of a run, read from its folder. Contents that cannot be read raise nothing."""
     problems = Problems()
     result, last = read_json(path, RESULT, problems), last_metrics(path, problems)
     config, plan = read_yaml(path, CONFIG, problems), read_json(path, PLAN, problems)

@@ -1,4 +1,4 @@
-"""Whether a training is writing into a folder now. Finding out disturbs no training that is about to begin."""
+"""A check whether a training is writing into a folder now. Finding out disturbs no training that is about to begin."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 def holder(folder: Path) -> str | None:
-    """Who is writing ("process 1234 on host"); None where nobody is. A killed training leaves a file that nobody has
+    """The writer ("process 1234 on host"); None where nobody is. A killed training leaves a file that nobody has
     locked.
 
     The system's list of locks is read first. The lock itself is tried only where that list cannot know: on another
@@ -36,7 +36,7 @@ def holder(folder: Path) -> str | None:
 
 
 def _is_listed(file: os.stat_result) -> bool:
-    """Whether the system lists a lock of this file, by device and inode."""
+    """True if the system lists a lock of this file, by device and inode."""
     try:
         lines = LOCKS.read_text("ascii", errors="replace").splitlines()
     except OSError:

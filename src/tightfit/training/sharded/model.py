@@ -71,7 +71,7 @@ def demand_shardable_model(model: nn.Module, config: Config, objective: str) -> 
 
 
 def may_be_sharded(config: Config, model: nn.Module, objective: str) -> bool:
-    """Whether nothing is refused."""
+    """True if nothing is refused."""
     try:
         demand_shardable(config)
         demand_shardable_model(model, config, objective)

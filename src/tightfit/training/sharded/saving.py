@@ -57,7 +57,7 @@ class ShardedCheckpoints(Checkpoints):
 
 
 class _Exchange:
-    """What the ranks say to each other about one checkpoint: where to write, what was written, how it ended.
+    """The messages of the ranks about one checkpoint: where to write, which files were written, how it ended.
 
     Every rank goes through these three on every road, so none waits for another that has failed.
     """

@@ -73,7 +73,7 @@ class TighterPlans:
         change_sharding(self.model, fitted.sharding)
 
     def words(self, failures: Mapping[int, Failure], number: int, before: Fit) -> str:
-        """What happened in step `number`, and which plan took over."""
+        """A sentence about the event in step `number`, and which plan took over."""
         now = self.levers.fitted
         return (
             f"step {number}: {in_words(failures)}; it is undone on all ranks and runs again with a tighter plan: "

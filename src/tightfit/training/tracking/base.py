@@ -1,4 +1,4 @@
-"""What a tracker is, and which run it writes to."""
+"""The protocol of a tracker, and the run that it writes to."""
 
 import importlib.util
 import json

@@ -45,5 +45,5 @@ class Wandb:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether wandb finds credentials; it is told not to ask for any."""
+    """True if wandb finds credentials; it is told not to ask for any."""
     return bool(os.environ.get("WANDB_API_KEY")) or bool(wandb.login(prompt=False))

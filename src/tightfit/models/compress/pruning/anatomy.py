@@ -1,4 +1,4 @@
-"""What a model of `transformers` is made of, from its configuration alone, and the configuration after parts are gone.
+"""The parts of a model of `transformers`, from its configuration alone, and the configuration after parts are gone.
 
 All layers lose the same number of each part: `transformers` loads no layers of different widths.
 """
@@ -203,13 +203,13 @@ def config_after(config: Any, anatomy: Anatomy, removal: Removal, kept_layers: S
 
 
 def loads_after(config: Any, anatomy: Anatomy, removal: Removal) -> bool:
-    """Whether `transformers` loads what a removal leaves."""
+    """True if `transformers` loads what a removal leaves."""
     heads, hidden = (anatomy.groups - removal.groups) * anatomy.queries, anatomy.hidden - removal.hidden
     return not is_refused_as_llama(config, hidden, heads) or not _has_biases(config)
 
 
 def is_refused_as_llama(config: Any, hidden: int, heads: int) -> bool:
-    """Whether `transformers` refuses a Llama of that shape: its heads must divide its hidden channels, although their
+    """True if `transformers` refuses a Llama of that shape: its heads must divide its hidden channels, although their
     width is given (`LlamaConfig.validate_architecture`, 5.23).
     """
     return config.model_type == "llama" and hidden % heads != 0

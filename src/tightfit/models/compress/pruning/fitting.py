@@ -27,8 +27,8 @@ MOST = Ratios(layers=0.75, ffn=0.75, heads=0.75)
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to fit: a step with AdamW of `batch_size` rows of `seq_len` tokens, or with `inference` a generation of
-    `new_tokens` after such prompts. `device` None: this CPU.
+    """The goal that has to fit: a step with AdamW of `batch_size` rows of `seq_len` tokens, or with `inference` a
+    generation of `new_tokens` after such prompts. `device` None: this CPU.
     """
 
     budget: int | str

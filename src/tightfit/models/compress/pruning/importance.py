@@ -191,7 +191,7 @@ def _added(kind: tuple[Tensor | dict[int, Tensor], ...]) -> Tensor | dict[int, T
 
 
 def _energy(found: Statistics) -> dict[str, Tensor]:
-    """What each norm over the hidden channels reads."""
+    """The energy of the inputs that each norm over the hidden channels reads."""
     return {name: one for name, one in found.inputs.items() if name == FINAL_NORM or part_of(name).name in NORMS}
 
 

@@ -137,7 +137,7 @@ class _Job:
     new_tokens: int
 
     def check(self, goal: Goal | None, permanent: bool) -> None:
-        """What is wrong before a weight is read. Raises `InputError` and its like."""
+        """Check the arguments before a weight is read. Raises `InputError` and its like."""
         for name in ("seq_len", "batch_size", "new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -202,7 +202,7 @@ class _Job:
         return CompressionReport("prune --permanent", before, after, notes)
 
     def _planned(self, goal: Goal | None) -> tuple[Removal, Anatomy | None, Fitting | None]:
-        """What is to go, before a weight is read."""
+        """The planned removal, found before a weight is read."""
         if goal is None and not self.ratios:
             return Removal(), None, None
         config, dtype = self.source.transformers_shape()

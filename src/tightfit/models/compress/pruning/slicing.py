@@ -21,7 +21,7 @@ from tightfit.models.pretrained import transformers_package
 
 
 class Axis(Enum):
-    """What the numbers along one axis of a weight belong to."""
+    """The part of the model to which the numbers along one axis of a weight belong."""
 
     OTHER = "other"  # never cut: ids, experts, the numbers of one head
     WIDTH = "width"  # channels of the hidden states
@@ -122,7 +122,7 @@ def sliced(model: Any, anatomy: Anatomy, removal: Removal, kept: Kept) -> nn.Mod
 
 
 def cut(weight: Tensor, part: WeightAxes, anatomy: Anatomy, kept: Kept) -> Tensor:
-    """What stays of a weight."""
+    """The rows and columns of a weight that stay."""
     for dim, axis in enumerate(part.axes):
         if axis is Axis.WIDTH:
             weight = weight.index_select(dim, kept.width)

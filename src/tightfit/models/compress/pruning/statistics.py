@@ -1,4 +1,6 @@
-"""What flows through a model on real text: the energy of each input, how much each layer changes what it is given."""
+"""Statistics of the activations of a model on real text: the energy of each input, how much each layer changes what it
+is given.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

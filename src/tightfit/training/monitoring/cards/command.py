@@ -29,7 +29,7 @@ START = Path(__file__).parent / "start"
 
 
 class CardRun(CardRunRecord):
-    """What `tightfit.run` found; it can be printed and written."""
+    """The result of `tightfit.run`; it can be printed and written."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

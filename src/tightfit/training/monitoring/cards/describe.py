@@ -1,4 +1,4 @@
-"""What a command took of cards that are not there, as text for a terminal and as a page."""
+"""The memory that a command took of cards that are not there, as text for a terminal and as a page."""
 
 import html
 import shlex
@@ -18,7 +18,7 @@ READ = 6  # lines that read numbers
 
 
 def describe_run(run: CardRunRecord, width: int = WIDTH) -> str:
-    """Whether it fits, the peak and what it is made of, the steps, the ranks."""
+    """A text that says whether it fits, the peak and its parts, the steps, the ranks."""
     parts: list[Table | str] = [*verdict(run)]
     highest = run.highest
     if highest is not None and highest.steps:

@@ -1,4 +1,4 @@
-"""What a command took of the cards that it ran on, as plain data."""
+"""The memory that a command took of the cards that it ran on, as plain data."""
 
 import json
 import os
@@ -11,7 +11,7 @@ SETTINGS = "TIGHTFIT_RUN"  # the variable in which the processes of a run find t
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a process of a run is told: `steps` 0 means to the script's own end."""
+    """The settings for a process of a run: `steps` 0 means to the script's own end."""
 
     folder: str
     torch: str
@@ -127,7 +127,7 @@ class CardRunRecord:
 
     @property
     def free_bytes(self) -> int:
-        """What is left of the card where it is fullest."""
+        """The bytes of the card that are free when it is fullest."""
         return self.memory_bytes - self.context_bytes - self.reserved_bytes
 
     @property
