@@ -19,7 +19,6 @@ SIGNS = {name.rpartition(".")[2] for name in BANNED} | MODULES | RUNS  # a file 
 ALLOWED = {
     ("memory/snapshot.py", "pickle"): "CUDA's memory snapshots are pickles; its unpickler knows plain containers only",
     ("levers/captured/program.py", "exec"): "calls of operators that it has just written, with names of its own",
-    ("levers/recompute/replay_code.py", "exec"): "calls of operators that it has just written, with names of its own",
     ("tracing/compiled_code.py", "exec"): "code that inductor has just made from the user's model, in a dry run",
     ("integrations/minimind/running_step.py", "exec"): "a step of the user's own script, which runs anyway",
     ("integrations/minimind/step_source.py", "eval"): "an expression of the user's own script, which runs anyway",
