@@ -25,7 +25,18 @@ NEAR = 0.12  # the share of those gigabytes by which a card's own memory may dif
 EXAMPLE = re.compile(r"\[dim\](.*?)\[/\]", re.DOTALL)
 MARKUP = re.compile(r"\[/?(?:bold|dim|italic)?\]")
 PYTHON = {
-    "Predict and plan": ("estimate", "plan", "curve", "maximise", "fit", "verify", "trace", "build_dry", "TokenBatch"),
+    "Predict and plan": (
+        "estimate",
+        "plan",
+        "curve",
+        "maximise",
+        "fit",
+        "verify",
+        "trace",
+        "build_dry",
+        "TokenBatch",
+        "Step",
+    ),
     "What they return": ("Estimate", "Plan", "Curve", "Largest", "Recipes", "Verification", "Traced"),
     "Levers by hand": ("recompute", "capture", "offload", "tile", "compile_blocks", "undo", "set_allocator"),
     "Train, score, make smaller": ("train", "score", "score_choices", "distil", "prune", "quantise"),
