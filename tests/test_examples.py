@@ -1,4 +1,4 @@
-"""Every public function has an example in its docstring, and it runs."""
+"""Every public function has an example in its docstring, and it runs; so do the examples of classes."""
 
 import doctest
 import importlib
@@ -18,7 +18,7 @@ def public_functions() -> dict[str, Callable]:
     """Those of `tightfit`, `tightfit.ops` and `tightfit.optim`, by the names that users write."""
     rooms = [tightfit, *(importlib.import_module(f"tightfit.{room}") for room in ("ops", "optim"))]
     named = {f"{room.__name__}.{name}": getattr(room, name) for room in rooms for name in room.__all__}
-    return {name: item for name, item in named.items() if inspect.isfunction(item)}
+    return {name: item for name, item in named.items() if inspect.isfunction(item) or ">>>" in (item.__doc__ or "")}
 
 
 FUNCTIONS = public_functions()

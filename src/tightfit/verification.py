@@ -105,8 +105,20 @@ class ChangedValues:
 def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
     """Run the model on this batch without and with the plan, and compare. The model does not change.
 
-    Raises `LeverError` if the plan was made for another model. Raises `ModelError` for a model without weights or
-    spread over processes, and if a plan with rounding levers cannot be judged because the model does not run in fp64.
+    Args:
+        model: The module that the plan was made for, with its weights.
+        batch: A batch of the plan's shape.
+        plan: The plan to prove.
+        loss: As for `tightfit.plan`.
+
+    Returns:
+        The result of the comparison. `ok` says whether loss, gradients, buffers and random states are the same: to the
+        bit for exact levers, to rounding (against fp64) for others.
+
+    Raises:
+        LeverError: The plan was made for another model.
+        ModelError: The model has no weights or is spread over processes, or a plan with rounding levers cannot be
+            judged because the model does not run in fp64.
 
     Example:
         >>> import tightfit, torch

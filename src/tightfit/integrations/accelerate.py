@@ -34,16 +34,24 @@ def apply_budget(
 ) -> AppliedPlan:
     """Plan the step of a loop over a model and an optimizer that `accelerator.prepare` returned, and apply the plan.
 
-    `batch` is the longest batch of the training, with padding if any batch has some. `budget`, `loss`, `levers`,
-    `blocks` and `grad_clip` are those of `tightfit.plan`. Precision and gradient accumulation are the accelerator's.
-    The plan does not split the batch, because the loop does not change. Gradient checkpointing of `transformers` is
-    switched off until `undo()`, with a warning, because the plan decides what is recomputed.
+    Precision and gradient accumulation are the accelerator's. The plan does not split the batch, because the loop does
+    not change. Gradient checkpointing of `transformers` is switched off until `undo()`, with a warning, because the
+    plan decides what is recomputed. Where `prepare` has put the model into DDP, or sharded it with FSDP2, every rank
+    calls this with a batch of the same shape, and rank 0 plans. A later call replaces the plan that is in force.
 
-    Where `prepare` has put the model into DDP, or sharded it with FSDP2, every rank calls this with a batch of the same
-    shape, and rank 0 plans.
+    Args:
+        accelerator: The `Accelerator` that prepared the model.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        batch: The longest batch of the training, with padding if any batch has some.
+        budget: As for `tightfit.plan`, like `loss`, `levers`, `blocks` and `grad_clip`.
 
-    Returns a handle with `plan` and `undo()`. A later call replaces the plan that is in force. Raises `CannotFit`, and
-    `LeverError` for a model that is compiled, or sharded in another way.
+    Returns:
+        A handle with `plan` and `undo()`.
+
+    Raises:
+        CannotFit: No plan fits.
+        LeverError: The model is compiled, or sharded in another way.
     """
     every_batch: Any = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     defers = accelerator.is_fsdp2 and not every_batch

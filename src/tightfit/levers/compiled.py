@@ -26,14 +26,22 @@ from tightfit.runtime.module_paths import module_at
 
 
 def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Applied:
-    """Compile every module whose path matches a glob (`"layers.*"`). Each kind is compiled once, when it first runs.
+    """Compile every module whose path matches a glob. Each kind is compiled once, when it first runs.
 
-    Results are exact to rounding: fused kernels add in another order. `keep` is PyTorch's `activation_memory_budget`,
-    from 1 (the fastest) to 0 (recompute a block from its inputs). Without gradients the blocks run as eager code.
+    Results are exact to rounding: fused kernels add in another order. Without gradients the blocks run as eager code.
 
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if `keep` is not
-    between 0 and 1, or if another lever or package has replaced a block's forward. Raises `DeviceError` if the machine
-    has no C++ compiler.
+    Args:
+        model: The module whose blocks are compiled.
+        pattern: A glob over module paths, such as `"layers.*"`.
+        keep: PyTorch's `activation_memory_budget`, from 1 (the fastest) to 0 (recompute a block from its inputs).
+
+    Returns:
+        A handle whose `undo()` restores the model exactly.
+
+    Raises:
+        LeverError: Nothing matches, `keep` is not between 0 and 1, or another lever or package has replaced a block's
+            forward.
+        DeviceError: The machine has no C++ compiler.
 
     Example:
         >>> import tightfit, torch

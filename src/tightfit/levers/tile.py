@@ -22,13 +22,22 @@ PROBE_TOKENS = 4  # tokens in each half of the sample on which a module is teste
 def tile(model: nn.Module, pattern: str, tokens: int) -> Applied:
     """Run every module whose path matches a glob over `tokens` tokens of the sequence at a time.
 
-    Use it for modules that treat each token by itself, such as the feed-forward of a block (`"layers.*.mlp"`). Such a
-    module takes one tensor (B, T, n) and returns one tensor (B, T, m). Results are equal to rounding. With gradients
-    the module's forward runs twice. The first forward tests each module on a few tokens, and refuses those that mix
-    tokens or draw random numbers.
+    Use it for modules that treat each token by itself, such as the feed-forward of a block. Such a module takes one
+    tensor (B, T, n) and returns one tensor (B, T, m). Results are equal to rounding. With gradients the module's
+    forward runs twice. The first forward tests each module on a few tokens, and refuses those that mix tokens or draw
+    random numbers.
 
-    Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if a module's
-    forward is already replaced, if `tokens` is less than 1, and, in the first forward, if a module cannot be tiled.
+    Args:
+        model: The module whose parts are tiled.
+        pattern: A glob over module paths, such as `"layers.*.mlp"`.
+        tokens: The number of tokens at a time, at least 1.
+
+    Returns:
+        A handle whose `undo()` restores the model exactly.
+
+    Raises:
+        LeverError: Nothing matches, a module's forward is already replaced, `tokens` is less than 1, or, in the first
+            forward, a module cannot be tiled.
 
     Example:
         >>> import tightfit, torch

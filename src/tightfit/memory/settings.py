@@ -20,11 +20,17 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def set_allocator(setting: str) -> str:
-    """Set up CUDA's allocator for this process and its child processes. Returns the setting in PyTorch's words.
+    """Set up CUDA's allocator for this process and its child processes. Without CUDA it has no effect.
 
-    `setting` is `expandable_segments`, or pairs `key:value` separated by commas, as in `PYTORCH_ALLOC_CONF`. Without
-    CUDA it has no effect. Raises `InputError` for an invalid setting, or one that the environment contradicts. Raises
-    `DeviceError` if CUDA has started with another setting.
+    Args:
+        setting: `"expandable_segments"`, or pairs `key:value` separated by commas, as in `PYTORCH_ALLOC_CONF`.
+
+    Returns:
+        The setting in PyTorch's words.
+
+    Raises:
+        InputError: The setting is invalid, or the environment contradicts it.
+        DeviceError: CUDA has started with another setting.
 
     Example:
         >>> import tightfit

@@ -40,15 +40,22 @@ class TextScore:
 
 @torch.no_grad()
 def score(model: nn.Module, input_ids: Tensor, *, chunk_size: int | None = CHUNK_SIZE) -> TextScore:
-    """The log-likelihood of each token of a text given those before it.
+    """Compute the log-likelihood of each token of a text given those before it.
 
-    `input_ids` (T,) or (B, T) int64, at least two tokens. The text goes through in pieces of `chunk_size` tokens with a
-    cache of keys and values, so that activations and logits of that many tokens exist at a time; None takes it in one
-    pass. Both are equal within rounding. The model is a `Decoder` or a causal model of `transformers`, on its own
-    device, and is left in the mode it was in.
+    The text goes through in pieces with a cache of keys and values, so that activations and logits of one piece exist
+    at a time. The model stays on its device and in its mode.
 
-    Raises `InputError` for ids or sizes that do not fit, `ModelError` where the text is longer than the model's
-    positions, or where the model keeps no cache.
+    Args:
+        model: A `Decoder` or a causal model of `transformers`.
+        input_ids: (T,) or (B, T) int64, at least two tokens.
+        chunk_size: The tokens of a piece. None takes the text in one pass. Both are equal within rounding.
+
+    Returns:
+        The log-likelihoods (B, T - 1) in nats, from the second token on, with their sum and the perplexity.
+
+    Raises:
+        InputError: Ids or sizes do not fit.
+        ModelError: The text is longer than the model's positions, or the model keeps no cache.
 
     Example:
         >>> import tightfit, torch

@@ -32,29 +32,37 @@ def attention(
     scale: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ * scale + mask) v, in memory that grows with the sequence and not with its square.
+    """Compute softmax(q kᵀ * scale + mask) v, in memory that grows with the sequence and not with its square.
 
-    q (B, Hq, Tq, D), k (B, Hkv, Tk, D) and v (B, Hkv, Tk, Dv) have one floating dtype. Hq is a multiple of Hkv: each
-    key and value head serves Hq / Hkv consecutive query heads, without being repeated. Returns (B, Hq, Tq, Dv).
-
-    Position i sees position j if every given condition allows it:
-
-    - `causal`: j <= i.
-    - `window` w: i - w < j <= i if causal, else |i - j| < w.
-    - `mask`, broadcastable to (B, Hq, Tq, Tk): a boolean mask is True; a float mask is added to the scores.
-    - `document_ids`, integers (B, T): both ids are equal.
-
-    A position that sees nothing gives zeros, and zero gradients. `offset` puts the queries at the positions offset + i,
-    for keys from a cache. `scale` is 1 / sqrt(D) by default.
+    Position i sees position j if every given condition allows it. A position that sees nothing gives zeros, and zero
+    gradients.
 
     With a `chunk_size`, scores exist for that many queries and keys at a time, forward and backward: online softmax
     (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao 2023), summed in fp32 (fp64 for fp64 inputs). With a window,
     time and memory grow with window times sequence. Without a size, the fastest implementation is used:
     `F.scaled_dot_product_attention` if it needs no extra mask, FlexAttention on CUDA for windows and documents without
-    a mask, PyTorch's fused kernel per document on a CPU if each document is a run of tokens, else chunks of 128.
+    a mask, PyTorch's fused kernel per document on a CPU if each document is a run of tokens, else chunks of 128. Except
+    for PyTorch's own attention, the result cannot be differentiated twice.
 
-    Raises `InputError` for shapes, dtypes or options that do not fit. Except for PyTorch's own attention, the result
-    cannot be differentiated twice.
+    Args:
+        q: (B, Hq, Tq, D), of one floating dtype with k and v.
+        k: (B, Hkv, Tk, D). Hq is a multiple of Hkv: each key and value head serves Hq / Hkv consecutive query heads,
+            without being repeated.
+        v: (B, Hkv, Tk, Dv).
+        causal: Allows j <= i.
+        window: w allows i - w < j <= i if causal, else |i - j| < w.
+        mask: Broadcastable to (B, Hq, Tq, Tk): a boolean mask allows where it is True; a float mask is added to the
+            scores.
+        document_ids: Integers (B, T): both ids have to be equal.
+        offset: Puts the queries at the positions offset + i, for keys from a cache.
+        scale: None: 1 / sqrt(D).
+        chunk_size: The number of queries and keys at a time.
+
+    Returns:
+        (B, Hq, Tq, Dv), in the dtype of q.
+
+    Raises:
+        InputError: Shapes, dtypes or options do not fit.
 
     Example:
         >>> import torch

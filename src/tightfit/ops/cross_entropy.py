@@ -34,20 +34,28 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T + bias` against `labels`, without materialising the logits of all tokens.
 
-    - hidden (N, D), weight (V, D), bias (V,): one floating dtype. Under autocast the dtypes may differ, and products
-      are in the autocast dtype.
-    - labels (N,): integers in [0, V), or `ignore_index`. Ignored tokens are dropped before any product.
+    With logits l and label y, the loss of a token is lse(l) - l_y. Sums over tokens, those of gradients too, are
+    computed in fp32. If every label is ignored, the loss is zero with zero gradients, for "mean" too, and not NaN.
+    Cannot be differentiated twice.
 
-    The loss is fp32 (fp64 for fp64 inputs): a scalar for "mean" (over the tokens that are not ignored) and "sum", (N,)
-    for "none", with zeros for ignored tokens. Sums over tokens, those of gradients too, are computed in fp32. If every
-    label is ignored, the loss is zero with zero gradients, for "mean" too, and not NaN.
+    Args:
+        hidden: (N, D), of one floating dtype with weight and bias. Under autocast the dtypes may differ, and products
+            are in the autocast dtype.
+        weight: (V, D).
+        labels: (N,), integers in [0, V), or `ignore_index`. Ignored tokens are dropped before any product.
+        bias: (V,).
+        ignore_index: The label of tokens that do not count.
+        reduction: `"mean"` over the tokens that are not ignored, `"sum"`, or `"none"`.
+        label_smoothing: e mixes in the uniform distribution: (1 - e) (lse(l) - l_y) + e (lse(l) - mean(l)) (Szegedy et
+            al. 2016).
+        z_loss: Adds z_loss * lse(l)² (PaLM, Chowdhery et al. 2022).
+        chunk_size: The number of tokens whose logits exist at a time; for None see `default_chunk_size`.
 
-    With logits l and label y, the loss of a token is lse(l) - l_y. `label_smoothing` e mixes in the uniform
-    distribution: (1 - e) (lse(l) - l_y) + e (lse(l) - mean(l)) (Szegedy et al. 2016). z_loss adds z_loss * lse(l)²
-    (PaLM, Chowdhery et al. 2022).
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs): a scalar, or (N,) for "none", with zeros for ignored tokens.
 
-    `chunk_size` is the number of tokens whose logits exist at a time; for None see `default_chunk_size`. Raises
-    `InputError` for shapes, dtypes, labels or options that do not fit. Cannot be differentiated twice.
+    Raises:
+        InputError: Shapes, dtypes, labels or options do not fit.
 
     Example:
         >>> import torch

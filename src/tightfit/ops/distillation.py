@@ -52,32 +52,45 @@ def distillation_loss(
 ) -> Tensor:
     """Divergence of a student's next-token distribution from a teacher's, without the logits of all tokens of either.
 
-    - hidden (N, D), weight (V, D), bias (V,): the student's head, of one floating dtype. Under autocast the dtypes may
-      differ, and products are in the autocast dtype.
-    - teacher_hidden (N, E), teacher_weight (V, E), teacher_bias (V,): likewise the teacher's, whose width and dtype may
-      be others. No gradient reaches them.
-    - labels (N,): integers in [0, V), or `ignore_index`. Ignored tokens are dropped before any product.
-
-    With q and p the softmax of the student's and the teacher's logits over the temperature T, the loss of a token is
-    (1 - hard_weight) T² D + hard_weight CE, where CE is the cross-entropy of the label at temperature 1 (Hinton et al.
+    With q and p the softmax of the student's and the teacher's logits over the temperature T, the loss of a token is (1
+    - hard_weight) T² D + hard_weight CE, where CE is the cross-entropy of the label at temperature 1 (Hinton et al.
     2015, "Distilling the knowledge in a neural network"), and D by `divergence`:
 
     - "forward_kl": KL(p, q) = sum p (log p - log q), "reverse_kl": KL(q, p).
     - "jsd": generalised Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q
-      (Agarwal et al., "On-policy distillation of language models", arXiv 2306.13649, eq. 1). Beside 0 and 1 it is
-      that formula. At beta 0 it is forward KL and at 1 reverse KL, as in TRL: the limits of JSD / beta and of
-      JSD / (1 - beta). TRL does not multiply by T².
+      (Agarwal et al., "On-policy distillation of language models", arXiv 2306.13649, eq. 1). Beside 0 and 1 it is that
+      formula. At beta 0 it is forward KL and at 1 reverse KL, as in TRL: the limits of JSD / beta and of JSD / (1 -
+      beta). TRL does not multiply by T².
     - "logits_mse": the mean over the vocabulary of the squared difference of the logits, whatever the temperature (Ba
       and Caruana 2014, "Do deep nets really need to be deep?"). Logits are not centred.
 
-    The loss is fp32 (fp64 for fp64 inputs): a scalar for "mean" (over the tokens that are not ignored) and "sum", (N,)
-    for "none", with zeros for ignored tokens. For micro-batches, use "sum" and divide by the valid tokens of the whole
-    batch. Sums over tokens, those of gradients too, are computed in fp32. If every label is ignored, the loss is zero
-    with zero gradients, for "mean" too.
+    Sums over tokens, those of gradients too, are computed in fp32. If every label is ignored, the loss is zero with
+    zero gradients, for "mean" too. For micro-batches, use "sum" and divide by the valid tokens of the whole batch.
+    Cannot be differentiated twice.
 
-    `chunk_size` is the number of tokens whose logits exist at a time. By default it is that of `linear_cross_entropy`
-    for a vocabulary of twice the size. Raises `InputError` for shapes, dtypes, labels or options that do not fit, and
-    for two vocabularies of different sizes. Cannot be differentiated twice.
+    Args:
+        hidden: (N, D), the student's, of one floating dtype with weight and bias. Under autocast the dtypes may differ,
+            and products are in the autocast dtype.
+        weight: (V, D), the student's head.
+        teacher_hidden: (N, E), the teacher's, whose width and dtype may be others. No gradient reaches it.
+        teacher_weight: (V, E), the teacher's head.
+        labels: (N,), integers in [0, V), or `ignore_index`. Ignored tokens are dropped before any product.
+        divergence: D, as above.
+        beta: Of "jsd".
+        temperature: T.
+        hard_weight: The share of the labels' cross-entropy, from 0 to 1.
+        ignore_index: The label of tokens that do not count.
+        bias: (V,), the student's.
+        teacher_bias: (V,), the teacher's.
+        reduction: `"mean"` over the tokens that are not ignored, `"sum"`, or `"none"`.
+        chunk_size: The number of tokens whose logits exist at a time. None: that of `linear_cross_entropy` for a
+            vocabulary of twice the size.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs): a scalar, or (N,) for "none", with zeros for ignored tokens.
+
+    Raises:
+        InputError: Shapes, dtypes, labels or options do not fit, or the vocabularies have different sizes.
 
     Example:
         >>> import torch
@@ -161,14 +174,24 @@ def hidden_state_loss(
 ) -> Tensor:
     """Mean squared difference of a student's hidden states, projected, from a teacher's.
 
-    - hidden (N, D), projection (E, D), bias (E,): the student's, of one floating dtype, or any under autocast. Without
-      a projection D is E.
-    - teacher_hidden (N, E): of any floating dtype. No gradient reaches it.
-    - labels (N,): integers. Tokens with `ignore_index` do not count, and are dropped before any product.
-
     The loss of a token is the mean over E of (hidden @ projection.T + bias - teacher_hidden)² (Romero et al. 2015,
-    "FitNets"; Jiao et al. 2020, "TinyBERT", eq. 8). Dtype, `reduction` and errors are those of `distillation_loss`.
-    `chunk_size` is the number of tokens whose projected states exist at a time. Cannot be differentiated twice.
+    "FitNets"; Jiao et al. 2020, "TinyBERT", eq. 8). Cannot be differentiated twice.
+
+    Args:
+        hidden: (N, D), the student's, of one floating dtype with projection and bias, or any under autocast.
+        teacher_hidden: (N, E), of any floating dtype. No gradient reaches it.
+        labels: (N,), integers. Tokens with `ignore_index` do not count, and are dropped before any product.
+        projection: (E, D). Without it D is E.
+        bias: (E,).
+        ignore_index: The label of tokens that do not count.
+        reduction: `"mean"` over the tokens that are not ignored, `"sum"`, or `"none"`.
+        chunk_size: The number of tokens whose projected states exist at a time.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs): a scalar, or (N,) for "none", with zeros for ignored tokens.
+
+    Raises:
+        InputError: Shapes, dtypes, labels or options do not fit.
 
     Example:
         >>> import torch

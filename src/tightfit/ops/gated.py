@@ -19,11 +19,19 @@ aten = torch.ops.aten
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, saving only gate and up for backward.
+    """Compute silu(gate) * up, saving only gate and up for backward.
 
-    gate and up have the same shape and any floating dtypes. The result has that shape and their promoted dtype. Result
-    and gradients are bit-equal to those of `F.silu(gate) * up`. Can be differentiated twice. Raises `InputError` if the
-    shapes differ or a dtype is not floating.
+    Result and gradients are bit-equal to those of `F.silu(gate) * up`. Can be differentiated twice.
+
+    Args:
+        gate: Any shape, any floating dtype.
+        up: The same shape, any floating dtype.
+
+    Returns:
+        A tensor of that shape, in the promoted dtype.
+
+    Raises:
+        InputError: The shapes differ, or a dtype is not floating.
 
     Example:
         >>> import torch
@@ -37,11 +45,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(gate) * up, saving only gate and up for backward.
+    """Compute gelu(gate) * up, saving only gate and up for backward.
 
-    `approximate="none"` is the exact GELU, gate * Φ(gate) by the error function. `"tanh"` is its approximation
-    (Hendrycks and Gimpel 2016). Shapes, dtypes, exactness and errors are those of `swiglu`, compared with
-    `F.gelu(gate, approximate=approximate) * up`.
+    Result and gradients are bit-equal to those of `F.gelu(gate, approximate=approximate) * up`. Can be differentiated
+    twice.
+
+    Args:
+        gate: Any shape, any floating dtype.
+        up: The same shape, any floating dtype.
+        approximate: `"none"` is the exact GELU, gate * Φ(gate) by the error function. `"tanh"` is its approximation
+            (Hendrycks and Gimpel 2016).
+
+    Returns:
+        A tensor of that shape, in the promoted dtype.
+
+    Raises:
+        InputError: The shapes differ, or a dtype is not floating.
 
     Example:
         >>> import torch

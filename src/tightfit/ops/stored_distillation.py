@@ -42,11 +42,6 @@ def stored_distillation_loss(
 ) -> Tensor:
     """Forward KL of a student's next-token distribution from k stored tokens of a teacher's, in chunks.
 
-    - hidden (N, D), weight (V, D), bias (V,), labels (N,): as in `distillation_loss`. The logits of all tokens never
-      exist, and ignored tokens are dropped first, whatever is stored for them.
-    - token_ids (N, k): int32 or int64 in [0, V). token_weights (N, k): any floating dtype.
-    - tail_weight (N,): any floating dtype, or None.
-
     With q the softmax of the student's logits over the temperature T, the loss of a token is (1 - hard_weight) T² S +
     hard_weight CE, where CE is the cross-entropy of the label at temperature 1, and S is:
 
@@ -58,8 +53,24 @@ def stored_distillation_loss(
       other token" only, at most the true one. The student gets no word on the tokens of the tail: they keep their
       shares of Q. Its gradient is biased. Ids of a row differ from each other.
 
-    Ids and weights must be of the same temperature. Dtype, `reduction`, `chunk_size` and errors are those of
-    `linear_cross_entropy`; `InputError` also for ids outside of the vocabulary. Cannot be differentiated twice.
+    The logits of all tokens never exist, and ignored tokens are dropped first, whatever is stored for them. Cannot be
+    differentiated twice.
+
+    Args:
+        hidden: (N, D), as in `distillation_loss`, like `weight` (V, D), `labels` (N,), `bias` (V,), `hard_weight` and
+            `ignore_index`.
+        token_ids: (N, k), int32 or int64 in [0, V).
+        token_weights: (N, k), any floating dtype.
+        tail_weight: (N,), any floating dtype, or None.
+        temperature: T, that of the stored weights too.
+        reduction: `"mean"` over the tokens that are not ignored, `"sum"`, or `"none"`.
+        chunk_size: As in `linear_cross_entropy`.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs): a scalar, or (N,) for "none", with zeros for ignored tokens.
+
+    Raises:
+        InputError: Shapes, dtypes, labels, ids or options do not fit.
 
     Example:
         >>> import torch

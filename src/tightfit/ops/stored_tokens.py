@@ -33,18 +33,27 @@ class TokenWeights(NamedTuple):
 def sampled_tokens(
     logits: Tensor, k: int, generator: torch.Generator | None = None, *, temperature: float = 1.0
 ) -> TokenWeights:
-    """A random sample of k different tokens of each row, with weights whose expectation is softmax(logits / T).
-
-    logits (N, V), any floating dtype; `generator` is on their device. The result depends on its state and on N and V.
-    Raises `InputError` unless 1 <= k <= V and the temperature is above 0.
+    """Draw k different tokens of each row, with weights whose expectation is softmax(logits / T).
 
     The expectation of a token's weight, which is 0 where it is not in the sample, is exactly its probability. So the
-    gradient of `stored_distillation_loss`, which is linear in the weights, is that of forward KL on average
-    (Sparse Logit Sampling, Anshumann et al., arXiv 2503.16870). That paper draws tokens with replacement, and weights
-    them by their counts. Here the sample is a priority sample (Duffield, Lund, Thorup 2007, "Priority sampling for
-    estimation of arbitrary subset sums"): with a uniform u in (0, 1) for each token, those with the k largest p / u,
-    weighted max(p, t), where t is the next largest p / u. No token is stored twice, probable tokens have their exact
+    gradient of `stored_distillation_loss`, which is linear in the weights, is that of forward KL on average (Sparse
+    Logit Sampling, Anshumann et al., arXiv 2503.16870). That paper draws tokens with replacement, and weights them by
+    their counts. Here the sample is a priority sample (Duffield, Lund, Thorup 2007, "Priority sampling for estimation
+    of arbitrary subset sums"): with a uniform u in (0, 1) for each token, those with the k largest p / u, weighted
+    max(p, t), where t is the next largest p / u. No token is stored twice, probable tokens have their exact
     probability, and k = V stores the whole distribution.
+
+    Args:
+        logits: (N, V), any floating dtype.
+        k: The number of tokens, from 1 to V.
+        generator: The random generator, on the logits' device. The result depends on its state and on N and V.
+        temperature: T, above 0.
+
+    Returns:
+        Token ids (N, k) int32, their weights (N, k), and no tail.
+
+    Raises:
+        InputError: k or the temperature is out of range.
 
     Example:
         >>> import torch
@@ -58,10 +67,20 @@ def sampled_tokens(
 
 
 def top_k_tokens(logits: Tensor, k: int, *, temperature: float = 1.0) -> TokenWeights:
-    """The k most probable tokens of each row, most probable first, with their probabilities and that of the others.
+    """Find the k most probable tokens of each row, with their probabilities and that of all others.
 
-    logits (N, V), any floating dtype. Probabilities are softmax(logits / T). Raises `InputError` unless 1 <= k <= V and
-    the temperature is above 0. The gradient from them is biased: see `stored_distillation_loss`.
+    The gradient from them is biased: see `stored_distillation_loss`.
+
+    Args:
+        logits: (N, V), any floating dtype.
+        k: The number of tokens, from 1 to V.
+        temperature: T in softmax(logits / T), above 0.
+
+    Returns:
+        Token ids (N, k) int32, most probable first, their probabilities (N, k), and the probability of the others (N,).
+
+    Raises:
+        InputError: k or the temperature is out of range.
 
     Example:
         >>> import torch

@@ -20,11 +20,22 @@ __all__ = ["tiled"]
 
 
 def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, weights: Iterable[nn.Parameter]) -> Tensor:
-    """function(x) over `tokens` tokens of x (B, T, n) at a time: (B, T, m), equal to rounding.
+    """Compute function(x) over `tokens` tokens of x at a time, equal to rounding.
 
-    `function` must treat each token by itself. Of tensors that require a gradient, it may read only x and the
-    `weights`. Its forward runs again in backward. Raises `InputError` if x does not have three dimensions or `tokens`
-    is less than 1. With more than one tile, the result cannot be differentiated twice.
+    The function's forward runs again in backward. With more than one tile, the result cannot be differentiated twice.
+
+    Args:
+        function: A function (B, t, n) -> (B, t, m) that treats each token by itself. Of tensors that require a
+            gradient, it may read only x and the `weights`.
+        x: (B, T, n).
+        tokens: The number of tokens at a time, at least 1.
+        weights: The parameters that the function reads.
+
+    Returns:
+        (B, T, m).
+
+    Raises:
+        InputError: x does not have three dimensions, or `tokens` is less than 1.
 
     Example:
         >>> import torch

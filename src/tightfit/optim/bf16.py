@@ -20,13 +20,27 @@ _STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring counts
 class BF16AdamW(FrugalOptimizer):
     """AdamW in fp32 arithmetic on bf16 weights, with fp32 moments. fp32 parameters are updated as usual.
 
-    `keeping="remainder"` keeps the lower 16 bits of an fp32 master beside the weight, which has the upper 16 bits
-    (rounded to nearest). It is bit-equal to AdamW on fp32 weights with the same gradients, and costs 2 bytes for each
-    parameter. `keeping="stochastic"` keeps nothing. It rounds the new weight up or down at random, so that its mean is
-    right (Zamirai et al. 2020, "Revisiting BFloat16 training"). These random numbers depend on `seed`, parameter and
-    step, not on PyTorch's generator.
+    Args:
+        params: Parameters or groups, as for `torch.optim.AdamW`, like `lr`, `betas`, `eps` and `weight_decay`.
+        keeping: `"remainder"` keeps the lower 16 bits of an fp32 master beside the weight, which has the upper 16 bits
+            (rounded to nearest). It is bit-equal to AdamW on fp32 weights with the same gradients, and costs 2 bytes
+            for each parameter. `"stochastic"` keeps nothing. It rounds the new weight up or down at random, so that its
+            mean is right (Zamirai et al. 2020, "Revisiting BFloat16 training").
+        seed: The seed of the random rounding, which depends on seed, parameter and step, not on PyTorch's generator.
 
-    Raises `InputError` for settings out of range, and for fp16 parameters.
+    Raises:
+        InputError: A setting is out of range, or a parameter is fp16.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.optim import BF16AdamW
+        >>> model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+        >>> optimizer = BF16AdamW(model.parameters(), lr=1e-2)
+        >>> before = model.weight.clone()
+        >>> model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> torch.equal(model.weight, before)
+        False
     """
 
     def __init__(

@@ -28,8 +28,23 @@ class FlashAdamW(FrugalOptimizer):
     moments, and 8 bytes of scales for each 64 parameters. Updates smaller than a master's last bit count on average.
     fp32 weights keep 8-bit moments only. The parameters are updated in chunks, so that scratch memory is small.
 
-    Raises `InputError` for settings out of range, for parameters that are neither bf16 nor fp32 or have gaps in memory,
-    and in a step for sparse gradients.
+    Args:
+        params: Parameters or groups, as for `torch.optim.AdamW`, like `lr`, `betas`, `eps` and `weight_decay`.
+
+    Raises:
+        InputError: A setting is out of range, a parameter is neither bf16 nor fp32 or has gaps in memory, or, in a
+            step, a gradient is sparse.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.optim import FlashAdamW
+        >>> model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+        >>> optimizer = FlashAdamW(model.parameters(), lr=1e-2)
+        >>> before = model.weight.clone()
+        >>> model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> torch.equal(model.weight, before)
+        False
     """
 
     def adopt(self, parameters: Sequence[Tensor], choice: Any = None) -> None:

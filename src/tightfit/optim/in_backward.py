@@ -141,16 +141,22 @@ class StepInBackward:
 def step_in_backward(
     optimizer: torch.optim.Optimizer | OptimizerFactory, model: nn.Module | Iterable[nn.Parameter]
 ) -> StepInBackward:
-    """Step each parameter of `optimizer` when its gradient is ready, and free the gradient at once.
+    """Step each parameter of an optimizer when its gradient is ready, and free the gradient at once.
 
-    `optimizer` is an optimizer over the model's parameters, or a callable that makes one. The training loop does not
-    change: `optimizer.step()` and `zero_grad()` end the step, and schedulers need them. Weights and states are
-    bit-equal to those of stepping afterwards, for optimizers that treat each parameter by itself (all of PyTorch's
-    except LBFGS).
+    The training loop does not change: `optimizer.step()` and `zero_grad()` end the step, and schedulers need them.
+    Weights and states are bit-equal to those of stepping afterwards, for optimizers that treat each parameter by itself
+    (all of PyTorch's except LBFGS). With micro-batches, run every backward except the last under `handle.accumulate()`.
 
-    With micro-batches, run every backward except the last under `handle.accumulate()`. A second backward without it,
-    clipping and gradient scalers raise `LeverError`. Raises `InputError` for LBFGS, and for an optimizer without
-    parameters of the model.
+    Args:
+        optimizer: An optimizer over the model's parameters, or a callable that makes one.
+        model: A module, or the parameters that are stepped.
+
+    Returns:
+        A handle whose `undo()`, or the end of its `with` block, removes the lever.
+
+    Raises:
+        LeverError: A second backward runs without `accumulate()`, or gradients are clipped or scaled.
+        InputError: The optimizer is LBFGS, or has no parameters of the model.
 
     Example:
         >>> import torch

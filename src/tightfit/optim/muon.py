@@ -14,9 +14,23 @@ ALGORITHM = "algorithm"
 class MuonWithAdamW(FrugalOptimizer):
     """`torch.optim.Muon` for parameters with two dimensions, `torch.optim.AdamW` for the others.
 
-    Each group is split into at most two, with the key `algorithm` (`muon` or `adamw`). A group that has this key is not
-    split: `{"params": [embedding], "algorithm": "adamw"}`. Muon's updates are scaled to the size of AdamW's
-    (`match_rms_adamw`; Liu et al. 2025, "Muon is scalable for LLM training"), so both use one learning rate.
+    Each group is split into at most two, with the key `algorithm` (`muon` or `adamw`). Muon's updates are scaled to the
+    size of AdamW's (`match_rms_adamw`; Liu et al. 2025, "Muon is scalable for LLM training"), so both use one learning
+    rate.
+
+    Args:
+        params: Parameters or groups. A group that has the key `algorithm` is not split: `{"params": [embedding],
+            "algorithm": "adamw"}`.
+        lr: The learning rate of both.
+        momentum: Muon's.
+        **shared: Further settings of both.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.optim import MuonWithAdamW
+        >>> optimizer = MuonWithAdamW(torch.nn.Linear(8, 8).parameters(), lr=1e-3)
+        >>> [group["algorithm"] for group in optimizer.param_groups]
+        ['muon', 'adamw']
     """
 
     def __init__(

@@ -39,13 +39,29 @@ class _Version(NamedTuple):
 class OffloadedAdamW(FrugalOptimizer):
     """AdamW with a share of its states on the host. It is bit-equal to `torch.optim.AdamW` on the device that computes.
 
-    At least `fraction` of the states, by bytes and in whole parameters, are on the host: those of the parameters whose
-    gradients come first in backward. 16-bit weights get an fp32 master, on the host if the states are there. Gradients
-    of offloaded parameters are `HostGradient`s; clipping, scaling and accumulation work on them as usual. `fused=True`
-    uses PyTorch's fused kernel on the host, which is faster, and bit-equal to `AdamW(fused=True)`.
+    16-bit weights get an fp32 master, on the host if the states are there. Gradients of offloaded parameters are
+    `HostGradient`s; clipping, scaling and accumulation work on them as usual. The optimizer notices if a weight is
+    changed in place, or replaced, between steps. It does not notice writes through `.data`.
 
-    The optimizer notices if a weight is changed in place, or replaced, between steps. It does not notice writes through
-    `.data`. Raises `InputError` for settings out of range.
+    Args:
+        params: Parameters or groups, as for `torch.optim.AdamW`, like `lr`, `betas`, `eps` and `weight_decay`.
+        fraction: The least share of the states on the host, by bytes and in whole parameters: those of the parameters
+            whose gradients come first in backward.
+        fused: Use PyTorch's fused kernel on the host, which is faster, and bit-equal to `AdamW(fused=True)`.
+
+    Raises:
+        InputError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> from tightfit.optim import OffloadedAdamW
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, fraction=0.5)
+        >>> before = model.weight.clone()
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> torch.equal(model.weight, before)
+        False
     """
 
     def __init__(

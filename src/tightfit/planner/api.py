@@ -75,26 +75,40 @@ def estimate(
 ) -> Estimate:
     """Predict the peak memory and the time of one training step, without computing it and without changing the model.
 
-    `batch` is a dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`. It is split
-    into `micro_batches` equal parts, whose gradients accumulate. `loss` is `callable(model, batch) -> scalar`; None
-    means `model(**batch).loss`. `device` is None (the one present), a `torch.device`, a name, or a name with your own
-    figures: `"rtx3080,memory=8GiB"`. `keep_gradients` says that the loop sets gradients to zero after a step
-    (`zero_grad(set_to_none=False)`), so the next step begins with them. None assumes this if the model has gradients
-    now and all of them are zero. `step_in_backward` says that each weight is updated once its gradient is ready
-    (`tightfit.optim.step_in_backward`), which excludes clipping and fp16.
-
-    `world_size` is the number of ranks that train together, each with `device`, on `nodes` machines (1). `batch` is
-    then that of one rank. `parallel` is `"fsdp2"` (the default: each repeated block is sharded by `fully_shard`, then
-    the rest, in the mixed precision that `precision` names), `"ddp"`, `"tp"` (tensor parallel) or `"cp"` (context
-    parallel: FSDP2 with blocks that share each sequence). The estimate is that of the rank with the highest peak, and
-    has the peaks of all ranks (`rank_peak_bytes`). `ddp` are the arguments that
-    your loop gives to `DistributedDataParallel` beside the model, such as `{"gradient_as_bucket_view": True}`.
-    `"no_sync": False` among them says that every micro-batch adds up its gradients, and not only the last one.
-
     Your own Python code runs once or more, with tensors without numbers: the model's `forward`, the loss, and hooks on
     modules, parameters and the optimizer. What such code counts or writes is counted and written then too.
 
-    Raises `InputError` for a wrong argument and `TraceError` for an operator that cannot run dry.
+    Args:
+        model: The module to train, or a `tightfit.Step`, which holds everything that describes the step.
+        batch: A dict (passed as keywords), a tuple (positional) or `TokenBatch(size, length, vocab_size)`; with several
+            ranks that of one rank.
+        loss: `callable(model, batch) -> scalar tensor`. None means `model(**batch).loss`.
+        optimizer: A name, an optimizer, or a callable that takes the parameters and returns one.
+        precision: `"fp32"`, or autocast to `"bf16"` or `"fp16"`.
+        device: None (the one present), a `torch.device`, a name such as `"rtx4090"`, or a name with your own figures:
+            `"rtx3080,memory=8GiB"`.
+        micro_batches: The number of equal parts of the batch, whose gradients accumulate.
+        grad_clip: The norm to which gradients are clipped. None: they are not.
+        keep_gradients: The loop sets gradients to zero after a step (`zero_grad(set_to_none=False)`), so the next step
+            begins with them. None assumes this if the model has gradients now and all of them are zero.
+        step_in_backward: Each weight is updated once its gradient is ready (`tightfit.optim.step_in_backward`), which
+            excludes clipping and fp16.
+        world_size: The number of ranks that train together, each with `device`. None: one process.
+        nodes: The number of machines that the ranks are on (1).
+        parallel: `"fsdp2"` (the default of several ranks: each repeated block is sharded by `fully_shard`, then the
+            rest, in the mixed precision that `precision` names), `"ddp"`, `"tp"` (tensor parallel) or `"cp"` (context
+            parallel: FSDP2 with blocks that share each sequence).
+        ddp: The arguments that your loop gives to `DistributedDataParallel` beside the model, such as
+            `{"gradient_as_bucket_view": True}`. `"no_sync": False` among them says that every micro-batch adds up its
+            gradients, and not only the last one.
+
+    Returns:
+        The estimate, with bytes as integers and seconds as floats. With several ranks it is that of the rank with the
+        highest peak, and has the peaks of all ranks (`rank_peak_bytes`).
+
+    Raises:
+        InputError: An argument is wrong.
+        TraceError: An operator cannot run dry.
 
     Example:
         >>> import tightfit
@@ -135,40 +149,43 @@ def plan(
 ) -> Plan:
     """Find the fastest combination of levers whose predicted peak is within the budget.
 
-    `budget` is a number of bytes, `"22GiB"`, `"80%"` of the device, or `"0.5x"` of the plain peak. `levers` None allows
-    the bit-exact levers. `"rounding"` also allows those that are exact to rounding. A list names levers, or one of the
-    two classes and further levers: `["rounding", "offload"]`. `blocks` is a glob over module paths, for models whose
-    repeated blocks tightfit does not find.
+    Args:
+        model: The module to train, or a `tightfit.Step`, which holds everything that describes the step.
+        batch: As for `tightfit.estimate`. In a process of torchrun it is one of the rank's own batches, of the same
+            shape on each rank.
+        budget: The largest peak of a step: a number of bytes, `"22GiB"`, `"80%"` of the device, or `"0.5x"` of the
+            plain peak. With several ranks it is the peak of each.
+        loss: As for `tightfit.estimate`, like `optimizer`, `precision`, `device`, `grad_clip`, `keep_gradients`,
+            `step_in_backward`, `nodes` and `ddp`.
+        levers: None allows the bit-exact levers. `"rounding"` also allows those that are exact to rounding. A list
+            names levers, or one of the two classes and further levers: `["rounding", "offload"]`. `"offload"` and
+            `"compile"` (on a CPU) are used only if you name them. On cards in FSDP2, `"offload"` means that shards,
+            gradients and states may be on the host where nothing else fits; activations stay.
+        blocks: A glob over module paths, for models whose repeated blocks tightfit does not find.
+        micro_batches: The number of equal parts of the batch. `"auto"` takes the smallest number that has a plan, and
+            allows the lever `"micro_batch"`. The effective batch does not change.
+        curve: The plan also gets the trade-off curve, and figures for the levers that were not allowed.
+        offload_folder: The folder of the file to which a CPU offloads. None: the system's folder for temporary files.
+        offload_budget: The most bytes that may be offloaded, to that file or from CUDA to pinned host memory. None:
+            half of what is free there.
+        world_size: The number of ranks; the plan is then one for all of them. `plan.apply(model)` works before or after
+            `DistributedDataParallel`. For FSDP2, tensor and context parallel, `plan.shard(model)` divides the model.
+        parallel: As for `tightfit.estimate`. With `"tp"` the levers are `"recompute"` and `"micro_batch"`; with `"cp"`
+            also `"chunked_loss"`. In a process of torchrun that has called `init_process_group`, `parallel="ddp"` is
+            enough: all ranks call `plan` alike, rank 0 makes the plan, and all get it.
+        steps: How often the step will run. If that repays the seconds of recording, a plan also uses the exact lever
+            `"capture"`, wherever `"recompute"` is allowed.
 
-    The plan uses two levers only if you name them. `"offload"` moves saved activations from a CPU to a file in
-    `offload_folder` (None: the system's folder for temporary files), or from CUDA to pinned host memory; at most
-    `offload_budget` bytes (None: half of what is free there). `"compile"` compiles blocks with `torch.compile`, on a
-    CPU.
+    Returns:
+        The plan, with its predicted peak in bytes and its step time in seconds. `plan.apply(model)` puts it in force.
 
-    `micro_batches="auto"` chooses the largest micro-batch that fits: the smallest number of equal parts of the batch
-    that has a plan. The effective batch does not change. This allows the lever `"micro_batch"`. With `curve` the plan
-    also has the trade-off curve, and figures for the levers that were not allowed. The other arguments are those of
-    `estimate`.
-
-    With `world_size` the plan is one for all ranks, and the budget is the peak of each of them. Apply it to the model
-    before or after `DistributedDataParallel`. For FSDP2 the plan also says what is sharded by itself, whether gathered
-    weights are freed after forward, and when gradients are exchanged; `plan.shard(model)` does that. On cards
-    `"offload"` then means that shards, gradients and states may be on the host where nothing else fits; activations
-    stay. With `parallel="tp"` ranks hold parts of the weights by the model's own `tp_plan` and read the same batch; the
-    levers are `"recompute"` and `"micro_batch"`, and `plan.shard(model)` divides the model. With `parallel="cp"` they
-    read the same batch too, and in the blocks each a part of every sequence; the levers are `"recompute"`,
-    `"chunked_loss"` and `"micro_batch"`.
-
-    In a process that torchrun has started, and that has called `init_process_group`, `parallel="ddp"` is enough: all
-    ranks call `plan` alike, rank 0 makes the plan, and all get it. `batch` is then one of the rank's own batches, of
-    the same shape on each rank.
-
-    `steps` is how often the step will run. Where that is known and repays the seconds of recording, a plan
-    also uses the exact lever `"capture"`, wherever `"recompute"` is allowed.
-
-    Raises `CannotFit` with the least peak that the levers can reach, and with ranked ways out (`error.ways_out`, found
-    when it is read); `BudgetError` for a budget that cannot be parsed; `LeverError` if offload is named and not
-    available.
+    Raises:
+        CannotFit: No plan fits. The error has the least peak that the levers can reach, and ranked ways out
+            (`error.ways_out`, found when it is read).
+        BudgetError: The budget cannot be parsed.
+        LeverError: Offload is named and not available.
+        InputError: An argument is wrong.
+        TraceError: An operator cannot run dry.
 
     Example:
         >>> import tightfit, torch
@@ -212,8 +229,18 @@ def curve(
 ) -> Curve:
     """Predict the trade-off of peak memory against step time, from the plain step down to the least peak.
 
-    `points` is the number of budgets for which a choice is solved and traced as applied. The curve also has the fixed
-    recipes that people use without a plan, such as recomputing every block. The other arguments are those of `plan`.
+    Args:
+        model: The module to train, or a `tightfit.Step`.
+        batch: As for `tightfit.plan`, like all arguments but `points`.
+        points: The number of budgets for which a choice is solved and traced as applied.
+
+    Returns:
+        The points of the curve (bytes, seconds), the largest peak first, and those of the fixed recipes that people use
+        without a plan, such as recomputing every block.
+
+    Raises:
+        InputError: An argument is wrong.
+        TraceError: An operator cannot run dry.
 
     Example:
         >>> import tightfit, torch

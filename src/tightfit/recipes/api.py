@@ -61,18 +61,30 @@ def fit(
 ) -> Recipes:
     """Find how a model can be trained on a device: which dtype of weights, what is trained, which optimizer.
 
-    `model` is a module, or a name: a preset, a published model, a Hugging Face folder. `batch` is one step's; without
-    it, one sequence of 1024 tokens. `budget` is the peak of a step (None: all of a card, 80% of a CPU's memory).
-    `dtype`, `adapter`, `optimizer` and `precision` fix what they name, and the search chooses the rest. `levers` are
-    those that a plan may use. `notice` is called with a line for each recipe as it is found. The other arguments are
-    those of `plan`.
+    Nothing is computed: the model is run dry, once for all optimizers.
 
-    With `world_size` the rows are of training on 2, 4, 8 cards up to so many, and on so many, with FSDP2 and DDP
-    (`parallel` names one of them): of all weights, and of adapters on a base in fp32 or bf16. Each has one plan for all
-    ranks; `batch` is that of one rank.
+    Args:
+        model: A module, or a name: a preset, a published model, a Hugging Face folder.
+        batch: The batch of one step, of one rank. None: one sequence of 1024 tokens.
+        device: As for `tightfit.estimate`.
+        budget: The peak of a step, in bytes or as text. None: all of a card, 80% of a CPU's memory.
+        loss: As for `tightfit.estimate`, like `grad_clip`, `micro_batches` and `nodes`.
+        dtype: The dtype of the weights. None, here and for the next three: the search chooses.
+        adapter: The low-rank adapters to train.
+        optimizer: The optimizer's name.
+        precision: `"fp32"`, or autocast to `"bf16"` or `"fp16"`.
+        levers: The levers that a plan may use, as for `tightfit.plan`.
+        notice: A function that is called with a line for each recipe as it is found.
+        world_size: Rows are then of training on 2, 4, 8 cards up to so many, and on so many, with FSDP2 and DDP: of all
+            weights, and of adapters on a base in fp32 or bf16. Each has one plan for all ranks.
+        parallel: The only one of `"fsdp2"` and `"ddp"` to try.
 
-    The result is a sequence of outcomes, best first: those that fit, by what they change in the result and by their
-    speed, then the others, by what they need. Nothing is computed: the model is run dry, once for all optimizers.
+    Returns:
+        A sequence of outcomes, best first: those that fit, by what they change in the result and by their speed, then
+        the others, by the bytes that they need.
+
+    Raises:
+        InputError: An argument is wrong.
 
     Example:
         >>> import tightfit

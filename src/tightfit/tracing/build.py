@@ -16,7 +16,11 @@ from tightfit.tracing.reading import reads_answered
 def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
     """Build a module with tensors without memory, for `estimate` and `plan`. It cannot be trained.
 
-    `factory` takes no arguments and returns the module. Small tensors are real.
+    Args:
+        factory: A function without arguments that returns the module.
+
+    Returns:
+        The module. Small tensors of it are real.
 
     Example:
         >>> import tightfit, torch

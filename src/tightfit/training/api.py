@@ -27,23 +27,33 @@ def train(
     reporter: Reporter | None = None,
     resume: bool = False,
 ) -> TrainResult:
-    """Train as a configuration says: a YAML file's path or a `Config`, with `key=value` overrides laid over it.
+    """Train as a configuration says.
 
     The folder `output.folder` then holds config.yaml, plan.json (with a budget), metrics.jsonl, result.json,
-    memory.png, report.html, the weights and the tokenizer. `reporter` is told how it goes; nothing is printed.
+    memory.png, report.html, the weights and the tokenizer. Nothing is printed.
 
-    `resume` goes on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
-    without one it begins. The result of a finished run is returned as it stands, unless `training.max_steps` is larger
-    now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may differ from the run's configuration.
+    Ctrl-C ends the training: the step that runs is undone, a checkpoint and the weights are written, then
+    `KeyboardInterrupt` is raised. SIGTERM, SIGHUP and SIGUSR1 do the same, and afterwards have their usual effect,
+    which is the end of the process unless it handles them. A second signal ends the process at once.
 
-    Ctrl-C ends it: the step that runs is undone, a checkpoint and the weights are written, then `KeyboardInterrupt` is
-    raised. So do SIGTERM, SIGHUP and SIGUSR1; afterwards they go to whom they would have gone, which is the end of the
-    process unless it handles them. A second one ends at once. Where the folder has no room left at the end, the run is
-    written elsewhere, and `OutputError` says where.
+    Args:
+        config: The path of a YAML file, or a `Config`.
+        overrides: Texts `key=value`, laid over the configuration.
+        reporter: The object that is told how the training goes.
+        resume: Go on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
+            without a checkpoint, begin. The result of a finished run is returned as it stands, unless
+            `training.max_steps` is larger now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may
+            differ from the run's configuration.
 
-    Raises `InputError` for what is wrong in the configuration, the data or the folder (one that another training is
-    writing into too, or one without an intact checkpoint where some stand), `CannotFit` where no plan meets the budget,
-    `VerificationFailed` where `memory.verify` finds a difference.
+    Returns:
+        The result, with losses, predicted and measured peaks in bytes, and times in seconds.
+
+    Raises:
+        InputError: The configuration, the data or the folder is wrong (one that another training is writing into too,
+            or one whose checkpoints are all damaged).
+        CannotFit: No plan meets the budget.
+        VerificationFailed: `memory.verify` finds a difference.
+        OutputError: The folder has no room left at the end; the text says where the run was written instead.
 
     Example:
         >>> import tempfile, tightfit

@@ -79,8 +79,20 @@ def run_minimind(script: Path, arguments: Sequence[str], flags: MemoryFlags) -> 
     """Run a trainer script of a MiniMind checkout as `python SCRIPT ARGUMENTS` would, in this process, under a plan.
 
     The plan is made in the model's first call, for the batch and the loss of the script's own step, before anything is
-    computed. Raises `InputError` if the script is not MiniMind's, `ModelError` if its model cannot be planned or it
-    trains none, and `CannotFit` if the budget is below the least peak. Exceptions of the script itself are returned.
+    computed. Exceptions of the script itself are returned.
+
+    Args:
+        script: The path of the script in its checkout.
+        arguments: The script's own arguments.
+        flags: Recompute by a rule, or a plan for a budget.
+
+    Returns:
+        The plan, the monitor's record, and the exception that ended the script, if any.
+
+    Raises:
+        InputError: The script is not MiniMind's.
+        ModelError: Its model cannot be planned, or it trains none.
+        CannotFit: The budget is below the least peak.
     """
     check_script(script)
     planner = _Planner(flags)

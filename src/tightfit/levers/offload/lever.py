@@ -40,20 +40,26 @@ def offload(
     """Offload the saved activations of every module whose path matches a glob.
 
     On a CPU they move to a file on disk. On CUDA they move to pinned host memory, in parallel with the computation.
-
-    - `pattern`: a glob over module paths, as for `recompute`.
-    - `recompute`: if true, only the inputs of each module are offloaded, and everything inside it is recomputed.
-    - `folder`: the folder of the file; None: the system's folder for temporary files. The file has no name, and the
-      system frees it when the process ends.
-    - `budget`: the limit of the file or of host memory, in bytes or as `"4GiB"`; None: half of what is free. Values
-      beyond it stay in memory, with a warning (`OffloadFallback`).
-    - `smallest`: storages below this size stay in memory.
-
     Parameters, buffers and the model's own inputs are never offloaded.
 
-    Returns a handle with the pool's `statistics`, whose `undo()` restores the model exactly. Raises `LeverError` if
-    nothing matches, if a match already has a lever, if the model's device has nothing to offload to, or if the budget
-    exceeds the free memory. Raises `OutputError` if the folder cannot be used, and `BudgetError` for an invalid size.
+    Args:
+        model: The module whose blocks are offloaded.
+        pattern: A glob over module paths, such as `"layers.*"`.
+        recompute: Offload only the inputs of each module, and recompute everything inside it.
+        folder: The folder of the file; None: the system's folder for temporary files. The file has no name, and the
+            system frees it when the process ends.
+        budget: The limit of the file or of host memory, in bytes or as `"4GiB"`; None: half of what is free. Values
+            beyond it stay in memory, with a warning (`OffloadFallback`).
+        smallest: Storages below this size stay in memory, in bytes or as text.
+
+    Returns:
+        A handle with the pool's `statistics`, whose `undo()` restores the model exactly.
+
+    Raises:
+        LeverError: Nothing matches, a match already has a lever, the model's device has nothing to offload to, or the
+            budget exceeds the free memory.
+        OutputError: The folder cannot be used.
+        BudgetError: A size is invalid.
 
     Example:
         >>> import tightfit, torch

@@ -110,20 +110,39 @@ def distil(
 ) -> DistilResult:
     """Train a student towards a teacher, as a configuration says: that of `tightfit.train`, and the section `distil`.
 
-    `teacher` (a run's folder, a Hugging Face folder or a name) and the other keywords up to `student_by` are keys of
-    that section; None leaves what the configuration says. Without `store` the teacher runs beside the student in each
-    step, and its weights and its forward are part of the plan for `memory.budget`. With `store`, a folder, the teacher
-    first writes parts of its distributions there, within the same budget, and leaves memory. A store that is complete
-    is used as it is; one that was interrupted goes on. `store_only` ends after that.
-
-    With one of `student_layers`, `student_ffn`, `student_heads` and `student_width` the student is the teacher without
-    these shares of its parts, ranked by `student_by`. It is written to `output.folder`/student before the training.
-
     The logits of all tokens never exist, neither the student's nor the teacher's. The validation loss is the
-    cross-entropy of the text held out. Everything else is as in `tightfit.train`: files, `resume`, signals, `reporter`.
+    cross-entropy of the text held out. Everything else is as in `tightfit.train`: files, signals, `reporter`.
 
-    Raises `InputError` for what is wrong in the configuration, the teacher, its tokenizer or the store, `CannotFit`
-    where the budget has no room, and the errors of `tightfit.train`.
+    Args:
+        config: The path of a YAML file, or a `Config`.
+        overrides: Texts `key=value`, laid over the configuration.
+        teacher: A run's folder, a Hugging Face folder or a name. This and the keywords up to `student_by` are keys of
+            the section `distil`; None leaves what the configuration says.
+        teacher_dtype: The dtype of the teacher's weights.
+        divergence: As for `tightfit.ops.distillation_loss`, like `beta`, `temperature` and `hard_weight`.
+        hidden_weight: The weight of the loss between hidden states.
+        store: A folder. The teacher first writes parts of its distributions there, within the same budget, and leaves
+            memory. A complete store is used as it is; an interrupted one goes on. None: the teacher runs beside the
+            student in each step, and its weights and its forward are part of the plan for `memory.budget`.
+        store_method: How tokens are chosen for the store.
+        k: The number of tokens that are stored of each distribution.
+        seed: The seed of sampled tokens.
+        student_layers: The share of the teacher's layers that the student loses. With it or one of the next three, the
+            student begins as the teacher without these parts, written to `output.folder`/student.
+        student_ffn: The share of each MLP's channels that it loses.
+        student_heads: The share of each layer's key heads that it loses, with their query heads.
+        student_width: The share of hidden channels that it loses.
+        student_by: How parts are ranked.
+        store_only: End when the store is complete.
+        resume: As for `tightfit.train`, like `reporter`.
+
+    Returns:
+        The training's result (None with `store_only`), the store's figures (None without a store), the bytes of the
+        teacher that were in memory during the steps, and a report of teacher and student.
+
+    Raises:
+        InputError: The configuration, the teacher, its tokenizer or the store is wrong.
+        CannotFit: The budget has no room.
 
     Example:
         >>> import tempfile, tightfit

@@ -55,17 +55,30 @@ def quantise(
 ) -> "QuantisationReport":
     """Quantise the linear layers of a model, measure it before and after, and write it to a new folder.
 
-    `source` is a run's folder or a Hugging Face folder. `to` is `int8` (weights only), `int8_dynamic` (activations too,
-    scaled as they come), `int8_static` (activations too, scaled by what `calibration` shows) or `int4` (weights only).
     Embeddings, norms and the output head are not quantised. With int4 they become bf16, because PyTorch's product of
-    4-bit weights is fast with bf16 only. `calibration` and `text` are what `data.source` may name: a text file, JSON
-    lines, a folder of them. Perplexity is measured on `text` (None: what a run has held out, else a corpus that
-    every machine has) before and after.
-    Where it rises by more than the share `max_loss`, nothing is written, unless `force`. `batch_size` and `seq_len` are
-    those of the prompts whose reading is measured.
+    4-bit weights is fast with bf16 only. The folder has safetensors and JSON; `tightfit generate`, `score` and
+    `estimate --inference` read it. It is complete or not there.
 
-    The folder has safetensors and JSON, and `tightfit generate`, `score` and `estimate --inference` read it. It is
-    complete or not there. Raises `InputError` and its kin for wrong input, `QualityError` where quality falls too far.
+    Args:
+        source: A run's folder or a Hugging Face folder.
+        to: `"int8"` (weights only), `"int8_dynamic"` (activations too, scaled as they come), `"int8_static"`
+            (activations too, scaled by what `calibration` shows) or `"int4"` (weights only).
+        output: The folder to write.
+        calibration: The text whose activations are measured: a text file, JSON lines, a folder of them.
+        text: The text on which perplexity is measured. None: what a run has held out, else a corpus that every machine
+            has.
+        max_loss: The share by which perplexity may rise; beyond it nothing is written.
+        force: Write in any case.
+        batch_size: The number of prompts whose reading is measured.
+        seq_len: The tokens of each prompt.
+
+    Returns:
+        A report of the model before and after.
+
+    Raises:
+        InputError: An argument is wrong.
+        SourceError: The folder has no model that can be quantised.
+        QualityError: Perplexity rises too far.
 
     Example:
         >>> import pathlib, tempfile

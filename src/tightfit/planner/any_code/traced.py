@@ -40,8 +40,7 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
 
     `trace(function, *inputs)` runs `function(*inputs, **keywords)` dry, once: a forward, an evaluation, a generation, a
     loop with an optimizer, a single operator. Without a function, `with trace(device=...) as found:` runs the
-    statements of the block dry, and `found` has the figures after the block. `device` is that of `tightfit.estimate`;
-    for a card, CPU tensors play the card's.
+    statements of the block dry, and `found` has the figures after the block.
 
     The modules, optimizers and tensors that the code refers to by name are its resident memory: the inputs, `self` of a
     method, variables of the function, of the functions around it and of its module. Modules' parameters and buffers
@@ -51,10 +50,20 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
     read from one (`.item()`, `if tensor.any()`) gets the answer of a dry run, and `found.assumptions` names it.
     Afterwards weights, buffers, gradients, optimizers' states, random states, and the containers and attributes that
     the code can reach are as before. Variables that a block assigns keep what it assigned, and iterators that it has
-    advanced stay there.
+    advanced stay there. An exception of the code comes through.
 
-    An exception of the code comes through. Raises `InputError` for code that runs no operator, and `TraceError` for an
-    operator that cannot run dry.
+    Args:
+        function: The code. None: the statements of a `with` block.
+        *inputs: The function's positional arguments.
+        device: As for `tightfit.estimate`; for a card, CPU tensors stand for the card's.
+        **keywords: The function's keyword arguments.
+
+    Returns:
+        The figures: bytes as integers, seconds as floats.
+
+    Raises:
+        InputError: The code runs no operator.
+        TraceError: An operator cannot run dry.
 
     Example:
         >>> import tightfit, torch

@@ -99,17 +99,28 @@ def maximise(
 ) -> Largest:
     """Find the largest value that has a plan within the budget, and return it with that plan.
 
-    `case(value)` returns the model and the batch for a value, for example `lambda n: (model, TokenBatch(4, n, 32000))`
-    for the longest sequence. A `case` that builds a model for each value should build it dry (`build_dry`). `what`
-    names the value in messages. The search considers multiples of `multiple_of`, up to `at_most`. It calls `notice`
-    with one line for each value that it tries. The other arguments are those of `plan`. For `what="batch_size"` the
-    search leaves out the lever `"micro_batch"`, because any batch fits in enough micro-batches.
-
     The search assumes that memory does not fall when the value rises, so it tries few values. Two results do not depend
-    on that assumption: the value has a plan, and the next value has none.
+    on that assumption: the value has a plan, and the next value has none. For `what="batch_size"` the search leaves out
+    the lever `"micro_batch"`, because any batch fits in enough micro-batches.
 
-    Raises `CannotFit` if the smallest value does not fit, `BudgetError` for a budget that depends on the value
-    (`"0.5x"`), and `InputError` if every value would fit.
+    Args:
+        case: `case(value)` returns the model and the batch for a value, for example `lambda n: (model, TokenBatch(4, n,
+            32000))` for the longest sequence. A `case` that builds a model for each value should build it dry
+            (`tightfit.build_dry`).
+        budget: The largest peak of a step, in bytes or as text (`"22GiB"`, `"80%"`).
+        what: The name of the value in messages.
+        multiple_of: The search considers multiples of this number.
+        at_most: The largest value to consider.
+        notice: A function that is called with one line for each value that is tried.
+        **how: The other arguments of `tightfit.plan`.
+
+    Returns:
+        The value, its plan, and the least peak of the next value.
+
+    Raises:
+        CannotFit: The smallest value does not fit.
+        BudgetError: The budget depends on the value (`"0.5x"`).
+        InputError: Every value would fit.
 
     Example:
         >>> import tightfit, torch

@@ -44,10 +44,18 @@ def diagnose(
 ) -> Diagnosis:
     """Explain why memory ran out, or what uses it: phase, module and category of the peak, and remedies.
 
-    The subject is an exception (an out-of-memory error of CUDA, the CPU or MPS), a `StepTrace`, an `Estimate`, a
-    `Plan`, a `Monitor` or its `Record`, or the result of `torch.cuda.memory._snapshot()`. With `model` and `batch` (and
-    the other arguments of `tightfit.estimate`) the step runs dry, without and with each remedy. Each remedy then has
-    the bytes that it saves and the seconds that it costs. Raises `InputError` for any other subject.
+    Args:
+        error_or_trace: An exception (an out-of-memory error of CUDA, the CPU or MPS), a `StepTrace`, an `Estimate`, a
+            `Plan`, a `Monitor` or its `Record`, or the result of `torch.cuda.memory._snapshot()`.
+        model: With a model and a batch the step runs dry, without and with each remedy. Each remedy then has the bytes
+            that it saves and the seconds that it costs.
+        batch: As for `tightfit.estimate`, like the arguments that follow.
+
+    Returns:
+        The diagnosis, with remedies ranked.
+
+    Raises:
+        InputError: The subject is something else.
 
     Example:
         >>> import tightfit

@@ -37,12 +37,23 @@ TRACED_STEP = 2  # in the first step the optimizer makes its states only at the 
 def monitor(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, traced_step: int | None = TRACED_STEP
 ) -> "Monitor":
-    """Monitor the memory of a training loop. Returns a context manager that holds the figures.
+    """Monitor the memory of a training loop.
 
     The monitor records steps up to `traced_step` operator by operator. These steps are slower, and otherwise unchanged.
-    Afterwards it reads the counters of the system and of CUDA's allocator when phases change. None traces no step.
-    Without `optimizer`, each backward ends a step. Nothing remains on the model afterwards. Exceptions pass through,
-    and the record is kept. Raises `InputError` for a wrong argument, `ModelError` for a sharded model.
+    Afterwards it reads the counters of the system and of CUDA's allocator when phases change. Nothing remains on the
+    model afterwards. Exceptions pass through, and the record is kept.
+
+    Args:
+        model: The module that is trained.
+        optimizer: Its `step` ends a step. None: each backward does.
+        traced_step: The last step that is recorded operator by operator. None: no step is.
+
+    Returns:
+        A context manager that holds the figures.
+
+    Raises:
+        InputError: An argument is wrong.
+        ModelError: The model is sharded.
 
     Example:
         >>> import tightfit, torch

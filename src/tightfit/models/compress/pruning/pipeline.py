@@ -56,24 +56,40 @@ def prune(
     text: str | Path | None = None,
     permanent: bool = False,
 ) -> CompressionReport:
-    """Prune the model in a folder, and write a smaller or sparser one to `output`, which `transformers` loads.
+    """Prune the model in a folder, and write a smaller or sparser one, which `transformers` loads.
 
-    `source` is a run's folder or a Hugging Face folder. `layers`, `ffn`, `heads` and `width` are the shares of whole
-    layers, of each MLP's channels, of each layer's key heads with their query heads, and of hidden channels that are
-    taken out. `by` ranks them: `norm` of the weights, `activation` or `gradient` on the text `calibration`; None: by
-    activation where there is a text, else by norm.
+    Args:
+        source: A run's folder or a Hugging Face folder.
+        output: The folder to write.
+        layers: The share of whole layers to take out.
+        ffn: The share of each MLP's channels to take out.
+        heads: The share of each layer's key heads to take out, with their query heads.
+        width: The share of hidden channels to take out.
+        sparsity: The share of single weights to set to zero. masks.safetensors then names them, and `tightfit.train`
+            keeps them at zero.
+        pattern: Which weights: `"magnitude"`, `"wanda"` or `"2:4"`.
+        scope: The lowest magnitudes of each matrix (`"layer"`) or of all matrices (`"global"`).
+        by: How parts are ranked: `"norm"` of the weights, `"activation"` or `"gradient"` on the text `calibration`.
+            None: by activation where there is such a text, else by norm.
+        calibration: The path of a text, or `"default"`.
+        to_fit: A budget (`"3GiB"`, `"0.5x"`): take out the least that lets a training step fit, by dry runs. The shares
+            are then the most that may go (0.75 of layers, channels and heads if none is given).
+        inference: What has to fit is a generation of `new_tokens` tokens after `batch_size` prompts, not a training
+            step.
+        seq_len: Tokens of a row.
+        batch_size: Rows of a batch.
+        new_tokens: Tokens to generate.
+        device: The device to fit. None: this CPU.
+        text: Held-out text, for the perplexity before and after.
+        permanent: Give the masks of `source` up: the zeros stay, and the next training may move them.
 
-    `to_fit` takes out the least that lets a training step of `batch_size` rows of `seq_len` tokens fit a budget
-    (`"3GiB"`, `"0.5x"`), by dry runs; with `inference` a generation of `new_tokens` after such prompts. The ratios are
-    then the most that may go (0.75 of layers, channels and heads if none is given). `device` is one to plan for; None:
-    this CPU.
+    Returns:
+        A report of the model before and after.
 
-    `sparsity` sets that share of single weights to zero, by `pattern` (`magnitude` over each matrix or, by `scope`, all
-    of them; `wanda`; `2:4`), and writes masks.safetensors. `tightfit.train` keeps those weights at zero. `permanent`
-    gives the masks of `source` up: the zeros stay, and the next training may move them.
-
-    `text` is held out, for the perplexity before and after. Raises `SourceError`, `InputError` and its like for what is
-    wrong, `CannotFit` where the most that may go is not enough.
+    Raises:
+        SourceError: The folder has no model that can be pruned.
+        InputError: An argument is wrong.
+        CannotFit: The most that may go is not enough.
 
     Example:
         >>> import pathlib, tempfile, tightfit
