@@ -1,4 +1,4 @@
-"""What the command line asks about, as it was written, and what that means to a configuration. No torch here."""
+"""The question of a command line, as it was written, and what that means to a configuration. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

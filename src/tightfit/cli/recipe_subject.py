@@ -1,4 +1,4 @@
-"""What `fit` asks about: the model below any adapters, and the configuration that a recipe is written into."""
+"""The subject of `fit`: the model below any adapters, and the configuration that a recipe is written into."""
 
 import os
 from collections.abc import Callable
@@ -60,11 +60,11 @@ class RecipeSubject:
         return written(outcome, self.setting(), as_)
 
     def next_steps(self, outcome: Outcome, path: Path, as_: str | None) -> list[str]:
-        """What to do with the recipe that was written to `path`, a line each."""
+        """The next steps with the recipe that was written to `path`, a line each."""
         return next_steps(str(path), outcome, self.setting(), as_ or YAML)
 
     def refusal(self, found: Recipes) -> Refusal:
-        """What was asked for, where no recipe fits. On several cards it is the row that needs least."""
+        """The refusal of a question for which no recipe fits. On several cards it is the row that needs least."""
         asked = self.asked.but(optimizer=self.wanted.optimizer or "adamw")
         if self.asked.step.world_size is not None:
             row = min(found, key=lambda row: (-row.world_size, row.needed_bytes))
@@ -181,7 +181,7 @@ def _budget(budget: int | str | None, asked: Request) -> int | str:
 
 
 def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
-    """What options have settled. An adapter of a CONFIG settles its shape, and `--base` what it is on."""
+    """The choices that options have settled. An adapter of a CONFIG settles its shape, and `--base` what it is on."""
     dtype: Any = None if question.dtype == "auto" else question.dtype
     return Wanted(
         dtype=dtype,

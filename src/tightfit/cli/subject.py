@@ -1,4 +1,4 @@
-"""What a question is about, built: a model, a batch, and how their step is computed."""
+"""The subject of a question, built: a model, a batch, and how their step is computed."""
 
 import traceback
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ class Subject:
             return verify(self.model, self.batch, plan, loss=self.asked.loss)
 
     def recomputing(self) -> AbstractContextManager[Any]:
-        """What CONFIG recomputes by hand, in force."""
+        """A context in which the recompute that CONFIG asks for by hand is applied."""
         return nullcontext() if self.recompute is None else recompute_by_hand(self.model, self.recompute)
 
     @contextmanager
@@ -108,7 +108,7 @@ def budget_of(subject: Subject) -> int | str:
 
 
 def came_from(model: nn.Module, error: BaseException) -> bool:
-    """Whether an exception was raised below a forward of the model, and not by a line of ours."""
+    """True if an exception was raised below a forward of the model, and not by a line of ours."""
     modules = {id(module) for module in model.modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = any(id(frame.f_locals.get("self")) in modules for frame in frames)

@@ -83,7 +83,7 @@ def of_ranks(request: Request, world: World) -> Estimate:
 
 
 def of_trace(request: Request, trace: StepTrace) -> Estimate:
-    """What an estimate says of one process's step, before it is known whether that fits."""
+    """The assumptions of an estimate of one process's step, before it is known whether that fits."""
     return Estimate(
         step_figures=step_figures(trace),
         parameters=count_weights(request.model),
@@ -99,7 +99,7 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
 
 
 def of_draws(request: Request, trace: StepTrace) -> list[str]:
-    """What is assumed about numbers that the step draws at random and reads."""
+    """The assumption about numbers that the step draws at random and reads."""
     if not trace.reads_draws or len(request.outcomes) < 2:
         return []
     count = len(request.outcomes)
@@ -107,7 +107,7 @@ def of_draws(request: Request, trace: StepTrace) -> list[str]:
 
 
 def of_communication(request: Request, world: World) -> list[str]:
-    """What is assumed about the messages between ranks."""
+    """The assumptions about the messages between ranks."""
     if world.size == 1:
         return []
     sentences, communicator = [sentence(request.device, world)], request.communicator_bytes

@@ -63,8 +63,8 @@ class EstimateRecord:
 
     @property
     def taken_bytes(self) -> int:
-        """What the step takes of the device: tensors, and on CUDA the allocator's segments and the context. Where it
-        fits, at most the device: near its limit the allocator returns free segments.
+        """The device memory that the step takes: tensors, and on CUDA the allocator's segments and the context. Where
+        it fits, at most the device: near its limit the allocator returns free segments.
         """
         whole = (self.reserved_bytes or self.peak_bytes) + self.context_bytes
         return min(whole, self.device_bytes) if self.fits else whole
@@ -149,7 +149,7 @@ class PlanRecord:
 
     @property
     def sharding(self) -> Sharding:
-        """What the plan chooses of FSDP2."""
+        """The plan's choices about FSDP2."""
         freed = False if self.reshard_after_forward is False else None
         return Sharding(freed, self.sharded_apart, self.reduces_once, self.shards_on_host)
 

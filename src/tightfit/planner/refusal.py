@@ -1,4 +1,4 @@
-"""What was asked for where nothing fits, for whoever looks for ways out."""
+"""The request for which nothing fits, kept for the search for remedies."""
 
 from dataclasses import dataclass
 

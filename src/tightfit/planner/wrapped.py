@@ -40,7 +40,7 @@ def refuse_sharded(model: nn.Module, what: str) -> None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a `DTensor`."""
+    """True if a tensor is a `DTensor`."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 

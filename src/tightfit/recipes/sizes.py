@@ -57,7 +57,7 @@ def shape_of(batch: Batch) -> Shape | None:
 
 @dataclass(frozen=True)
 class Dimension:
-    """What may grow: its value now, which values there are, and the batch of a value."""
+    """A size that may grow: its value now, which values there are, and the batch of a value."""
 
     name: str
     now: int

@@ -61,7 +61,7 @@ class WayOut:
 
     @property
     def exactness(self) -> str:
-        """What becomes of the loss and the gradients of this step: "exact", "rounding" or "inexact"."""
+        """The exactness of the loss and the gradients of this step: "exact", "rounding" or "inexact"."""
         return self.kind if self.kind in ("exact", "rounding") else str(Exactness.INEXACT)
 
     def plan(self) -> "Plan":

@@ -70,7 +70,7 @@ def call_of(node: Any) -> tuple[Any, tuple]:
 
 
 def is_opaque(node: Any) -> bool:
-    """Whether a node may return memory of its arguments although its schema does not say so."""
+    """True if a node may return memory of its arguments although its schema does not say so."""
     called, _ = call_of(node)
     if node.op != "call_function" or called is operator.getitem:
         return False
@@ -97,7 +97,7 @@ def in_place_form(target: Any) -> Any:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Whether two nodes have the same shape, strides and dtype."""
+    """True if two nodes have the same shape, strides and dtype."""
     a, b = one.meta.get("val"), other.meta.get("val")
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
@@ -106,7 +106,7 @@ def same_memory(one: Any, other: Any) -> bool:
 
 
 def fills(node: Any, base: Any) -> bool:
-    """Whether a node has all of its storage: a result in a part of it would hold the rest."""
+    """True if a node has all of its storage: a result in a part of it would hold the rest."""
     value, whole = node.meta.get("val"), base.meta.get("val")
     if not isinstance(whole, torch.Tensor):
         return False

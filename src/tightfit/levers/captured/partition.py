@@ -221,7 +221,7 @@ class Values:
         return [node for node in self.joint.graph.nodes if node in held]
 
     def is_held(self, node: Any) -> bool:
-        """Whether a node of forward that backward needs is held, and not computed again."""
+        """True if a node of forward that backward needs is held, and not computed again."""
         if node.op == "placeholder":
             return True
         if node.op == "get_attr":
@@ -267,7 +267,7 @@ def is_forward(node: Any) -> bool:
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node's result shares the storage of its first argument."""
+    """True if a node's result shares the storage of its first argument."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -299,7 +299,7 @@ def values_of(node: Any) -> Sequence[Any]:
 
 
 def is_random(node: Any) -> bool:
-    """Whether a node draws random numbers."""
+    """True if a node draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload) or not traits_of(node.target).is_random:
         return False
     names = [argument.name for argument in node.target._schema.arguments]

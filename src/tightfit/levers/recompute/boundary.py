@@ -1,4 +1,4 @@
-"""What crosses the boundary of an observed block: its inputs, which may be offloaded, and its results."""
+"""The tensors that cross the boundary of an observed block: its inputs, which may be offloaded, and its results."""
 
 from typing import Any
 

@@ -33,7 +33,7 @@ class OperatorKey(NamedTuple):
 
 
 def operands_of(arguments: Iterable[Any]) -> str:
-    """What an operator works on: `float32[3], bfloat16[2]`, dtype and rank of each tensor, and any dtype asked for.
+    """The operands of an operator: `float32[3], bfloat16[2]`, dtype and rank of each tensor, and any dtype asked for.
 
     This tells the calls of one operator apart where their numbers shift, because another run has a call more: a copy
     that only a card needs, a cast. Sizes are left out, since batches differ in them. So are tensors without a
@@ -80,7 +80,7 @@ class Policy:
 
     @cached_property
     def counts_by_operands(self) -> bool:
-        """Whether its keys have operands, so that calls with other operands do not count."""
+        """True if its keys have operands, so that calls with other operands do not count."""
         return any(key.operands for key in (*self.kept, *self.offloaded))
 
     def decide(self, key: OperatorKey) -> Decision:
@@ -90,7 +90,7 @@ class Policy:
 
     @property
     def offloads_all(self) -> bool:
-        """Whether nothing is recomputed and nothing kept that could be offloaded."""
+        """True if nothing is recomputed and nothing kept that could be offloaded."""
         return self.default is Decision.OFFLOAD and not (self.kept or self.offloaded)
 
     @property

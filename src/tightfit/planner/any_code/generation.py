@@ -198,7 +198,7 @@ def _cached(trace: StepTrace, index: int) -> int:
 
 
 def _is_a_drawn_token(assumption: Assumption) -> bool:
-    """Whether an assumption is the token that the generation draws: no size depends on it."""
+    """True if an assumption is the token that the generation draws: no size depends on it."""
     return assumption.where.startswith(f"{Path(generation.__file__)}:")
 
 

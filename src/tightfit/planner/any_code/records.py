@@ -1,4 +1,4 @@
-"""What was predicted of code, as plain data."""
+"""Predictions for code, as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

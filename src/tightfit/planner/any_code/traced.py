@@ -197,7 +197,7 @@ class Traced:
 
     @property
     def fits(self) -> bool:
-        """Whether the code fits the device."""
+        """True if the code fits the device."""
         return self.record.fits
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class _Running:
 
 
 def fits_once(trace: StepTrace, device: DeviceSpec) -> bool:
-    """Whether code that runs once fits a device; on CUDA with the allocator's segments and the context."""
+    """True if code that runs once fits a device; on CUDA with the allocator's segments and the context."""
     if trace.reserved_bytes is None:
         return trace.peak_bytes <= device.memory_bytes
     room = device.memory_bytes - CONTEXT_BYTES

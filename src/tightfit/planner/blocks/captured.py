@@ -1,4 +1,4 @@
-"""What captured blocks save, and what the options of captured blocks cost, both from the prices of recorded ones."""
+"""The tensors that captured blocks save, and the cost of their options, both from the prices of recorded ones."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -62,7 +62,7 @@ class CalledModule:
 
     @property
     def has_equal_parts(self) -> bool:
-        """Whether parts of equal shapes keep most of its bytes. It is then a stage, not a block."""
+        """True if parts of equal shapes keep most of its bytes. It is then a stage, not a block."""
         shapes = Counter(part.shape for part in self.candidates)
         equal = sum(part.kept_bytes for part in self.candidates if shapes[part.shape] > 1)
         inner = sum(part.kept_bytes for part in self.candidates if part.has_equal_parts and shapes[part.shape] == 1)

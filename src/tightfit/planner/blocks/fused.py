@@ -171,7 +171,7 @@ class _Offers:
         self.nearest.append((self.kept_bytes[index], self.choices[index].seconds, print_, seconds))
 
     def price(self, index: int) -> tuple[Footprint, float]:
-        """What a set takes, or is guessed to take: as the nearest one that was seen, with the bytes between them."""
+        """The cost of a set, measured or guessed: as the nearest one that was seen, with the bytes between them."""
         if index in self.measured:
             return self.measured[index]
         kept, again = self.kept_bytes[index], self.choices[index].seconds

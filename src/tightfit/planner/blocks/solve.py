@@ -232,7 +232,7 @@ def _hull(block: _Block) -> _PrefixBound:
 
 
 def _above(left: tuple[int, int], middle: tuple[int, int], right: tuple[int, int]) -> bool:
-    """Whether `middle` is on or above the line from `left` to `right`."""
+    """True if `middle` is on or above the line from `left` to `right`."""
     return (middle[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (middle[0] - left[0])
 
 

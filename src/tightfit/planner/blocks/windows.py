@@ -38,7 +38,7 @@ def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
 
 
 def is_chain(trace: StepTrace, paths: Sequence[str]) -> bool:
-    """Whether the blocks run one after the other, and none runs backward before all have run forward.
+    """True if the blocks run one after the other, and none runs backward before all have run forward.
 
     A block may run several times in a row. A loss that calls the model twice, or computes gradients itself, makes no
     chain.

@@ -29,7 +29,7 @@ ROUNDING_SPREAD = 1.02
 
 
 class Exactness(enum.StrEnum):
-    """What a lever changes in the loss and the gradients: nothing, the order of sums, or more than that."""
+    """The change that a lever makes to the loss and the gradients: none, the order of sums, or more than that."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -65,7 +65,9 @@ class PlainStep:
 
 
 class Separation(NamedTuple):
-    """Whether the samples of a batch can be computed apart: `refusal` says why not. `tried`: on real numbers."""
+    """The answer to whether the samples of a batch can be computed apart: `refusal` says why not. `tried`: on real
+    numbers.
+    """
 
     refusal: str | None
     tried: bool
@@ -185,7 +187,7 @@ class Lever:
         raise NotImplementedError  # only levers that take whole blocks can be mixed
 
     def sentence(self, choices: Sequence["BlockChoice"]) -> str:
-        """What the lever does in a plan with these choices inside blocks, for tables and pages."""
+        """A sentence about the lever's effect in a plan with these choices inside blocks, for tables and pages."""
         raise NotImplementedError  # each lever has its own
 
     def taken_out(self, choices: "Sequence[BlockChoice]") -> "tuple[BlockChoice, ...]":

@@ -51,7 +51,7 @@ def _with_parents(path: str) -> list[str]:
 
 
 def _is_elementwise(trace: StepTrace, operator: OperatorRecord) -> bool:
-    """Whether the operator casts, or computes each element from the same place of its inputs and from flat weights."""
+    """True if the operator casts, or computes each element from the same place of its inputs and from flat weights."""
     if base_name(operator.name) in _CASTS:
         return True
     read = (trace.storages[trace.values[value].storage] for value in operator.reads)

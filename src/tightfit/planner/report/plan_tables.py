@@ -118,7 +118,9 @@ def phase_table(step_figures: StepFigures) -> Table:
 
 
 def describe_plan(plan: PlanRecord, width: int = WIDTH) -> str:
-    """Whether and how a step fits, plain against planned, the choices of blocks, and rejected levers with reasons."""
+    """A report of a plan: whether the step fits, plain against planned, the choices of blocks, and rejected levers with
+    reasons.
+    """
     parts: list[Table | str] = [*summary(plan), "", comparison(plan)]
     if any(choice.action != "keep" for choice in plan.choices):
         parts += ["", block_table(plan.choices)]

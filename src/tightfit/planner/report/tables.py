@@ -63,7 +63,7 @@ def curve(points: Sequence[CurvePoint], recipes: Sequence[CurvePoint], chosen_by
 
 
 def blocks(choices: Sequence[BlockChoice]) -> str:
-    """What the blocks keep and recompute. Neighbouring blocks with the same choice share a line."""
+    """The tensors that the blocks keep and recompute. Neighbouring blocks with the same choice share a line."""
     rows = [
         (
             name,

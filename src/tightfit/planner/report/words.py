@@ -13,7 +13,7 @@ _PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 
 
 def keeps(choice: BlockChoice) -> str:
-    """What a block keeps until backward, in words."""
+    """The tensors that a block keeps until backward, in words."""
     words = {
         "keep": "everything",
         "recompute": "only its input",

@@ -156,7 +156,7 @@ class Tradeoff:
         return None
 
     def allowed(self, recipe: CurvePoint) -> bool:
-        """Whether a plan may use the recipe's levers, so that the recipe may be a point of the curve."""
+        """True if a plan may use the recipe's levers, so that the recipe may be a point of the curve."""
         return "chunked loss" not in recipe.levers or self.search.request.may(ChunkedLoss)
 
     # Both

@@ -1,4 +1,4 @@
-"""What forward and backward change beside gradients, remembered before a step so that the step can be undone.
+"""The state that forward and backward change beside gradients, remembered before a step so that the step can be undone.
 
 These are random states, buffers, tensors that modules hold as attributes, and the attributes themselves with the lists
 and dicts in them. To copy all of it takes 60 ms for 400 modules, as long as a small step. So it is copied before the
@@ -50,7 +50,7 @@ class _Held:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the content differs from the copy, or was written since if there is none.
+        """True if the content differs from the copy, or was written since if there is none.
 
         Batch norm's kernels write the running statistics without counting that as a write, so contents decide.
         """
@@ -109,7 +109,7 @@ class StepState:
 
     @property
     def is_observing(self) -> bool:
-        """Whether all is copied, since the steps that show what changes are not over."""
+        """True if all is copied, since the steps that show what changes are not over."""
         return self._observed < OBSERVED
 
     def remember(self) -> None:
@@ -130,7 +130,7 @@ class StepState:
         return RandomStates([GeneratorState.of(generator) for generator in torchs], others)
 
     def contents(self) -> list[Content]:
-        """What the containers hold now that a step may change."""
+        """The current contents of the containers that a step may change."""
         return [(item, item.copy()) for item, _ in self._contents]
 
     def settle(self) -> None:

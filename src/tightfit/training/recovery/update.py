@@ -66,7 +66,7 @@ class UpdateGuard:
 
     @property
     def has_written(self) -> bool:
-        """Whether a weight or a state may have been changed."""
+        """True if a weight or a state may have been changed."""
         return has_stepped(self.optimizer) or self._finishing is not None or any(self._writes().values())
 
     def check(self) -> None:
@@ -288,7 +288,7 @@ class _Finishing(TorchDispatchMode):
 
 
 def _as_returned(func: Any, args: tuple, kwargs: dict, written: tuple[tuple[int, str], ...]) -> Any:
-    """What a call that was skipped would return: the arguments that it writes into."""
+    """The result that a skipped call would return: the arguments that it writes into."""
     values = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
     count = len(func._schema.returns)
     if count == 0:
@@ -308,7 +308,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _has_kernels_for_lists(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step may use them: where they are asked for, and on every device but the CPU by default."""
+    """True if the step may use them: where they are asked for, and on every device but the CPU by default."""
     groups = optimizer.param_groups
     return any(g.get("fused") or g.get("foreach") or any(p.device.type != "cpu" for p in g["params"]) for g in groups)
 
